@@ -60,8 +60,9 @@ struct SessionOptions {
   Resume resume = Resume::kNever;
   uint32_t group_count = 1;
   uint64_t chunk_elements = uint64_t{1} << 20;  // only for a new job
-  // Optimizer, dtypes of gradients and working parameters, format of the moments. They belong to the job: a resume with
-  // different ones is refused (BAD_SPEC). The default: AdamW, bf16, bf16, fp32.
+  // Optimizer, dtypes of gradients and working parameters, formats of moments and masters. They belong to the job: a
+  // resume with different ones is refused (BAD_SPEC). The default: AdamW, bf16, bf16, fp32. Masters as remainder need
+  // bf16 working parameters, durability `none` and servers that keep working copies.
   kernels::OptimizerSpec optimizer;
   uint64_t seed = 0;  // for stochastic rounding of bf16 moments; used for a new job only, which keeps the seed
   // Which failures a decided step survives. Used for a new job only, which keeps the setting.

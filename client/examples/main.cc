@@ -98,6 +98,7 @@ void AddJobFlags(CLI::App& app, Flags& flags) {
 
 void AddOptimizerFlags(CLI::App& app, Flags& flags) {
   using kernels::Dtype;
+  using kernels::MasterFormat;
   using kernels::MomentFormat;
   using kernels::OptimizerKind;
   kernels::OptimizerSpec& o = flags.optimizer;
@@ -126,6 +127,9 @@ void AddOptimizerFlags(CLI::App& app, Flags& flags) {
                                             {"i8", MomentFormat::kI8},
                                             {"f8", MomentFormat::kF8}},
         "How its moments are kept");
+  named("--master", &o.master,
+        std::map<std::string, MasterFormat>{{"f32", MasterFormat::kF32}, {"remainder", MasterFormat::kRemainder}},
+        "How servers keep masters beside bf16 working copies");
   named("--gradient-dtype", &o.gradient, dtypes, "Of gradients on their way to the servers");
   named("--working-dtype", &o.working, dtypes, "Of parameters on their way from the servers");
   app.add_flag("--amsgrad", o.amsgrad, "AdamW and Adam: keep the largest second moment");

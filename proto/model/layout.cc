@@ -48,6 +48,12 @@ absl::Status CheckSpec(const v1::JobSpec& spec) {
                                 ", and 0 with any other durability; got ", spec.pin_interval(), " with ",
                                 v1::Durability_Name(spec.durability())));
   }
+  if (spec.master_format() == v1::MASTER_FORMAT_REMAINDER && spec.durability() != v1::DURABILITY_NONE) {
+    return BadSpec(
+        absl::StrCat("a master kept as remainder is none without its working copy, and a version on the disk ",
+                     "must be whole; expected durability none, got ", v1::Durability_Name(spec.durability()),
+                     ": take that, or an fp32 master"));
+  }
   int64_t tensors = 0;
   for (const auto& registration : spec.registrations()) tensors += registration.tensors_size();
   if (tensors == 0) return BadSpec("the job has no tensors; register at least one");

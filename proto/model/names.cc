@@ -47,6 +47,13 @@ absl::StatusOr<kernels::MomentFormat> MomentsNamed(const std::string& name) {
                                                                    {"f8", MomentFormat::kF8}}});
 }
 
+absl::StatusOr<kernels::MasterFormat> MasterNamed(const std::string& name) {
+  using kernels::MasterFormat;
+  return Find("master", name,
+              std::array<std::pair<const char*, MasterFormat>, 2>{
+                  {{"f32", MasterFormat::kF32}, {"remainder", MasterFormat::kRemainder}}});
+}
+
 absl::StatusOr<kernels::Dtype> DtypeNamed(const std::string& name) {
   using kernels::Dtype;
   return Find("dtype", name,

@@ -7,6 +7,7 @@ namespace ballast::model {
 namespace {
 
 using kernels::Dtype;
+using kernels::MasterFormat;
 using kernels::MomentFormat;
 using kernels::OptimizerKind;
 using kernels::OptimizerSpec;
@@ -32,6 +33,14 @@ constexpr NamedFormat kFormats[] = {{v1::MOMENT_FORMAT_F32, MomentFormat::kF32, 
                                     {v1::MOMENT_FORMAT_BF16, MomentFormat::kBf16, "bf16"},
                                     {v1::MOMENT_FORMAT_I8, MomentFormat::kI8, "i8"},
                                     {v1::MOMENT_FORMAT_F8, MomentFormat::kF8, "f8"}};
+
+// What jobs had before there was a choice is the default, which digests of the spec leave out.
+struct NamedMaster {
+  v1::MasterFormat proto;
+  MasterFormat format;
+};
+constexpr NamedMaster kMasters[] = {{v1::MASTER_FORMAT_UNSPECIFIED, MasterFormat::kF32},
+                                    {v1::MASTER_FORMAT_REMAINDER, MasterFormat::kRemainder}};
 
 struct NamedDtype {
   v1::Dtype proto;
@@ -84,6 +93,16 @@ absl::StatusOr<OptimizerSpec> OptimizerOf(const v1::JobSpec& spec) {
     }
     optimizer.moments = format->format;
   }
+  const NamedMaster* master = nullptr;
+  for (const NamedMaster& named : kMasters) {
+    if (named.proto == spec.master_format()) master = &named;
+  }
+  if (master == nullptr) {
+    return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
+                 absl::StrCat("masters may be kept as they are, or as REMAINDER, came master_format ",
+                              static_cast<int>(spec.master_format())));
+  }
+  optimizer.master = master->format;
   optimizer.amsgrad = spec.amsgrad();
   optimizer.momentum = spec.momentum();
   optimizer.nesterov = spec.nesterov();
@@ -101,6 +120,9 @@ void SetOptimizer(const OptimizerSpec& optimizer, v1::JobSpec* spec) {
   }
   for (const NamedFormat& named : kFormats) {
     if (named.format == optimizer.moments) spec->set_moment_format(named.proto);
+  }
+  for (const NamedMaster& named : kMasters) {
+    if (named.format == optimizer.master) spec->set_master_format(named.proto);
   }
   spec->set_amsgrad(optimizer.amsgrad);
   spec->set_momentum(optimizer.momentum);
@@ -133,6 +155,7 @@ std::string Show(const OptimizerSpec& optimizer) {
   }
   absl::StrAppend(&text, ", ", Find(optimizer.gradient).name, " gradients, ", Find(optimizer.working).name,
                   " working parameters");
+  if (optimizer.master == MasterFormat::kRemainder) text += ", masters as remainder";
   return text;
 }
 

@@ -11,7 +11,7 @@ namespace ballast::model {
 // BAD_SPEC) for a dtype or option that the optimizer lacks. The message lists accepted choices.
 absl::StatusOr<kernels::OptimizerSpec> OptimizerOf(const v1::JobSpec& spec);
 
-// The reverse of OptimizerOf: sets optimizer, dtypes, moment format and options of `spec`.
+// The reverse of OptimizerOf: sets optimizer, dtypes, formats and options of `spec`.
 void SetOptimizer(const kernels::OptimizerSpec& optimizer, v1::JobSpec* spec);
 
 kernels::Hyper HyperOf(const v1::GroupHyper& group);

@@ -13,7 +13,7 @@
 namespace ballast::model {
 
 // The version of the calls and of their meaning. proto/README.md says when it rises.
-inline constexpr uint32_t kProtocolVersion = 3;
+inline constexpr uint32_t kProtocolVersion = 4;
 
 // The release, "0.1.0": CMake's PROJECT_VERSION. Releases with one protocol version work together.
 const char* Version();

@@ -156,6 +156,8 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
   plan->add_flag("--amsgrad", to->amsgrad, "of adamw and adam: one moment more");
   plan->add_flag("--momentum", to->momentum, "of sgd: it keeps a buffer");
   plan->add_option("--moments", to->moments, "f32, bf16, i8 or f8")->capture_default_str();
+  plan->add_option("--master", to->master, "f32, or remainder: the bits that bf16 working copies lack")
+      ->capture_default_str();
   plan->add_option("--gradient-dtype", to->gradient, "bf16, f16 or f32")->capture_default_str();
   plan->add_option("--working-dtype", to->working, "bf16, f16 or f32")->capture_default_str();
   plan->add_option("--durability", to->durability, "step, every-K or none")->capture_default_str();

@@ -43,6 +43,7 @@ absl::StatusOr<v1::JobSpec> SpecOf(const PlanCommand& command, uint64_t paramete
   v1::JobSpec spec;
   BALLAST_ASSIGN_OR_RETURN(optimizer.kind, model::OptimizerNamed(command.optimizer));
   BALLAST_ASSIGN_OR_RETURN(optimizer.moments, model::MomentsNamed(command.moments));
+  BALLAST_ASSIGN_OR_RETURN(optimizer.master, model::MasterNamed(command.master));
   BALLAST_ASSIGN_OR_RETURN(optimizer.gradient, model::DtypeNamed(command.gradient));
   BALLAST_ASSIGN_OR_RETURN(optimizer.working, model::DtypeNamed(command.working));
   BALLAST_ASSIGN_OR_RETURN(const v1::Durability durability, model::DurabilityNamed(command.durability));

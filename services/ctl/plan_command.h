@@ -15,7 +15,8 @@ struct PlanCommand {
   uint32_t servers = 1;
   storage::TierBytes budget;  // of each server
   // By name, as proto/model/names.h has them.
-  std::string optimizer = "adamw", moments = "f32", gradient = "bf16", working = "bf16", durability = "step";
+  std::string optimizer = "adamw", moments = "f32", master = "f32", gradient = "bf16", working = "bf16",
+              durability = "step";
   bool amsgrad = false, momentum = false;
   uint64_t pin_interval = 0;
   uint64_t staging_bytes = 0;   // 0: a server's default

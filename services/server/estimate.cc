@@ -133,7 +133,7 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
     estimate.largest_unit_bytes = std::max(estimate.largest_unit_bytes, unit.elements * working);
   }
   const uint64_t p = estimate.parameters, ranks = request.ranks;
-  const uint64_t state = storage::StateLayout(optimizer).StateBytes(trained), gradients = trained * gradient;
+  const uint64_t state = storage::StateLayout(optimizer).Whole().StateBytes(trained), gradients = trained * gradient;
   estimate.whole = {p * working, gradients, 0};
   estimate.sharded = {Share(p * working, ranks), Share(gradients, ranks), 0};
   estimate.zero[0] = {p * working, gradients, state};

@@ -53,7 +53,7 @@ class Openings {
     Space::Chunks chunks;  // of the new plan, registration order
   };
   using Plan = std::shared_ptr<const model::EpochPlan>;
-  static absl::StatusOr<Plan> MakePlan(const v1::OpenRequest& request);
+  absl::StatusOr<Plan> MakePlan(const v1::OpenRequest& request) const;
   // On the clerk.
   void Prepare(const v1::OpenRequest& request) ABSL_LOCKS_EXCLUDED(job_lock);
   void Ask(const std::shared_ptr<DryRun>& run) ABSL_LOCKS_EXCLUDED(job_lock);

@@ -16,9 +16,14 @@
 
 namespace ballast::services {
 
-absl::Status Space::CheckSupported(const v1::JobSpec& spec) {
+absl::Status Space::CheckSupported(const v1::JobSpec& spec, bool working_copies) {
   const bool known = spec.durability() == v1::DURABILITY_NONE || spec.durability() == v1::DURABILITY_STEP ||
                      spec.durability() == v1::DURABILITY_EVERY_K;
+  if (known && spec.master_format() == v1::MASTER_FORMAT_REMAINDER && !working_copies) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        "this server lies in its trainer's process and keeps no working copies, which a master kept as "
+                        "remainder needs: keep an fp32 master, or take a server of its own");
+  }
   if (known) return model::OptimizerOf(spec).status();
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
                       absl::StrCat("durability ", v1::Durability_Name(spec.durability()),
@@ -77,7 +82,7 @@ uint64_t Space::LogSteps() const {
 
 absl::StatusOr<Space::Chunks> Space::Take(const model::EpochPlan& plan, v1::OpenResponse* answer) {
   const v1::JobSpec& spec = plan.open().spec();
-  BALLAST_RETURN_IF_ERROR(CheckSupported(spec));
+  BALLAST_RETURN_IF_ERROR(CheckSupported(spec, core_->around.working_copies));
   BALLAST_RETURN_IF_ERROR(plan.FindMember(core_->around.server_id).status());
   const std::vector<uint64_t> mine = ChunksOf(plan, core_->around.server_id);
   Chunks chunks;

@@ -50,6 +50,9 @@ enum class StorageBug {
   kFlushedChunkStaysClean,    // changed state counts as flushed
   kUnrecordedCountsAsKept,    // the log is cut at versions that are not recorded, so no restart would find them
   kPulledCopyOutlivesUpdate,  // pulls of a chunk without a working copy get the parameters before its update
+  kCarryDropped,              // a master is rounded down where its working copy was rounded up
+  kRemainderOutlivesValues,   // values overwrite a working copy beside the remainder of others
+  kPinInheritsRemainder,      // a pin keeps a remainder without the working copy that goes with it
   kReadBackUnchecked,         // a damaged slice from the log is applied
   kDeviceNotRecorded,         // an entry says that its extent is in the data directory, wherever it is
   kOtherDevicesUnsynced,      // versions on several devices are recorded after a sync of one

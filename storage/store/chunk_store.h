@@ -107,11 +107,12 @@ class ChunkStore {
   // missing or cannot take the chunk, DATA_LOSS (CHECKSUM), INTERNAL (IO): then nothing has changed.
   absl::Status Move(uint64_t chunk, TierKind to);
 
-  // Applies `updates` in order; `done(i)` is called as soon as update i is visible to reads (state may still be on its
-  // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored. A durable
+  // Applies `updates`; `done(i)` is called in the order of the updates, each as soon as update i is visible to reads
+  // (state may still be on its way to its tier). Loads, kernels and stores of different chunks overlap; with `compute`,
+  // kernels of several chunks do, too, and reads of these chunks wait. Returns when all is stored. A durable
   // store records the new versions before Run returns, at the end of one of the next runs, or in Harden;
-  // recoverable_from tells. On an error the chunks not yet announced by `done` may hold anything: the caller must stop
-  // serving the job. A logged slice whose bytes differ from what was written is DATA_LOSS (CHECKSUM), before its chunk
+  // recoverable_from tells. On an error the chunks not yet announced by `done` may hold anything, and no version of
+  // theirs is recorded: the caller must stop serving the job. A logged slice whose bytes differ from what was written is DATA_LOSS (CHECKSUM), before its chunk
   // changes. RESOURCE_EXHAUSTED: only where a pin's copy finds no space, see Pin.
   // `interrupt`: asked before each update; after its error the updates not announced by `done` have changed nothing,
   // and the store goes on.

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk/remainder.h"
+#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/update/state_update.h"
 
 namespace ballast::storage {
@@ -30,8 +31,8 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
   if (tiers->nvme() != nullptr && reader->Prepare().ok()) {
     absl::StatusOr<NvmeExtent> extent = tiers->nvme()->Allocate(copy.bytes(chunk), kWhat);
     // The working copy of a remainder is about to change, so the chunk's extent is no copy.
-    const bool inherits =
-        chunk.placement.state == TierKind::kNvme && !extent_is_kept && !chunk.layout.keeps_remainder();
+    const bool whole = !chunk.layout.keeps_remainder() || Seeded(StorageBug::kPinInheritsRemainder);
+    const bool inherits = chunk.placement.state == TierKind::kNvme && !extent_is_kept && whole;
     if (extent.ok() && inherits) {
       copy.fresh_ = *std::move(extent);
       return copy;
@@ -74,7 +75,7 @@ absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const St
     return absl::OkStatus();
   }
   const std::byte* state = loaded != nullptr ? loaded : chunk.state;
-  DramBlock whole;
+  DramBlock whole;  // for as long as it takes to write it
   if (chunk.layout.keeps_remainder()) {
     BALLAST_ASSIGN_OR_RETURN(
         whole, tiers->dram()->Allocate(bytes(chunk), kWhat, DramTier::Limit::kBeyond, TierPart::kStaging));

@@ -24,6 +24,7 @@
 namespace ballast::bench {
 namespace {
 
+using kernels::MasterFormat;
 using kernels::MomentFormat;
 using storage::TierKind;
 
@@ -102,8 +103,9 @@ class ComputeAlone {
 // A store of full chunks, stepped by AdamW.
 class Job {
  public:
-  Job(storage::Tiers* tiers, MomentFormat moments, kernels::ThreadPool* pool, const Gradients* gradients)
-      : spec_{.moments = moments}, store_(tiers, spec_, pool), gradients_(gradients) {}
+  Job(storage::Tiers* tiers, MomentFormat moments, kernels::ThreadPool* pool, const Gradients* gradients,
+      MasterFormat master = MasterFormat::kF32)
+      : spec_{.moments = moments, .master = master}, store_(tiers, spec_, pool), gradients_(gradients) {}
 
   absl::Status Add(uint64_t chunks, TierKind tier) {
     storage::Plan plan;
@@ -275,6 +277,56 @@ absl::Status MeasureSteps(const StorageBenchOptions& options, const std::string&
                                                            options.rounds));
   rows->push_back(BoundedRow("step/nvme_balanced", balance.nvme, f32.chunk_bytes(), BoundedStep::From(mixed_times)));
   rows->push_back(f8_row);
+  return absl::OkStatus();
+}
+
+absl::Status MeasureRemainders(const StorageBenchOptions& options, const std::string& directory,
+                               std::vector<Row>* rows) {
+  BALLAST_ASSIGN_OR_RETURN(const auto tiers,
+                           storage::Tiers::Open({.budget = {.dram = ~uint64_t{0} / 2, .nvme = ~uint64_t{0} / 2},
+                                                 .directory = directory,
+                                                 .staging_bytes = options.staging_bytes}));
+  BALLAST_ASSIGN_OR_RETURN(const Gradients gradients, Gradients::Make());
+  kernels::ThreadPool pool(options.threads);
+  struct Pair {
+    const char* name;
+    TierKind tier;
+    MomentFormat moments;
+    double bar;
+  };
+  constexpr Pair kPairs[] = {{"remainder/nvme", TierKind::kNvme, MomentFormat::kF32, 1.15},
+                             {"remainder/nvme_8bit", TierKind::kNvme, MomentFormat::kF8, 1.3},
+                             {"remainder/dram", TierKind::kDram, MomentFormat::kF32, 1}};
+  const uint64_t on_disk = std::max<uint64_t>(options.bytes / storage::StateLayout().StateBytes(kChunk), 1);
+  std::vector<std::unique_ptr<Job>> jobs;  // of each pair the fp32 master's, then the remainder's
+  std::vector<Work> steps;
+  for (const Pair& pair : kPairs) {
+    for (const MasterFormat master : {MasterFormat::kF32, MasterFormat::kRemainder}) {
+      Job* const job =
+          jobs.emplace_back(std::make_unique<Job>(tiers.get(), pair.moments, &pool, &gradients, master)).get();
+      BALLAST_RETURN_IF_ERROR(job->Add(pair.tier == TierKind::kNvme ? on_disk : on_disk / 4 + 1, pair.tier));
+      steps.push_back([job] { return job->Step(Job::Range(0, job->chunks())); });
+      // As in MeasureSteps.
+      for (int i = 0; i < 2; ++i) BALLAST_RETURN_IF_ERROR(steps.back()());
+    }
+  }
+  BALLAST_ASSIGN_OR_RETURN(const auto times, Measure("steps with remainders", steps, options.rounds));
+  for (size_t i = 0; i < jobs.size(); i += 2) {
+    const Job& whole = *jobs[i];
+    const Job& job = *jobs[i + 1];
+    std::vector<double> ratios;
+    for (size_t round = 0; round < times[i].size(); ++round) ratios.push_back(times[i][round] / times[i + 1][round]);
+    const double bytes = static_cast<double>(job.chunk_bytes()), seconds = Median(times[i + 1]);
+    rows->push_back({.name = kPairs[i / 2].name,
+                     .bytes_per_element = 2 * bytes / kChunk,
+                     .gb_per_s = 2 * bytes * static_cast<double>(job.chunks()) / seconds / 1e9,
+                     .reference = "the same with fp32 masters, parameters per second",
+                     .ratio = Median(ratios),
+                     .bar = kPairs[i / 2].bar,
+                     .more = {{"seconds", seconds},
+                              {"whole_seconds", Median(times[i])},
+                              {"bytes_ratio", static_cast<double>(whole.chunk_bytes()) / bytes}}});
+  }
   return absl::OkStatus();
 }
 

@@ -84,6 +84,23 @@ TEST_P(ExhaustiveTest, EveryFloatRoundsAsDefined) {
   }
 }
 
+TEST_P(ExhaustiveTest, EveryFloatIsItsBf16AndTheRest) {
+  const size_t count = size_t{1} << kPieceBits;
+  ForAllPieces(std::string(ActiveIsa()) + " splits", [=](uint32_t piece) {
+    thread_local std::vector<float> x(count), back(count);
+    thread_local std::vector<bf16> rounded(count);
+    thread_local std::vector<uint16_t> low(count);
+    thread_local std::vector<uint8_t> carries(CarryBytes(count));
+    for (uint32_t i = 0; i < count; ++i) x[i] = std::bit_cast<float>((piece << kPieceBits) + i);
+    Bf16FromF32(x, absl::MakeSpan(rounded));
+    SplitF32(x, low.data(), carries.data());
+    JoinF32(rounded.data(), low.data(), carries.data(), absl::MakeSpan(back));
+    if (std::memcmp(x.data(), back.data(), count * sizeof(float)) == 0) return true;
+    ADD_FAILURE() << ActiveIsa() << " in the piece of bits " << (piece << kPieceBits);
+    return false;
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Isa, ExhaustiveTest, testing::ValuesIn(InstructionSets()), InstructionSetName);
 
 }  // namespace

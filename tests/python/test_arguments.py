@@ -13,9 +13,9 @@ import ballast.torch as bt
 from ballast.torch.job.state import State
 
 WRONG = {
-    'dram': 'lots', 'nvme': -1, 'resume': 'x', 'durability': 'y', 'moments': 'z', 'pin_interval': 3, 'checkpoints': 0, 'name': '',
-    'max_norm': -1.0, 'chunk_elements': 1000, 'seed': -1, 'threads': 1025, 'step_timeout': 0, 'open_timeout': 'soon',
-    'debug': '0', 'directory': '',
+    'dram': 'lots', 'nvme': -1, 'resume': 'x', 'durability': 'y', 'moments': 'z', 'master': 'z', 'pin_interval': 3,
+    'checkpoints': 0, 'name': '', 'max_norm': -1.0, 'chunk_elements': 1000, 'seed': -1, 'threads': 1025, 'step_timeout': 0,
+    'open_timeout': 'soon', 'debug': '0', 'directory': '',
 }
 # More than one wrong value of an argument.
 MORE_WRONG = [('directory', 5), ('directory', b'state')]

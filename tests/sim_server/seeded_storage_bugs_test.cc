@@ -16,6 +16,7 @@
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/sim_server/server_schedule.h"
 #include "ballast/tests/storage/log/crash_run.h"
+#include "ballast/tests/storage/store/remainder_run.h"
 #include "ballast/tests/storage/store/store_crash_run.h"
 #include "gtest/gtest.h"
 
@@ -30,6 +31,7 @@ enum class Harness {
   kLogVoidCut,
   kLogCreation,
   kStoreLives,
+  kRemainders,
   kCrashes,
   kIoErrors,
   kFullDisk,
@@ -40,6 +42,7 @@ constexpr const char* kHarnessNames[] = {"log_crash_test: lives",
                                          "log_crash_test: a void cut",
                                          "log_crash_test: creation",
                                          "store_crash_test",
+                                         "remainder_life_test",
                                          "server_simulation_test: crashes",
                                          "server_simulation_test: I/O errors",
                                          "server_simulation_test: full disks",
@@ -93,6 +96,9 @@ constexpr Planted kPlanted[] = {
     {"FlushedChunkStaysClean", StorageBug::kFlushedChunkStaysClean, Harness::kCrashes},
     {"UnrecordedCountsAsKept", StorageBug::kUnrecordedCountsAsKept, Harness::kCrashes, 441},
     {"PulledCopyOutlivesUpdate", StorageBug::kPulledCopyOutlivesUpdate, Harness::kStoreLives},
+    {"CarryDropped", StorageBug::kCarryDropped, Harness::kRemainders},
+    {"RemainderOutlivesValues", StorageBug::kRemainderOutlivesValues, Harness::kRemainders},
+    {"PinInheritsRemainder", StorageBug::kPinInheritsRemainder, Harness::kRemainders},
     {"ReadBackUnchecked", StorageBug::kReadBackUnchecked, Harness::kStoreLives, 71},
     {"DeviceNotRecorded", StorageBug::kDeviceNotRecorded, Harness::kStoreLives},
     {"OtherDevicesUnsynced", StorageBug::kOtherDevicesUnsynced, Harness::kStoreLives},
@@ -141,6 +147,10 @@ std::string RunSeed(Harness harness, uint64_t seed, const std::string& directory
     case Harness::kStoreLives: {
       storage::StoreCrashTally tally;
       return storage::RunStoreLives(seed, directory, &tally);
+    }
+    case Harness::kRemainders: {
+      storage::RemainderTally tally;
+      return storage::RunRemainderLife(seed, directory, &tally);
     }
     case Harness::kCrashes:
     case Harness::kIoErrors:

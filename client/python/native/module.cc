@@ -138,6 +138,7 @@ void BindOptions(nb::module_& m) {
       .def_rw("momentum", &Optimizer::momentum)
       .def_rw("nesterov", &Optimizer::nesterov)
       .def_rw("moments", &Optimizer::moments)
+      .def_rw("master", &Optimizer::master)
       .def_rw("gradient", &Optimizer::gradient)
       .def_rw("working", &Optimizer::working);
   nb::class_<model::Access>(m, "Access")

@@ -49,6 +49,7 @@ kernels::OptimizerSpec SpecOf(const Optimizer& optimizer) {
           .momentum = optimizer.momentum,
           .nesterov = optimizer.nesterov,
           .moments = Take(model::MomentsNamed(optimizer.moments)),
+          .master = Take(model::MasterNamed(optimizer.master)),
           .gradient = Take(model::DtypeNamed(optimizer.gradient)),
           .working = Take(model::DtypeNamed(optimizer.working))};
 }

@@ -69,6 +69,7 @@ struct Optimizer {
   bool momentum = false;
   bool nesterov = false;
   std::string moments = "f32";                    // f32, bf16, i8, f8
+  std::string master = "f32";                     // f32, remainder
   std::string gradient = "f32", working = "f32";  // f32, bf16, f16
 };
 

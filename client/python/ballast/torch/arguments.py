@@ -15,6 +15,7 @@ _CHOICES = {
     'resume': ('never', 'auto', 'must'),
     'durability': (None, 'step', 'every-K', 'none'),
     'moments': ('f32', 'bf16', 'i8', 'f8'),
+    'master': ('f32', 'remainder'),
     'states': (None, 'named', 'full'),
 }
 _CHUNK_ELEMENTS = 1 << 16, 1 << 20
@@ -52,8 +53,8 @@ def flag(name: str, value: Any, variable: str | None = None) -> bool:
 
 def check(*, name: Any, durability: Any, pin_interval: Any, checkpoints: Any, chunk_elements: Any, seed: Any, threads: Any, dram: Any,
           nvme: Any, **rest: Any) -> None:
-    """`rest`: resume, moments and states, max_norm and the time-outs."""
-    for key in ('resume', 'moments'):
+    """`rest`: resume, moments, master and states, max_norm and the time-outs."""
+    for key in ('resume', 'moments', 'master'):
         if rest[key] not in _CHOICES[key]:
             _refuse(key, rest[key], 'one of ' + ', '.join(map(repr, _CHOICES[key])))
     if rest['states'] not in _CHOICES['states']:

@@ -40,11 +40,11 @@ def _tensors(params: torch.nn.Module | ParamsT, frozen: str | None) -> tuple[lis
     return tensors, len(groups), DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
 
 
-def estimate(params: torch.nn.Module | ParamsT, *, optimizer: str = 'adamw', moments: str = 'f32', ranks: int = 1, servers: int = 0,
-             dram: int | str | None = None, nvme: int | str | None = None, directory: str | os.PathLike[str] | None = None,
-             threads: int | None = None, durability: str | None = None, pin_interval: int = 0, chunk_elements: int = 1 << 20,
-             profile: str | None = None, amsgrad: bool = False, momentum: bool = False,
-             frozen: str | None = None) -> _native.EstimateReport:
+def estimate(params: torch.nn.Module | ParamsT, *, optimizer: str = 'adamw', moments: str = 'f32', master: str = 'f32', ranks: int = 1,
+             servers: int = 0, dram: int | str | None = None, nvme: int | str | None = None,
+             directory: str | os.PathLike[str] | None = None, threads: int | None = None, durability: str | None = None,
+             pin_interval: int = 0, chunk_elements: int = 1 << 20, profile: str | None = None, amsgrad: bool = False,
+             momentum: bool = False, frozen: str | None = None) -> _native.EstimateReport:
     """A model's job: bytes per tier and rank, what binds, and the time of a step. A server that has no job is asked, in a
     temporary directory; nothing is taken.
 
@@ -64,7 +64,7 @@ def estimate(params: torch.nn.Module | ParamsT, *, optimizer: str = 'adamw', mom
     tensors, options.group_count, dtype = _tensors(params, frozen)
     options.world_size, options.chunk_elements, options.pin_interval = ranks, chunk_elements, pin_interval
     spec = _native.Optimizer()
-    spec.kind, spec.moments, spec.gradient, spec.working = optimizer, moments, dtype, dtype
+    spec.kind, spec.moments, spec.master, spec.gradient, spec.working = optimizer, moments, master, dtype, dtype
     spec.amsgrad, spec.momentum = amsgrad, momentum
     options.optimizer = spec
     options.durability = durability or ('step' if directory is not None or servers > 0 else 'none')

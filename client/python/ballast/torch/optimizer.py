@@ -46,7 +46,7 @@ class Optimizer(torch.optim.Optimizer):
     The attribute `job` is Ballast's own.
     """
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, algorithm: Algorithm, moments: str = 'f32',
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, algorithm: Algorithm, moments: str = 'f32', master: str = 'f32',
                  servers: str | Sequence[str] | None = None, dram: int | str | None = None, nvme: int | str | None = None,
                  directory: str | os.PathLike[str] | None = None, threads: int | None = None, name: str = 'default', resume: str = 'never',
                  durability: str | None = None, pin_interval: int = 0, checkpoints: int = 2, max_norm: float = 0.0,
@@ -55,14 +55,14 @@ class Optimizer(torch.optim.Optimizer):
                  tied: Mapping[str, Any] | None = None, states: str | None = None,
                  tls: Mapping[str, str | os.PathLike[str]] | None = None, token_file: str | os.PathLike[str] | None = None) -> None:
         arguments.check(name=name, resume=resume, durability=durability, pin_interval=pin_interval, checkpoints=checkpoints,
-                        moments=moments, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed, threads=threads, dram=dram,
-                        nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout, states=states)
+                        moments=moments, master=master, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed,
+                        threads=threads, dram=dram, nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout, states=states)
         options = _native.OpenOptions()
         options.job, options.resume, options.pin_interval = name, resume, pin_interval
         options.chunk_elements, options.seed = chunk_elements, seed
         options.step_timeout, options.open_timeout = float(step_timeout), float(open_timeout)
         self.job = Job(algorithm, options, _groups_of(self), servers=servers, access={'tls': tls, 'token_file': token_file},
-                       durability=durability, moment_format=moments,
+                       durability=durability, formats={'moments': moments, 'master': master},
                        budgets={'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads}, checkpoints=checkpoints,
                        tied=arguments.groups('tied', tied))
         if states == 'named' and self.job.durability_to_be == 'none':

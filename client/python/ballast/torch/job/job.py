@@ -47,12 +47,12 @@ class Job:
 
     def __init__(self, algorithm: Algorithm, options: _native.OpenOptions, groups: Callable[[], list[dict[str, Any]]], *,
                  servers: str | Sequence[str] | None, access: dict[str, Any], budgets: dict[str, Any], durability: str | None,
-                 moment_format: str, checkpoints: int, tied: Mapping[str, dist.ProcessGroup]) -> None:
+                 formats: Mapping[str, str], checkpoints: int, tied: Mapping[str, dist.ProcessGroup]) -> None:
         """options: the job's, as far as they are known before it is opened. groups(): the optimizer's param_groups as they are now.
-        access: as of Connection. budgets: of an embedded server. durability: None to choose. moment_format: how servers keep moments.
-        tied: by name, the group that a parameter's gradients are summed over."""
+        access: as of Connection. budgets: of an embedded server. durability: None to choose. formats: how servers keep moments and
+        master. tied: by name, the group that a parameter's gradients are summed over."""
         self._number = next(_jobs)
-        self.algorithm, self.options, self.moment_format = algorithm, options, moment_format
+        self.algorithm, self.options, self.formats = algorithm, options, formats
         self.tied = tied
         self.debug = False  # digests tell of writes that version counters do not show
         self.states: str | None = None  # what a state_dict() has: 'named' (a version's name), 'full' (moments), None: see gives_moments

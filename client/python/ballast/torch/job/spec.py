@@ -22,7 +22,7 @@ def of(job: Job) -> _native.Optimizer:
     if job.session is not None:
         return job.options.optimizer
     spec = _native.Optimizer()
-    spec.kind, spec.moments = job.algorithm.kind, job.moment_format
+    spec.kind, spec.moments, spec.master = job.algorithm.kind, job.formats['moments'], job.formats['master']
     for group in job.param_groups:
         for key, value in job.algorithm.spec(group).items():
             setattr(spec, key, value or getattr(spec, key))
