@@ -22,6 +22,7 @@
 #include "ballast/proto/model/byte_sizes.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/registry/registry_url.h"
+#include "ballast/services/durability/log_length.h"
 
 namespace ballast::services {
 namespace {
@@ -38,6 +39,8 @@ constexpr absl::string_view kClientVariables[] = {"BALLAST_SERVERS", "BALLAST_CA
                                                   "BALLAST_TOKEN_FILE"};
 // Keys with keys below them, as maps in the file.
 constexpr absl::string_view kMaps[] = {"budget", "tls"};
+// A terabyte in nine hours, a hundredth of what a disk reads.
+constexpr uint64_t kScrubBytesPerSecond = uint64_t{32} << 20;
 // Connections older than a week would show too late that a rotation does not work.
 constexpr int kConnectionAgeMaxSeconds = 7 * 24 * 3600;
 
@@ -150,12 +153,24 @@ const std::vector<Key>& Keys() {
       {{"staging", "bytes, such as 512MiB", "a quarter of budget.dram, 52MiB to 100MiB",
         "DRAM buffers through which NVMe state moves, once per job"},
        Bytes([](Config* c) { return &c->server.staging_bytes; })},
+      {{"log_steps", "an integer from 3 to 1024, or auto", "auto: 6, and up to 16 while steps wait for flushes",
+        "steps of gradients that the log of a durable job holds: fewer take less disk, and flush state more often"},
+       [](const std::string& text, Config* c) {
+         c->server.log_steps = 0;
+         return text == "auto" ||
+                (absl::SimpleAtoi(text, &c->server.log_steps) && c->server.log_steps >= kLogStepsMin &&
+                 c->server.log_steps <= kLogStepsConfiguredMax);
+       }},
       {{"machine_profile", "a path", "ballast-profile.yaml in the data directory, if it is there",
         "what `ballastctl iotune` measured, by which plans are chosen and their steps predicted"},
        [](const std::string& text, Config* c) {
          c->server.machine_profile = text;
          return !text.empty();
        }},
+      {{"scrub", "bytes, such as 512MiB, or 0", "32MiB",
+        "bytes a second at which states on the disk are read and checked in the background, a pass an hour at most; 0: "
+        "never"},
+       Bytes([](Config* c) { return &c->server.scrub_bytes_per_s; })},
       {{"discovery", "etcd://host:port/prefix", "none: servers are listed by trainers",
         "registry where the server is found, with its address and budgets, by `--servers` with the same URL"},
        [](const std::string& text, Config* c) {
@@ -362,6 +377,7 @@ absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& en
 absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& environment,
                                   const ConfigValues& flags) {
   Config config;
+  config.server.scrub_bytes_per_s = kScrubBytesPerSecond;
   config.server.compute_threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kThreadsMax);
   std::map<std::string, std::string> where;  // by key: the source of its value
   for (const ConfigValues* source : {&file, &environment, &flags}) {

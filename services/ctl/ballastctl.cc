@@ -42,6 +42,7 @@
 #include "ballast/services/ctl/plan_command.h"
 #include "ballast/services/ctl/shell/completion.h"
 #include "ballast/services/ctl/verify_command.h"
+#include "ballast/services/durability/log_length.h"
 #include "ballast/services/top/top.h"
 #include "ballast/services/view/trace.h"
 
@@ -161,6 +162,8 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
   plan->add_option("--working-dtype", to->working, "bf16, f16 or f32")->capture_default_str();
   plan->add_option("--durability", to->durability, "step, every-K or none")->capture_default_str();
   plan->add_option("--pin-interval", to->pin_interval, "the K of every-K, in steps");
+  plan->add_option("--log-steps", to->log_steps, "steps that the gradient log holds; as the server's log_steps")
+      ->check(CLI::Range(kLogStepsMin, kLogStepsConfiguredMax));
   plan->add_option("--threads", to->threads, "that compute on each server")
       ->capture_default_str()
       ->check(CLI::Range(1, 64));

@@ -101,6 +101,7 @@ int RunPlan(const PlanCommand& command) {
   request.servers = command.servers;
   request.server.budget = command.budget;
   request.server.staging_bytes = command.staging_bytes;
+  request.server.log_steps = command.log_steps;
   request.server.compute_threads = command.threads;
   request.server.machine_profile = command.machine_profile;
   if (command.machine_profile.empty() && std::filesystem::exists(kMachineProfile)) {

@@ -20,6 +20,7 @@ struct PlanCommand {
   bool amsgrad = false, momentum = false;
   uint64_t pin_interval = 0;
   uint64_t staging_bytes = 0;   // 0: a server's default
+  uint64_t log_steps = 0;       // 0: a server's default
   std::string machine_profile;  // empty: ballast-profile.yaml here, if present
   int threads = 1;
   bool json = false;

@@ -113,8 +113,9 @@ void JobJournal::Opened() {
   const int64_t released = Seeded(storage::StorageBug::kReleasedTooMuch) ? -1 : core_->machine->committed();
   if (journal_ != nullptr) journal_->log().Release(released);
   attempt_ = {-1, 0};
-  norm_bytes_max_ = sealed_bytes_max_ = step_bytes_ = 0;
+  norm_bytes_max_ = sealed_bytes_max_ = step_bytes_ = values_bytes_ = 0;
   for (const auto& chunk : core_->chunks) {
+    values_bytes_ += storage::RecordCostMax(Journal::kSliceBodyBytesMax, chunk->elements * sizeof(float));
     if (chunk->is_frozen()) continue;
     norm_bytes_max_ += NormBytesMax(chunk->layout);
     step_bytes_ += storage::RecordCostMax(Journal::kSliceBodyBytesMax,
@@ -195,6 +196,11 @@ std::optional<uint64_t> JobJournal::StepsFree() const {
   return journal_->StepsFree(step_bytes_);
 }
 
+std::optional<uint64_t> JobJournal::StepsHeld() const {
+  if (!logs() || step_bytes_ == 0) return std::nullopt;
+  return journal_->StepsHeld(step_bytes_, values_bytes_);
+}
+
 void JobJournal::Cut(int64_t version) {
   if (journal_ == nullptr) return;
   journal_->log().Cut(version);
@@ -243,6 +249,26 @@ absl::Status JobJournal::Grow(const Growth& growth) {
   }
   bytes_ += growth.bytes;
   return absl::OkStatus();
+}
+
+absl::Status JobJournal::Lengthen(uint64_t steps) {
+  JournalSize size;
+  {
+    JobMutexLock lock(&core_->mu);
+    if (journal_ == nullptr) return absl::UnavailableError("the job is being stopped");
+    size.segment_bytes = journal_->log().segment_bytes();
+    size.segment_count = journal_->log().segments() + SegmentsFor(steps * step_bytes_, size.segment_bytes);
+  }
+  Growth growth;
+  {
+    // An Open that plans with the free space must find it; a step waits for no Open.
+    if (!core_->around.planning->TryLock()) return absl::UnavailableError("the free space is being planned with");
+    absl::StatusOr<Growth> taken = TakeBudget(size, /*logged=*/true);
+    core_->around.planning->Unlock();
+    BALLAST_RETURN_IF_ERROR(taken.status());
+    growth = *std::move(taken);
+  }
+  return Grow(growth);
 }
 
 absl::StatusOr<std::unique_ptr<storage::GradientLog>> JobJournal::Create(const Growth& growth) {

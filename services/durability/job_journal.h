@@ -55,6 +55,9 @@ class JobJournal {
   absl::Status CheckFits(uint64_t snapshot_bytes, uint64_t slice_bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // How many more steps the log takes before it is full; none if chunks need no flush for a log.
   std::optional<uint64_t> StepsFree() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // How many steps of gradients the whole log holds, beside a transaction of values; none without a log, and while the
+  // server has no chunk with gradients.
+  std::optional<uint64_t> StepsHeld() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Gradients up to `version` are not needed any more.
   void Cut(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Where logged slices lie; null if none can be. Stays until the worker has ended.
@@ -84,6 +87,9 @@ class JobJournal {
   // Makes the log, or extends it. A log of many GiB takes minutes: not under the planning lock. Stopping the job ends
   // the call. On an error the budget is returned.
   absl::Status Grow(const Growth& growth) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Makes the log longer by so many steps of gradients, while steps go on. RESOURCE_EXHAUSTED (BUDGET, DISK_FULL);
+  // UNAVAILABLE: somebody plans with the free space at this moment, or the job is being stopped.
+  absl::Status Lengthen(uint64_t steps) ABSL_LOCKS_EXCLUDED(job_lock);
   // Deletes the log: of a dropped job after Stop, or of a job that has accepted no Open. No request may append
   // meanwhile.
   absl::Status Remove() ABSL_LOCKS_EXCLUDED(job_lock);
@@ -141,6 +147,7 @@ class JobJournal {
   uint64_t norm_bytes_max_ ABSL_GUARDED_BY(job_lock) = 0;                     // of the norms in a prepared record
   uint64_t sealed_bytes_max_ ABSL_GUARDED_BY(job_lock) = 0;                   // of the accepted seals in this epoch
   uint64_t step_bytes_ ABSL_GUARDED_BY(job_lock) = 0;                         // of a step's gradients in the journal
+  uint64_t values_bytes_ ABSL_GUARDED_BY(job_lock) = 0;                       // of a transaction of values
   bool waits_for_cut_ ABSL_GUARDED_BY(job_lock) = false;
   absl::Time waits_since_ ABSL_GUARDED_BY(job_lock);
   absl::Duration waited_ ABSL_GUARDED_BY(job_lock);

@@ -11,6 +11,9 @@ namespace {
 
 constexpr uint64_t kSegmentBytesMin = uint64_t{4} << 20;
 
+// A log segment ends when the next slice does not fit, so up to an eighth stays empty.
+uint64_t UsedBytes(uint64_t segment_bytes) { return segment_bytes / 8 * 7; }
+
 }  // namespace
 
 uint64_t JournalSize::bytes() const { return storage::kLogFirstSegment + segment_count * segment_bytes; }
@@ -33,11 +36,13 @@ JournalSize SizeJournal(const JournalNeeds& needs) {
   for (const uint64_t n : needs.frozen) {
     values += storage::RecordCostMax(Journal::kSliceBodyBytesMax, n * sizeof(float));
   }
-  // A log segment ends when the next slice does not fit, so up to an eighth stays empty.
-  const uint64_t used_bytes = size.segment_bytes / 8 * 7;
-  const uint64_t bytes = values + needs.steps * gradients;
-  size.segment_count = (bytes + used_bytes - 1) / used_bytes + needs.segments_reserved + 1;
+  size.segment_count = SegmentsFor(values + needs.steps * gradients, size.segment_bytes) + needs.segments_reserved + 1;
   return size;
+}
+
+uint64_t SegmentsFor(uint64_t bytes, uint64_t segment_bytes) {
+  const uint64_t used_bytes = UsedBytes(segment_bytes);
+  return (bytes + used_bytes - 1) / used_bytes;
 }
 
 // The size as a single body: each record may become a batch of its own, with metas and padding on top.
@@ -88,6 +93,12 @@ uint64_t Journal::StepsFree(uint64_t step_bytes) const {
   const uint64_t free = log_->free_segments();
   if (free <= segments_reserved_) return 0;
   return (free - segments_reserved_) * log_->segment_bytes() / std::max<uint64_t>(1, step_bytes);
+}
+
+uint64_t Journal::StepsHeld(uint64_t step_bytes, uint64_t values_bytes) const {
+  const uint64_t others = segments_reserved_ + 1, segments = log_->segments();
+  const uint64_t bytes = (segments - std::min(segments, others)) * UsedBytes(log_->segment_bytes());
+  return (bytes - std::min(bytes, values_bytes)) / std::max<uint64_t>(1, step_bytes);
 }
 
 }  // namespace ballast::services

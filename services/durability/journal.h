@@ -36,6 +36,8 @@ struct JournalSize {
 };
 // A chosen log segment takes twice the snapshot and the prepared record of a step, so that the job may grow.
 JournalSize SizeJournal(const JournalNeeds& needs);
+// Segments that so many bytes of slices need.
+uint64_t SegmentsFor(uint64_t bytes, uint64_t segment_bytes);
 // Threads: under the job's lock, unless a method says otherwise.
 class Journal {
  public:
@@ -45,13 +47,8 @@ class Journal {
   // neither.
   static constexpr uint64_t kSegmentsReserved = 4;
   static constexpr uint64_t kSpillSegmentsReserved = 1;
-  // Steps of gradients that a log holds: flushes of chunks are spread over as many steps. A spill holds the step being
-  // applied and two attempts at the next.
-  static constexpr uint64_t kStepsKept = 16;
+  // Steps of gradients in a spill: the step being applied, and two attempts at the next. For a log: log_length.h.
   static constexpr uint64_t kStepsSpilt = 3;
-  // Share of the state in memory that each step flushes in the steady state. Nearly the whole log is then in use,
-  // except for the room of the next step and of flushed versions that are not recorded yet.
-  static constexpr double kFlushedShare = 1.0 / (kStepsKept - 2);
 
   Journal(std::unique_ptr<storage::GradientLog> log, uint64_t segments_reserved)
       : segments_reserved_(segments_reserved), log_(std::move(log)) {}
@@ -72,6 +69,8 @@ class Journal {
   bool IsShort() const { return log_->free_segments() + 1 < segments_reserved_; }
   // How many more steps of `step_bytes` the free part of the log takes.
   uint64_t StepsFree(uint64_t step_bytes) const;
+  // How many steps the whole log takes, beside a transaction of `values_bytes`: as many as SizeJournal made it for.
+  uint64_t StepsHeld(uint64_t step_bytes, uint64_t values_bytes) const;
 
  private:
   // In the log segment in use.

@@ -38,6 +38,7 @@ struct JobSurroundings {
   MoveGate* moving = nullptr;
   const storage::MachineProfile* machine = nullptr;  // null: plans fill tiers in order and predict no times
   bool working_copies = true;
+  uint64_t log_steps = 0;                   // as StateServerOptions::log_steps
   std::function<absl::Status()> interrupt;  // as StateServerOptions::interrupt
   RecoveryProgress* progress = nullptr;     // null: nobody asks
   WaitingBounds waiting;

@@ -49,6 +49,25 @@ void AddPins(const v1::GetServerStatusResponse& status, Families* out) {
   }
 }
 
+void AddScrub(const v1::GetServerStatusResponse& status, Families* out) {
+  Counter read(out, "ballast_scrub_read_bytes_total", "Bytes of states that the scrub has read from the disk.");
+  Gauge pass(out, "ballast_scrub_pass_bytes", "The scrub's pass under way: bytes read, and bytes there are.");
+  Gauge last(out, "ballast_scrub_last_pass_timestamp_seconds",
+             "End of the scrub's last complete pass, in seconds since 1970; 0: none since the server started.");
+  Gauge damaged(out, "ballast_scrub_damaged_states",
+                "States on the disk that are damaged and cannot be written anew; the status names them.");
+  Counter mended(out, "ballast_scrub_mended_states_total", "Damaged states that were written anew from memory.");
+  for (const v1::JobStatus& job : status.jobs()) {
+    const Labels labels = Of(job.name());
+    read.Add(labels, job.scrub().read_bytes());
+    pass.Add({{"training_job", job.name()}, {"kind", "done"}}, job.scrub().done_bytes());
+    pass.Add({{"training_job", job.name()}, {"kind", "total"}}, job.scrub().total_bytes());
+    last.Add(labels, job.scrub().last_pass_seconds());
+    damaged.Add(labels, job.scrub().damaged());
+    mended.Add(labels, job.scrub().mended());
+  }
+}
+
 }  // namespace
 
 void AddJobs(const v1::GetServerStatusResponse& status, Families* out) {
@@ -85,6 +104,7 @@ void AddJobs(const v1::GetServerStatusResponse& status, Families* out) {
     }
   }
   AddPins(status, out);
+  AddScrub(status, out);
   AddPredictions(status, out);
 }
 

@@ -6,7 +6,7 @@
 
 namespace ballast::services {
 
-// The jobs' sizes, versions, epochs and pins.
+// The jobs' sizes, versions, epochs and pins, and what the scrub found of them.
 void AddJobs(const v1::GetServerStatusResponse& status, Families* out);
 // Its steps: where their time goes, on this server and in the trainers.
 void AddSteps(const v1::GetServerStatusResponse& status, const ServerFigures& figures, Families* out);

@@ -37,6 +37,7 @@ Job::Job(const std::string& name, const JobSurroundings& surroundings, std::func
       space_(&core_, &journal_, &room_, &flushes_, &earlier_, &moves_, &prediction_),
       openings_(&core_, &journal_, &space_),
       updates_(&core_, &journal_, &room_, &flushes_, &read_pins_, &moves_),
+      scrub_(&core_, &flushes_),
       recovery_(&core_, &journal_, &room_, &flushes_, &earlier_, &space_, &openings_, &updates_),
       pushes_(&core_, &journal_, &room_),
       pulls_(&core_, &read_pins_),
@@ -46,6 +47,15 @@ Job::Job(const std::string& name, const JobSurroundings& surroundings, std::func
 Job::~Job() {
   core_.JoinThreads();
   pulls_.JoinThreads();
+}
+
+void Job::ScrubNext(absl::Span<std::byte> buffer, std::shared_ptr<void> lease) {
+  core_.worker->Post([this, buffer, lease = std::move(lease)] { scrub_.Next(buffer); });
+}
+
+absl::Time Job::last_scrubbed() const {
+  JobMutexLock lock(&core_.mu);
+  return scrub_.last_pass();
 }
 
 absl::Status Job::Replay(const PromiseRecord& promise) {

@@ -25,6 +25,7 @@
 #include "ballast/services/requests/peers.h"
 #include "ballast/services/requests/pulls.h"
 #include "ballast/services/requests/pushes.h"
+#include "ballast/services/scrub/scrub.h"
 #include "ballast/services/step/step_machine.h"
 #include "ballast/services/work/chunk_moves.h"
 #include "ballast/services/work/openings.h"
@@ -93,6 +94,11 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // forgotten the job.
   absl::Status RemoveJournal() { return journal_.Remove(); }
   void Discard();
+  // Has the worker read a piece of the job's states on the disk into `buffer` (scrub/scrub.h). `lease` lives until that
+  // is over.
+  void ScrubNext(absl::Span<std::byte> buffer, std::shared_ptr<void> lease);
+  // End of the last complete pass of the scrub; InfinitePast before the first.
+  absl::Time last_scrubbed() const;
   // After Stop: bytes of the NVMe budget that the log holds until it is removed.
   uint64_t journal_bytes() const { return journal_.bytes(); }
 
@@ -138,6 +144,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   Space space_;
   Openings openings_;
   Updates updates_;
+  Scrub scrub_;
   Recovery recovery_;
   Pushes pushes_;
   Pulls pulls_;

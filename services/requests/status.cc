@@ -83,6 +83,7 @@ v1::JobStatus Job::Status() const {
         stage->set_seconds(absl::ToDoubleSeconds((*stages)[i]));
       }
     }
+    if (scrub_.begun()) *status.mutable_scrub() = scrub_.Describe();
     status.set_chunks_moving(moves_.left());
     status.set_chunks_moved(moves_.moved());
     if (prediction_.newest().has_value()) *status.mutable_prediction() = PredictionMessage(*prediction_.newest());

@@ -27,17 +27,19 @@ void StateServer::SetBudget(const v1::SetBudgetRequest& request, Reply<v1::SetBu
       impl_->Counted(Call::kSetBudget, std::move(reply)));
 }
 
+std::map<std::string, std::shared_ptr<Job>> StateServer::Impl::JobsByName() const {
+  std::map<std::string, std::shared_ptr<Job>> by_name;
+  absl::MutexLock lock(&mu);
+  for (const auto& [name, entry] : jobs) {
+    if (entry.job != nullptr) by_name[name] = entry.job;
+  }
+  return by_name;
+}
+
 absl::StatusOr<v1::SetBudgetResponse> StateServer::Impl::SetBudget(const v1::SetBudgetRequest& request) {
-  const auto jobs_by_name = [this] {
-    std::map<std::string, std::shared_ptr<Job>> by_name;  // in an order independent of hashes
-    absl::MutexLock lock(&mu);
-    for (const auto& [name, entry] : jobs) {
-      if (entry.job != nullptr) by_name[name] = entry.job;
-    }
-    return by_name;
-  };
   BALLAST_ASSIGN_OR_RETURN(v1::SetBudgetResponse response,
-                           ChangeBudgets(request, jobs_by_name, tiers.get(), &moving, &planning));
+                           ChangeBudgets(
+                               request, [this] { return JobsByName(); }, tiers.get(), &moving, &planning));
   for (auto& tier : TierStatuses({})) *response.add_tiers() = std::move(tier);
   return response;
 }

@@ -138,6 +138,9 @@ struct StateServer::Impl {
   OperatorCalls drops;           // each waits for the running update of its job
   OperatorCalls budget_changes;  // in turn; each waits for a chunk that moves
 
+  // The jobs that are served, in an order independent of hashes.
+  std::map<std::string, std::shared_ptr<Job>> JobsByName() const;
+
   mutable absl::Mutex mu;
   bool stopped ABSL_GUARDED_BY(mu) = false;
   absl::flat_hash_map<std::string, Entry> jobs ABSL_GUARDED_BY(mu);

@@ -3,12 +3,25 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/services/scrub/scrubber.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/tier/dram_tier.h"
 
 namespace ballast::services {
-StateServer::StateServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+StateServer::StateServer(std::unique_ptr<Impl> impl)
+    : impl_(std::move(impl)),
+      scrubber_(std::make_unique<Scrubber>(impl_->options.scrub_bytes_per_s, [impl = impl_.get()] {
+        Scrubber::Jobs jobs;
+        for (const auto& [name, job] : impl->JobsByName()) {
+          jobs[name] = {job->last_scrubbed(), [job = job](absl::Span<std::byte> buffer, std::shared_ptr<void> lease) {
+                          job->ScrubNext(buffer, std::move(lease));
+                        }};
+        }
+        return jobs;
+      })) {
+  scrubber_->Start();
+}
 
 StateServer::~StateServer() {
   Stop();
@@ -18,7 +31,10 @@ StateServer::~StateServer() {
   impl_->forgetting->Join();
 }
 
+void StateServer::ScrubNext() { scrubber_->Next(); }
+
 void StateServer::Stop() {
+  scrubber_->Stop();
   std::vector<std::shared_ptr<Job>> jobs;
   {
     absl::MutexLock lock(&impl_->mu);
@@ -50,6 +66,7 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .moving = &moving,
                           .machine = machine.has_value() ? &*machine : nullptr,
                           .working_copies = options.working_copies,
+                          .log_steps = options.log_steps,
                           .interrupt = options.interrupt,
                           .progress = options.progress,
                           .waiting = {&waiting_requests, &waiting_request_bytes},

@@ -28,6 +28,7 @@
 namespace ballast::services {
 
 class Foundation;
+class Scrubber;
 
 inline constexpr char kMachineProfile[] = "ballast-profile.yaml";
 
@@ -45,6 +46,11 @@ struct StateServerOptions {
   // False for a server in its trainer's process: the trainer's parameters are then the only working parameters. Updates
   // write them where they are lent; pulls round the master. Nothing on the disk depends on this option.
   bool working_copies = true;
+  // Steps of gradients that logs of durable jobs hold. 0: by how long steps wait for flushes (durability/log_length.h).
+  uint64_t log_steps = 0;
+  // Rate at which the server reads the states on its disk, to find rot early (scrub/scrub.h). 0: no scrub, except for
+  // ScrubNext.
+  uint64_t scrub_bytes_per_s = 0;
   // Profile that `ballastctl iotune` wrote, for predictions of a step's time. Empty: kMachineProfile in the data
   // directory, if present.
   std::string machine_profile;
@@ -133,6 +139,9 @@ class StateServer {
                     Reply<v1::CommitResponse> reply);
   bool takes_loans() const;
 
+  // Scrubs a piece of a job's state, for a caller that paces the scrub itself, unless an earlier piece is not read yet.
+  void ScrubNext();
+
   v1::GetServerStatusResponse Status() const;
   // Status() as an operator's call, which is counted.
   void GetServerStatus(Reply<v1::GetServerStatusResponse>);
@@ -158,6 +167,7 @@ class StateServer {
   struct Impl;
   explicit StateServer(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
+  std::unique_ptr<Scrubber> scrubber_;
 };
 
 }  // namespace ballast::services

@@ -59,6 +59,11 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   } else if (!job.failure().empty()) {
     view.problems.push_back(absl::StrCat("job '", job.name(), "' failed on ", server.address, ": ", job.failure()));
   }
+  if (job.scrub().damaged() > 0) {
+    view.problems.push_back(absl::StrCat("on the disk of ", server.address, " ", job.scrub().damaged(),
+                                         " states of job '", job.name(),
+                                         "' are damaged, the first: ", job.scrub().damage(0)));
+  }
 }
 
 // Servers that should have the job and answer without it. A server that does not answer is a problem already.

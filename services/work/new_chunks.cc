@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_format.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/update/log_reads.h"
 
@@ -70,8 +71,22 @@ JournalSize NewChunks::journal_size(uint64_t segment_bytes) const {
                       .gradient_bytes = kernels::ElementBytes(optimizer.gradient),
                       .snapshot_bytes = logged() ? snapshot_bytes : 0,
                       .segment_bytes = segment_bytes,
-                      .steps = logged() ? Journal::kStepsKept : Journal::kStepsSpilt,
+                      .steps = logged() ? log_steps : Journal::kStepsSpilt,
                       .segments_reserved = logged() ? Journal::kSegmentsReserved : Journal::kSpillSegmentsReserved});
+}
+
+std::string NewChunks::ExplainLog() const {
+  const auto disk = [this](uint64_t steps) {
+    NewChunks of = *this;
+    of.log_steps = steps;
+    return absl::StrFormat("%.2f GiB of nvme", static_cast<double>(of.journal_size(0).bytes()) / (1 << 30));
+  };
+  std::string text = absl::StrFormat("The gradient log holds %d steps and takes %s", log_steps, disk(log_steps));
+  if (log_steps_max > log_steps) {
+    absl::StrAppendFormat(&text, "; while steps wait for flushes it gets longer, up to %d steps and %s", log_steps_max,
+                          disk(log_steps_max));
+  }
+  return text + ".";
 }
 
 storage::TierBytes TakenBy(const storage::ChunkStore& store, const SliceMemory& memory) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "ballast/kernels/optimizer.h"
@@ -50,6 +51,8 @@ struct NewChunks {
   Logged spilt;
   uint64_t shared_elements = 0;  // of `elements`, trained, in chunks of more than one slice
   uint64_t snapshot_bytes = 0;   // SnapshotBytesMax with the new chunks
+  uint64_t log_steps = 0;        // of gradients, that a log holds
+  uint64_t log_steps_max = 0;    // as many once it has become longer
   bool dry_run = false;
 
   void AddSpilt(const model::EpochPlan& plan, uint64_t chunk);
@@ -57,6 +60,8 @@ struct NewChunks {
   storage::PlanRequest::ReadBack read_back() const;
   // Size of the log, or of the spill. `segment_bytes`: of the existing file's segments; 0 without a file.
   JournalSize journal_size(uint64_t segment_bytes) const;
+  // A sentence for people: the disk that the log of these chunks takes.
+  std::string ExplainLog() const;
   bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
   // Values of a frozen chunk come once, and need no memory beside the chunk's where there is a log.
   bool LogsValues(storage::Frozen of) const { return logged() && of != storage::Frozen::kNo; }

@@ -1,6 +1,6 @@
 #include "ballast/services/work/prediction.h"
 
-#include "ballast/services/durability/journal.h"
+#include "ballast/services/durability/log_length.h"
 
 namespace ballast::services {
 
@@ -36,7 +36,8 @@ storage::StepShape Prediction::ShapeOf(const storage::ChunkStore& store) const {
           .staging_bytes = store.slot_memory_bytes(),
           .durable = store.durable(),
           .logged = interval == 0,
-          .flushed_share = interval == 0 ? Journal::kFlushedShare : 1.0 / static_cast<double>(interval),
+          .flushed_share = interval == 0 ? FlushedShare(FirstLogSteps(core_->around.log_steps))
+                                         : 1.0 / static_cast<double>(interval),
           .read_back_share = elements == 0 ? 0 : static_cast<double>(read_back) / static_cast<double>(elements)};
 }
 

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/durability/log_length.h"
 #include "ballast/services/records/frozen.h"
 #include "ballast/services/records/job_entry.h"
 #include "ballast/services/records/log_records.h"
@@ -54,6 +55,8 @@ NewChunks Space::NewOf(const model::EpochPlan& plan, const std::vector<uint64_t>
                    .all = {},
                    .spilt = {},
                    .snapshot_bytes = SnapshotBytesMax(plan, mine),
+                   .log_steps = LogSteps(),
+                   .log_steps_max = core_->around.log_steps > 0 ? core_->around.log_steps : kLogStepsMax,
                    .dry_run = dry_run};
   for (size_t i = 0; i < mine.size(); ++i) {
     const model::Chunk& chunk = plan.layout().chunks()[mine[i]];
@@ -69,6 +72,12 @@ NewChunks Space::NewOf(const model::EpochPlan& plan, const std::vector<uint64_t>
     }
   }
   return wanted;
+}
+
+uint64_t Space::LogSteps() const {
+  const uint64_t first = FirstLogSteps(core_->around.log_steps);
+  JobMutexLock lock(&core_->mu);
+  return core_->around.log_steps > 0 ? first : std::max(first, journal_->StepsHeld().value_or(0));
 }
 
 absl::StatusOr<Space::Chunks> Space::Take(const model::EpochPlan& plan, v1::OpenResponse* answer) {
@@ -312,6 +321,7 @@ absl::StatusOr<Space::PlannedPlaces> Space::PlanPlaces(const NewChunks& wanted, 
   storage::PlanRequest request = plans_.RequestFor(wanted, *ground.store, add.missing, ground.freed);
   BALLAST_ASSIGN_OR_RETURN(storage::Plan plan, storage::MakePlan(request));
   plans_.Note(plan, request, answer);
+  if (answer != nullptr && wanted.logged()) answer->set_plan(absl::StrCat(answer->plan(), " ", wanted.ExplainLog()));
   return PlannedPlaces{std::move(request), std::move(plan)};
 }
 

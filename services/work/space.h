@@ -81,6 +81,8 @@ class Space {
                               const Chunks& chunks) const;
   NewChunks NewOf(const model::EpochPlan& plan, const std::vector<uint64_t>& mine, const Chunks& held,
                   bool dry_run) const;
+  // A log that has become longer stays as long beside further chunks.
+  uint64_t LogSteps() const ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status Add(const NewChunks& wanted, Chunks* chunks, v1::OpenResponse* answer);
   absl::StatusOr<Ground> Prepare(const NewChunks& wanted) ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status DropOld(Ground* ground);

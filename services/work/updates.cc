@@ -246,6 +246,7 @@ void Updates::RunStep(StepWork* work) {
   storage::Pass("step/cut");
   steps.Flushed(work->step);
   if (status.ok()) NoteCommitted(work->step);
+  if (status.ok()) log_length_.AfterStep(*store);
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
     --queued_;

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "ballast/services/durability/flushes.h"
 #include "ballast/services/durability/job_journal.h"
+#include "ballast/services/durability/log_length.h"
 #include "ballast/services/job/job_core.h"
 #include "ballast/services/job/read_pins.h"
 #include "ballast/services/job/slice_room.h"
@@ -38,7 +39,13 @@ struct StepWork {
 class Updates {
  public:
   Updates(JobCore* core, JobJournal* journal, SliceRoom* room, Flushes* flushes, ReadPins* pins, ChunkMoves* moves)
-      : core_(core), journal_(journal), room_(room), flushes_(flushes), pins_(pins), moves_(moves) {}
+      : core_(core),
+        journal_(journal),
+        room_(room),
+        flushes_(flushes),
+        pins_(pins),
+        moves_(moves),
+        log_length_(core, journal) {}
 
   // The work of a decided step. The chunks' intakes are empty afterwards. As StepHost, to which Post belongs as well
   // unless the step is replayed.
@@ -76,6 +83,7 @@ class Updates {
   Flushes* const flushes_;
   ReadPins* const pins_;
   ChunkMoves* const moves_;
+  LogLength log_length_;
   int queued_ ABSL_GUARDED_BY(job_lock) = 0;
   int64_t updated_ ABSL_GUARDED_BY(job_lock) = -1;  // the last step that all chunks show
   bool said_unwritten_ = false;                     // worker only

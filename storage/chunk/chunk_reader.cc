@@ -99,7 +99,7 @@ absl::Status ChunkReader::ReadJoined(const StoredChunk& chunk, uint64_t begin, u
       ReadStored(chunk, StateArray::kMaster, 0, remainder.size(), [&](uint64_t at, absl::Span<const std::byte> bytes) {
         std::memcpy(remainder.data() + at, bytes.data(), bytes.size());
       }));
-  // No update comes between: it would hold `reading`.
+  // No update comes between: it would wait for `reading`.
   absl::ReaderMutexLock lock(&chunk.mutex);
   tiers_->CountTraffic(TierKind::kDram, count / 2, 0);
   float master[kJoinedElements];
@@ -118,7 +118,7 @@ absl::Status ChunkReader::ReadStored(const StoredChunk& chunk, StateArray array,
   const BlockFile* file = nullptr;
   ArrayDigests digests = {};
   {
-    absl::ReaderMutexLock lock(&chunk.mutex);
+    absl::ReaderMutexLock lock(&chunk.mutex, chunk.unchanging());
     if (chunk.updated_in == 0) {
       ReadZeros(count, sink);
       return absl::OkStatus();

@@ -63,8 +63,14 @@ struct StoredChunk {
   // change the state or its place: so nobody frees or overwrites what a read waits for. Readers of the working copy
   // need `mutex` alone and wait for no disk.
   mutable absl::Mutex reading ABSL_ACQUIRED_BEFORE(mutex);
-  // Held by writers while they change the memory behind `state` and `working`, and by readers while they copy.
+  // Held by writers while they change the memory behind `state` and `working`, and by readers while they copy. An
+  // update whose pieces other threads compute is `changing` instead: readers lock `mutex` once `unchanging`.
   mutable absl::Mutex mutex;
+  bool changing ABSL_GUARDED_BY(mutex) = false;
+  absl::Condition unchanging() const {
+    return absl::Condition(
+        +[](const StoredChunk* chunk) ABSL_NO_THREAD_SAFETY_ANALYSIS { return !chunk->changing; }, this);
+  }
   uint64_t updated_in ABSL_GUARDED_BY(mutex) = 0;  // run of the last update, from 1; 0: all zero, extent not written
   // The place of NVMe state; in a durable store also the last flushed version of state in memory.
   NvmeExtent extent ABSL_GUARDED_BY(mutex);

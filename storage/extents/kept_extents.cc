@@ -109,6 +109,20 @@ const DurableChunk* KeptExtents::Find(int64_t pin, uint64_t chunk) const {
   return kept == chunks->second.end() ? nullptr : &kept->second->entry;
 }
 
+std::vector<DurableChunk> KeptExtents::Of(uint64_t chunk) const {
+  std::vector<DurableChunk> entries;
+  for (const auto& [pin, chunks] : pins_) {
+    const auto kept = chunks.find(chunk);
+    if (kept == chunks.end()) continue;
+    const DurableChunk& entry = kept->second->entry;
+    const bool seen = std::any_of(entries.begin(), entries.end(), [&](const DurableChunk& other) {
+      return other.offset == entry.offset && other.file == entry.file;
+    });
+    if (!seen) entries.push_back(entry);
+  }
+  return entries;
+}
+
 NvmeRoom KeptExtents::TakeOver(uint64_t chunk, NvmeExtent* old) {
   const auto found = newest_.find(chunk);
   if (found == newest_.end()) return {};

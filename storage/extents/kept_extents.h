@@ -53,6 +53,9 @@ class KeptExtents {
   // Null if the pin does not keep the chunk.
   const DurableChunk* Find(int64_t pin, uint64_t chunk) const;
 
+  // The chunk's states that pins keep, each once.
+  std::vector<DurableChunk> Of(uint64_t chunk) const;
+
   // The chunk has moved on from extent `old` to a new extent. If pins keep `old`, the pins take `old` over, which
   // leaves it empty, and the chunk gets the pin's room of the same size in return.
   NvmeRoom TakeOver(uint64_t chunk, NvmeExtent* old);

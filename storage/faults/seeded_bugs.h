@@ -58,6 +58,12 @@ enum class StorageBug {
   kOtherDevicesUnsynced,      // versions on several devices are recorded after a sync of one
   kDeviceKnownByItsPath,      // a file is taken for the one that was at its path, whatever it says
 
+  // The scrub.
+  kScrubDigestUnchecked,  // rot is not seen
+  kScrubBelievesMovedOn,  // a state that changed between two pieces is taken for rotten
+  kScrubRewritesDirty,    // an extent is written from memory that holds a newer state
+  kScrubSyncDropped,      // an extent counts as mended before it is durable
+
   // The server.
   kAckedUnsynced,       // answers leave before the journal is durable
   kPromiseUnsynced,     // a promise is put into the catalog without a sync

@@ -6,9 +6,11 @@
 #include <memory>
 #include <string>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 
 namespace ballast::storage {
@@ -59,6 +61,39 @@ class BlockFile {
 
  private:
   const std::string path_;
+};
+
+// One file's fdatasync for several callers. Threads: any.
+class SharedSync {
+ public:
+  // Borrows `file`.
+  explicit SharedSync(const BlockFile* file) : file_(file) {}
+
+  // Returns once an fdatasync that began after the call has ended. One is under way at a time, since of two at the same
+  // time only one would get the error; callers that wait for it share the next one. The system reports a lost write
+  // once, and the lost write may be another caller's: after an error every later call returns this error.
+  absl::Status Sync() ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    const uint64_t next = begun_ + 1;
+    const auto ready = [this, next]()
+                           ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return ended_ >= next || begun_ == ended_; };
+    mutex_.Await(absl::Condition(&ready));
+    if (ended_ >= next || !failed_.ok()) return failed_;
+    ++begun_;
+    mutex_.Unlock();
+    const absl::Status synced = file_->Sync();
+    mutex_.Lock();
+    ++ended_;
+    failed_.Update(synced);
+    return failed_;
+  }
+
+ private:
+  const BlockFile* const file_;
+  absl::Mutex mutex_;
+  uint64_t begun_ ABSL_GUARDED_BY(mutex_) = 0;  // calls of the file's Sync
+  uint64_t ended_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status failed_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace ballast::storage

@@ -64,7 +64,8 @@ class GradientLog {
 
   const BlockFile& file() const { return *file_; }
   uint64_t segment_bytes() const { return segment_bytes_; }
-  uint64_t file_bytes() const { return kLogFirstSegment + queue_.segments() * segment_bytes_; }
+  uint64_t segments() const { return queue_.segments(); }
+  uint64_t file_bytes() const { return kLogFirstSegment + segments() * segment_bytes_; }
 
   // Threads: any, for all below.
 

@@ -410,7 +410,7 @@ ChunkStore::Residency ChunkStore::residency() const {
 
 absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
                              const ReadBack& read_back, Interrupt interrupt, RunStageObserver observer) {
-  return StoreRun(core_.get(), observer).Run(updates, done, read_back, interrupt);
+  return StoreRun(core_.get(), done, observer).Run(updates, read_back, interrupt);
 }
 
 absl::Status ChunkStore::Move(uint64_t index, TierKind to) {

@@ -19,6 +19,7 @@
 #include "ballast/storage/chunk/extent_label.h"
 #include "ballast/storage/io/interrupt.h"
 #include "ballast/storage/placement/placement.h"
+#include "ballast/storage/store/scrubbed_extent.h"
 #include "ballast/storage/tier/tiers.h"
 
 namespace ballast::storage {
@@ -106,11 +107,12 @@ class ChunkStore {
   // missing or cannot take the chunk, DATA_LOSS (CHECKSUM), INTERNAL (IO): then nothing has changed.
   absl::Status Move(uint64_t chunk, TierKind to);
 
-  // Applies `updates` in order; `done(i)` is called as soon as update i is visible to reads (state may still be on its
-  // way to its tier). Loads, kernels and stores of different chunks overlap. Returns when all is stored. A durable
+  // Applies `updates`; `done(i)` is called in the order of the updates, each as soon as update i is visible to reads
+  // (state may still be on its way to its tier). Loads, kernels and stores of different chunks overlap; with `compute`,
+  // kernels of several chunks do, too, and reads of these chunks wait. Returns when all is stored. A durable
   // store records the new versions before Run returns, at the end of one of the next runs, or in Harden;
-  // recoverable_from tells. On an error the chunks not yet announced by `done` may hold anything: the caller must stop
-  // serving the job. A logged slice whose bytes differ from what was written is DATA_LOSS (CHECKSUM), before its chunk
+  // recoverable_from tells. On an error the chunks not yet announced by `done` may hold anything, and no version of
+  // theirs is recorded: the caller must stop serving the job. A logged slice whose bytes differ from what was written is DATA_LOSS (CHECKSUM), before its chunk
   // changes. RESOURCE_EXHAUSTED: only where a pin's copy finds no space, see Pin.
   // `interrupt`: asked before each update; after its error the updates not announced by `done` have changed nothing,
   // and the store goes on.
@@ -157,6 +159,17 @@ class ChunkStore {
   absl::Status VerifyPin(int64_t version, Interrupt interrupt);
   // Drops the pin and frees what nothing else needs. REQUIRES: the pin is not recorded any more.
   void UnpinDurably(int64_t version);
+
+  // Scrub, on the store's thread, between runs. Reads at most `buffer`, aligned to 4096, of the states on the disk.
+  ScrubPiece ScrubNext(absl::Span<std::byte> buffer);
+  // Bytes of the pass of a scrub under way.
+  uint64_t scrub_pass_bytes() const;
+  // The chunk's states on the disk.
+  std::vector<ScrubbedExtent> Extents(uint64_t chunk) const;
+  // Writes the extent anew from the state in memory, and syncs. REQUIRES: in_memory, and neither dirty nor kept.
+  // DATA_LOSS (CHECKSUM): memory does not hold that state. INTERNAL (IO): not written; after a failed sync the store
+  // refuses every further run.
+  absl::Status Rewrite(const ScrubbedExtent& extent);
 
   // Bytes of state / of working copies in each tier.
   struct Residency {

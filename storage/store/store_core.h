@@ -1,5 +1,6 @@
 // Shared by the source files of class ChunkStore: chunk_store.cc takes and moves places, store_run.cc applies updates,
-// store_reads.cc answers reads and pins, store_durable.cc takes back state on the disk and keeps versions there.
+// store_reads.cc answers reads and pins, store_durable.cc takes back state on the disk and keeps versions there,
+// store_scrub.cc reads what lies there.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +19,7 @@
 #include "ballast/storage/extents/versioned_extents.h"
 #include "ballast/storage/store/chunk_store.h"
 #include "ballast/storage/store/pinned_copy.h"
+#include "ballast/storage/store/store_scrub.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/update/state_update.h"
 #include "ballast/storage/update/update_pipeline.h"
@@ -120,6 +122,7 @@ struct StoreCore {
   PipelineStaging staging;
   std::optional<VersionedExtents> versions;  // durable store only
   std::optional<KeptExtents> durable_pins;   // durable store only
+  StoreScrub scrub;
   bool discarded = false;
   std::vector<StoredChunk*> unrecorded;  // chunks with versions that are not recorded yet
   // Turns RESOURCE_EXHAUSTED into INTERNAL, reason kept, for space that was taken beforehand: giving up a pin brings

@@ -342,6 +342,14 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
   return ForEachRead(queue, reads, {memory.bytes(), largest}, check);
 }
 
+ScrubPiece ChunkStore::ScrubNext(absl::Span<std::byte> buffer) { return core_->scrub.Next(*core_, buffer); }
+uint64_t ChunkStore::scrub_pass_bytes() const { return core_->scrub.pass_bytes(); }
+std::vector<ScrubbedExtent> ChunkStore::Extents(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = core_->Find(chunk);
+  return found.ok() ? StoreScrub::ExtentsOf(*core_, **found) : std::vector<ScrubbedExtent>();
+}
+absl::Status ChunkStore::Rewrite(const ScrubbedExtent& extent) { return StoreScrub::Rewrite(core_.get(), extent); }
+
 void ChunkStore::UnpinDurably(int64_t version) {
   // As in Unpin: an extent of the pin may be the chunk's recorded extent.
   if (Harden().ok()) core_->durable_pins->Drop(version);

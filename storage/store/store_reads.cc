@@ -98,7 +98,7 @@ absl::Status StoreCore::ReadRounded(const StoredChunk& chunk, uint64_t begin, ui
   uint64_t updated_in = 0;
   bool on_disk = false;
   {
-    absl::ReaderMutexLock lock(&chunk.mutex);
+    absl::ReaderMutexLock lock(&chunk.mutex, chunk.unchanging());
     updated_in = chunk.updated_in;
     on_disk = chunk.placement.state == TierKind::kNvme && updated_in > 0 && chunk.staged == nullptr;
   }
@@ -118,7 +118,7 @@ absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
   {
-    absl::ReaderMutexLock lock(&chunk->mutex);
+    absl::ReaderMutexLock lock(&chunk->mutex, chunk->unchanging());
     if (chunk->working != nullptr) {
       core_->tiers->CountTraffic(*chunk->placement.working, to.size(), 0);
       const std::byte* const from = chunk->working + begin * width;
@@ -194,7 +194,7 @@ absl::Status StoreCore::ReadPinned(int64_t pin, const StoredChunk& chunk, StateA
   bool updated = false;
   const PinnedCopy* pinned = nullptr;
   {
-    absl::ReaderMutexLock lock(&chunk.mutex);
+    absl::ReaderMutexLock lock(&chunk.mutex, chunk.unchanging());
     updated = chunk.updated_in > runs_before;
     for (const PinnedCopy& copy : chunk.copies) {
       if (copy.from <= runs_before && runs_before < copy.to) pinned = &copy;

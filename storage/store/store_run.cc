@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -10,11 +11,13 @@
 #include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
 #include "ballast/storage/update/coded_values.h"
-#include "ballast/storage/update/log_reads.h"
-#include "ballast/storage/update/state_update.h"
 
 namespace ballast::storage {
 namespace {
+
+// Pieces for each thread behind the oldest update: one at work, and two in its queue for the time in which the run's
+// thread computes a piece, or ends and begins updates.
+constexpr uint64_t kPiecesPerThread = 3;
 
 // The gradient covers all segments without a gradient of their own.
 absl::Status CheckGradient(const StoredChunk& chunk, const ChunkUpdate& update) {
@@ -126,6 +129,9 @@ absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
 
 }  // namespace
 
+StoreRun::StoreRun(StoreCore* core, absl::FunctionRef<void(size_t)> done, RunStageObserver observer)
+    : core_(*core), done_(done), observer_(observer), caller_(core->compute) {}
+
 absl::StatusOr<std::vector<StoredChunk*>> StoreRun::CheckUpdates(absl::Span<const ChunkUpdate> updates) const {
   std::vector<StoredChunk*> targets;
   targets.reserve(updates.size());
@@ -146,33 +152,32 @@ absl::StatusOr<std::vector<StoredChunk*>> StoreRun::CheckUpdates(absl::Span<cons
   return targets;
 }
 
-absl::StatusOr<ChunkUpdate> StoreRun::FetchLogged(size_t i, const ChunkUpdate& update, UpdatePipeline& pipeline,
-                                                  LogReads& reads) const {
-  ChunkUpdate fetched = update;
+absl::StatusOr<std::unique_ptr<ChunkUpdate>> StoreRun::FetchLogged(size_t i, const ChunkUpdate& update) {
+  auto fetched = std::make_unique<ChunkUpdate>(update);
+  if (!update.logged_values.empty()) BALLAST_RETURN_IF_ERROR(FinishAll());  // no second update's values fit into memory
   for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
-    const absl::Span<std::byte> to = reads.values_memory().subspan(values.begin * sizeof(float), values.place.bytes);
-    const absl::Status read = As(RunStage::kRead, [&] { return ReadPayload(reads.log(), values.place, to); });
+    const absl::Span<std::byte> to = reads_->values_memory().subspan(values.begin * sizeof(float), values.place.bytes);
+    const absl::Status read = As(RunStage::kRead, [&] { return ReadPayload(reads_->log(), values.place, to); });
     if (!read.ok() && !(absl::IsDataLoss(read) && Seeded(StorageBug::kReadBackUnchecked))) return read;
     core_.tiers->CountTraffic(TierKind::kNvme, values.place.bytes, 0);
     core_.tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kReadBack, values.place.bytes);
-    const auto* elements = reinterpret_cast<const float*>(reads.values_memory().data());
+    const auto* elements = reinterpret_cast<const float*>(reads_->values_memory().data());
     for (const auto& [begin, end, working] : values.parts) {
-      fetched.values.push_back({begin, absl::MakeConstSpan(elements + begin, end - begin), working});
+      fetched->values.push_back({begin, absl::MakeConstSpan(elements + begin, end - begin), working});
     }
   }
   if (update.logged_gradient.has_value()) {
-    BALLAST_ASSIGN_OR_RETURN(fetched.gradient, pipeline.LoadGradient(i));
-    const auto poll = [&pipeline] { pipeline.Poll(); };
-    const uint32_t digest = DigestBytes(fetched.gradient, {.pool = core_.compute, .poll = poll});
+    while (!begun_.empty() && !reads_->Arrived(i)) BALLAST_RETURN_IF_ERROR(FinishOldest());
+    BALLAST_ASSIGN_OR_RETURN(fetched->gradient, pipeline_->LoadGradient(i));
+    const uint32_t digest = DigestBytes(fetched->gradient, {.pool = core_.compute, .poll = poll_});
     if (digest != update.logged_gradient->crc32c && !Seeded(StorageBug::kReadBackUnchecked)) {
-      BALLAST_RETURN_IF_ERROR(reads.ReadAgain(i));
+      BALLAST_RETURN_IF_ERROR(reads_->ReadAgain(i));
     }
   }
   return fetched;
 }
 
-absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
-                           const ReadBack& read_back, Interrupt interrupt) {
+absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, const ReadBack& read_back, Interrupt interrupt) {
   BALLAST_RETURN_IF_ERROR(core_.failed);
   BALLAST_ASSIGN_OR_RETURN(const std::vector<StoredChunk*> chunks, CheckUpdates(updates));
   std::vector<uint64_t> elements;
@@ -193,26 +198,21 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, absl::Function
   BALLAST_RETURN_IF_ERROR(LoadMoments(updates, chunks, interrupt));
   {
     absl::MutexLock lock(&core_.mutex);
-    ++core_.runs;
+    run_ = ++core_.runs;
   }
-  LogReads reads(updates, sizes, read_back, queue, core_.tiers);
-  UpdatePipeline pipeline(chunks, &core_.staging, queue, core_.tiers, &reads, observer_);
+  reads_.emplace(updates, sizes, read_back, queue, core_.tiers);
+  pipeline_.emplace(chunks, &core_.staging, queue, core_.tiers, &*reads_, observer_);
   observer_(RunStage::kCompute);
   absl::Status status, interrupted;
   for (size_t i = 0; i < updates.size() && status.ok(); ++i) {
     interrupted = interrupt();
     if (!interrupted.ok()) break;
-    const ChunkUpdate& update = updates[i];
-    if (update.logged_values.empty() && !update.logged_gradient.has_value()) {
-      status = Apply(i, update, *chunks[i], pipeline);
-    } else {
-      const absl::StatusOr<ChunkUpdate> fetched = FetchLogged(i, update, pipeline, reads);
-      status = fetched.ok() ? Apply(i, *fetched, *chunks[i], pipeline) : fetched.status();
-      if (status.ok() && update.logged_gradient.has_value()) reads.Release(i);
-    }
-    if (status.ok()) done(i);
+    while (Enough() && status.ok()) status = FinishOldest();
+    if (status.ok()) status = Begin(i, updates[i], *chunks[i]);
   }
-  const absl::Status drained = pipeline.Drain();
+  // What was begun before an update that could not begin is whole.
+  if (const absl::Status finished = FinishAll(); !finished.ok()) status = finished;
+  const absl::Status drained = pipeline_->Drain();
   if (status.ok()) status = drained;
   // Hardens also after an error: dropping a pin next must not free a version before its successor is recorded.
   if (drained.ok() && core_.versions.has_value() && (core_.versions->EndRun() || !status.ok())) {
@@ -239,105 +239,199 @@ absl::Status StoreRun::LoadMoments(absl::Span<const ChunkUpdate> updates, absl::
   return status;
 }
 
-absl::Status StoreRun::Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline) {
+bool StoreRun::Enough() const {
+  const int threads = core_.compute != nullptr ? core_.compute->threads() : 1;
+  if (threads == 1) return !begun_.empty();
+  return begun_.size() > 1 &&
+         pieces_begun_ - begun_.front().weight() >= kPiecesPerThread * static_cast<uint64_t>(threads);
+}
+
+absl::Status StoreRun::Begin(size_t i, const ChunkUpdate& update, StoredChunk& chunk) {
+  Begun next{.index = i, .chunk = &chunk, .update = &update, .state = chunk.state};
+  if (!update.logged_values.empty() || update.logged_gradient.has_value()) {
+    BALLAST_ASSIGN_OR_RETURN(next.fetched, FetchLogged(i, update));
+    next.update = next.fetched.get();
+  }
   const TierKind tier = chunk.placement.state;
-  const auto poll = [&pipeline] { pipeline.Poll(); };
-  const Compute with{.pool = core_.compute, .poll = poll};
-  std::byte* state = chunk.state;
-  // State from the disk is compared with its digests during the update: a comparison before would read the state twice.
-  bool verified = tier != TierKind::kNvme;
   if (tier == TierKind::kNvme) {
-    BALLAST_ASSIGN_OR_RETURN(state, pipeline.Load(i));
+    while (!begun_.empty() && !pipeline_->Loaded(i)) BALLAST_RETURN_IF_ERROR(FinishOldest());
+    BALLAST_ASSIGN_OR_RETURN(next.state, pipeline_->Load(i));
     absl::ReaderMutexLock lock(&chunk.mutex);
-    verified = chunk.updated_in == 0 || Seeded(StorageBug::kLoadDigestUnchecked);
+    next.verified = chunk.updated_in == 0 || Seeded(StorageBug::kLoadDigestUnchecked);
   }
-  uint64_t run = 0;
-  {
-    absl::ReaderMutexLock lock(&core_.mutex);
-    run = core_.runs;
-  }
-  const bool changes = !update.values.empty() || !update.segments.empty() || update.restored.has_value();
   std::optional<CopyOnWrite> copy;
-  if (changes && core_.IsPinned(chunk)) {
-    if (!std::exchange(verified, true)) {
-      const ArrayDigests found = DigestState(chunk.View(state), with);
-      absl::ReaderMutexLock lock(&chunk.mutex);
-      BALLAST_RETURN_IF_ERROR(CompareDigests(chunk.extent.file(), chunk, chunk.extent.offset(), chunk.digests, found));
-    }
-    const bool kept = core_.durable_pins.has_value() && core_.durable_pins->KeepsNewest(chunk.index);
-    auto prepared = As(RunStage::kPin, [&] {
-      return CopyOnWrite::Prepare(core_.tiers, &core_.reader, chunk, run, tier == TierKind::kNvme ? state : nullptr,
-                                  kept);
-    });
-    BALLAST_RETURN_IF_ERROR(prepared.status());
-    copy = *std::move(prepared);
+  if (next.changes() && core_.IsPinned(chunk)) {
+    BALLAST_RETURN_IF_ERROR(FinishAll());
+    BALLAST_ASSIGN_OR_RETURN(copy, CopyForPins(next));
   }
-  const bool stores = tier == TierKind::kNvme || (update.flush && core_.versions.has_value());
-  NvmeExtent fresh;
+  next.stores = tier == TierKind::kNvme || (update.flush && core_.versions.has_value());
   // Takes all space before the chunk changes: a failure later would lead to applying the update twice.
-  if (stores && core_.versions.has_value() && !(copy.has_value() && copy->takes_extent()) &&
+  if (next.stores && core_.versions.has_value() && !(copy.has_value() && copy->takes_extent()) &&
       !(Seeded(StorageBug::kOverwrittenInPlace) && chunk.newest.version >= 0)) {
-    BALLAST_ASSIGN_OR_RETURN(fresh, MakeRoom(chunk, pipeline));
+    BALLAST_ASSIGN_OR_RETURN(next.fresh, MakeRoom(chunk));
     Pass("extent/taken");
   }
+  if (tier == TierKind::kHbm || update.restored.has_value()) {
+    BALLAST_RETURN_IF_ERROR(FinishAll());
+    BALLAST_RETURN_IF_ERROR(ApplyAtOnce(next, std::move(copy)));
+    return Conclude(next);
+  }
+  if (!begun_.empty()) {
+    // A read of the chunk may hang: earlier updates do not wait for it.
+    if (chunk.reading.TryLock()) {
+      chunk.reading.Unlock();
+    } else {
+      BALLAST_RETURN_IF_ERROR(FinishAll());
+    }
+  }
+  StartPieces(std::move(next), std::move(copy));
+  return absl::OkStatus();
+}
+
+void StoreRun::StartPieces(Begun next, std::optional<CopyOnWrite> copy) {
+  Begun& begun = begun_.emplace_back(std::move(next));
+  StoredChunk& chunk = *begun.chunk;
+  {
+    absl::MutexLock reading(&chunk.reading);
+    absl::MutexLock lock(&chunk.mutex);
+    begun.expected = chunk.digests;
+    begun.read_file = chunk.extent.bytes() > 0 ? &chunk.extent.file() : nullptr;
+    begun.read_from = chunk.extent.offset();
+    if (copy.has_value()) (*std::move(copy)).Install(chunk);
+    if (begun.changes()) chunk.updated_in = run_;
+    chunk.changing = true;
+  }
+  begun.work = std::make_unique<StateUpdate>(*begun.update, chunk.View(begun.state), chunk.working,
+                                             Compute{.pool = core_.compute, .poll = poll_},
+                                             UpdateDigests{.of_old = !begun.verified, .of_new = begun.stores});
+  const uint64_t pieces = begun.work->pieces();
+  begun.pieces = std::make_unique<kernels::ThreadPool::Batch>(
+      pieces, chunk.index * pieces, [work = begun.work.get()](uint64_t piece) { work->Run(piece); });
+  pieces_begun_ += begun.weight();
+  caller_.Begin(begun.pieces.get());
+}
+
+absl::Status StoreRun::FinishOldest() {
+  Begun oldest = std::move(begun_.front());
+  begun_.pop_front();
+  pieces_begun_ -= oldest.weight();
+  caller_.Finish(oldest.pieces.get(), poll_);
+  absl::Status status = Settle(oldest);
+  if (status.ok()) status = Conclude(oldest);
+  if (!status.ok()) Abandon();
+  return status;
+}
+
+absl::Status StoreRun::FinishAll() {
+  while (!begun_.empty()) BALLAST_RETURN_IF_ERROR(FinishOldest());
+  return absl::OkStatus();
+}
+
+void StoreRun::Abandon() {
+  for (const Begun& begun : begun_) {
+    caller_.Finish(begun.pieces.get(), poll_);
+    absl::MutexLock lock(&begun.chunk->mutex);
+    begun.chunk->changing = false;
+  }
+  begun_.clear();
+  pieces_begun_ = 0;
+}
+
+absl::Status StoreRun::Settle(Begun& begun) {
+  StoredChunk& chunk = *begun.chunk;
+  const UpdateDigests& digests = begun.work->Digests();
+  absl::MutexLock lock(&chunk.mutex);
+  chunk.changing = false;
+  if (!begun.verified) {
+    BALLAST_RETURN_IF_ERROR(
+        CompareDigests(*begun.read_file, chunk, begun.read_from, begun.expected, digests.old_state));
+  }
+  if (begun.stores) chunk.digests = digests.new_state;
+  NoteVersion(begun);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CopyOnWrite> StoreRun::CopyForPins(Begun& next) {
+  StoredChunk& chunk = *next.chunk;
+  if (!std::exchange(next.verified, true)) {
+    const ArrayDigests found = DigestState(chunk.View(next.state), {.pool = core_.compute, .poll = poll_});
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    BALLAST_RETURN_IF_ERROR(CompareDigests(chunk.extent.file(), chunk, chunk.extent.offset(), chunk.digests, found));
+  }
+  const bool kept = core_.durable_pins.has_value() && core_.durable_pins->KeepsNewest(chunk.index);
+  const std::byte* const loaded = chunk.placement.state == TierKind::kNvme ? next.state : nullptr;
+  return As(RunStage::kPin,
+            [&] { return CopyOnWrite::Prepare(core_.tiers, &core_.reader, chunk, run_, loaded, kept); });
+}
+
+absl::Status StoreRun::ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy) {
+  StoredChunk& chunk = *next.chunk;
+  const ChunkUpdate& update = *next.update;
+  const bool in_hbm = chunk.placement.state == TierKind::kHbm;
+  const Compute with{.pool = core_.compute, .poll = poll_};
   absl::MutexLock reading(&chunk.reading);
   {
     absl::MutexLock lock(&chunk.mutex);
-    const ArrayDigests expected = chunk.digests;
-    const BlockFile* const read_file = chunk.extent.bytes() > 0 ? &chunk.extent.file() : nullptr;
-    const uint64_t read_from = chunk.extent.offset();
     if (copy.has_value()) (*std::move(copy)).Install(chunk);
-    if (changes) chunk.updated_in = run;
+    if (next.changes()) chunk.updated_in = run_;
     if (update.restored.has_value()) {
       // A failed read leaves the chunk with neither state: nobody may use the chunk.
       const DurableChunk* const pinned = core_.durable_pins->Find(*update.restored, chunk.index);
       core_.failed = As(RunStage::kRead, [&] {
-        return pinned != nullptr ? core_.ReadDurable(chunk, *pinned, state, with) : core_.Clear(chunk, state, with);
+        return pinned != nullptr ? core_.ReadDurable(chunk, *pinned, next.state, with)
+                                 : core_.Clear(chunk, next.state, with);
       });
       BALLAST_RETURN_IF_ERROR(core_.failed);
       chunk.moments_unread = false;
-      if (stores && pinned != nullptr) {
+      if (next.stores && pinned != nullptr) {
         chunk.digests = pinned->digests;
-      } else if (stores && tier != TierKind::kHbm) {
-        chunk.digests = DigestState(chunk.View(state), with);
+      } else if (next.stores && !in_hbm) {
+        chunk.digests = DigestState(chunk.View(next.state), with);
       }
-    } else if (tier == TierKind::kHbm) {
-      BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
     } else {
-      UpdateDigests digests{.of_old = !verified, .of_new = stores};
-      UpdateState(update, chunk.View(state), chunk.working, with, &digests);
-      if (!verified) {
-        BALLAST_RETURN_IF_ERROR(CompareDigests(*read_file, chunk, read_from, expected, digests.old_state));
-      }
-      if (stores) chunk.digests = digests.new_state;
+      BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
     }
-    Pass("chunk/updated");
-    if (tier == TierKind::kNvme) chunk.staged = state;
-    if (!chunk.dirty) chunk.needed_from = update.version - 1;
-    chunk.dirty = core_.versions.has_value() && !stores && !Seeded(StorageBug::kFlushedChunkStaysClean);
-    if (stores && core_.versions.has_value()) {
-      if (!std::exchange(chunk.unrecorded_from, chunk.unrecorded_from.value_or(chunk.needed_from)).has_value()) {
-        core_.unrecorded.push_back(&chunk);
-      }
-      if (tier != TierKind::kHbm) StartVersion(chunk, state, update.version, std::move(fresh));
-    }
+    NoteVersion(next);
   }
-  if (stores && core_.versions.has_value() && tier == TierKind::kHbm) {
-    // Moved above for the other tiers alone.
-    observer_(RunStage::kWrite);
-    core_.failed = SpillVersion(chunk, update.version, std::move(fresh));  // NOLINT(bugprone-use-after-move)
-    observer_(RunStage::kCompute);
-    BALLAST_RETURN_IF_ERROR(core_.failed);
-  }
-  CountUpdate(update, chunk);
-  if (!stores || tier == TierKind::kHbm) return absl::OkStatus();
-  return tier == TierKind::kNvme ? pipeline.Store(i) : pipeline.Flush(i);
+  if (!in_hbm || !next.stores || !core_.versions.has_value()) return absl::OkStatus();
+  observer_(RunStage::kWrite);
+  core_.failed = SpillVersion(chunk, update.version, std::move(next.fresh));
+  observer_(RunStage::kCompute);
+  return core_.failed;
 }
 
-absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline) {
+void StoreRun::NoteVersion(Begun& changed) {
+  StoredChunk& chunk = *changed.chunk;
+  const TierKind tier = chunk.placement.state;
+  const int64_t version = changed.update->version;
+  Pass("chunk/updated");
+  if (tier == TierKind::kNvme) chunk.staged = changed.state;
+  if (!chunk.dirty) chunk.needed_from = version - 1;
+  chunk.dirty = core_.versions.has_value() && !changed.stores && !Seeded(StorageBug::kFlushedChunkStaysClean);
+  if (!changed.stores || !core_.versions.has_value()) return;
+  if (!std::exchange(chunk.unrecorded_from, chunk.unrecorded_from.value_or(chunk.needed_from)).has_value()) {
+    core_.unrecorded.push_back(&chunk);
+  }
+  if (tier != TierKind::kHbm) StartVersion(chunk, changed.state, version, std::move(changed.fresh));
+}
+
+absl::Status StoreRun::Conclude(const Begun& changed) {
+  const TierKind tier = changed.chunk->placement.state;
+  CountUpdate(*changed.update, *changed.chunk);
+  if (changed.stores && tier != TierKind::kHbm) {
+    BALLAST_RETURN_IF_ERROR(tier == TierKind::kNvme ? pipeline_->Store(changed.index)
+                                                    : pipeline_->Flush(changed.index));
+  }
+  if (changed.update->logged_gradient.has_value()) reads_->Release(changed.index);
+  done_(changed.index);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk) {
   if (chunk.placement.state == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(core_.reader.Prepare());
   if (!core_.versions->HasRoom(chunk.state_bytes())) {
-    BALLAST_RETURN_IF_ERROR(pipeline.DrainStores());
+    BALLAST_RETURN_IF_ERROR(FinishAll());  // their old versions' extents become free too
+    BALLAST_RETURN_IF_ERROR(pipeline_->DrainStores());
     BALLAST_RETURN_IF_ERROR(As(RunStage::kWrite, [&] { return core_.Harden(); }));
   }
   // Failing that, the version goes to a device that fails, if it has room, whose error then says why.

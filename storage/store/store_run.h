@@ -1,37 +1,84 @@
 // One run of a chunk store: the updates of a step, applied to chunks wherever their state lives.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "ballast/kernels/thread_pool.h"
 #include "ballast/storage/store/store_core.h"
+#include "ballast/storage/update/log_reads.h"
+#include "ballast/storage/update/state_update.h"
 
 namespace ballast::storage {
 
-// Threads: the one that runs the store.
+// Several updates are under way at a time, so that all of the pool's threads have pieces: an update is begun while
+// earlier ones are computed, unless it would have to wait for something. Updates end in order. Threads: the one that
+// runs the store.
 class StoreRun {
  public:
-  StoreRun(StoreCore* core, RunStageObserver observer) : core_(*core), observer_(observer) {}
-  // As ChunkStore::Run.
-  absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
-                   const ReadBack& read_back, Interrupt interrupt);
+  StoreRun(StoreCore* core, absl::FunctionRef<void(size_t)> done, RunStageObserver observer);
+  // As ChunkStore::Run. Once.
+  absl::Status Run(absl::Span<const ChunkUpdate> updates, const ReadBack& read_back, Interrupt interrupt);
 
  private:
+  // An update on its way. From StartPieces to Settle its chunk is `changing`, and threads compute the pieces.
+  struct Begun {
+    size_t index = 0;
+    StoredChunk* chunk = nullptr;
+    const ChunkUpdate* update = nullptr;
+    std::byte* state = nullptr;
+    std::unique_ptr<ChunkUpdate> fetched = nullptr;  // `update`, if part of it was in the log
+    // State from the disk is compared with its digests during the update: a comparison before would read it twice.
+    bool verified = true;
+    bool stores = false;  // the new state goes to the disk
+    NvmeExtent fresh = {};
+    ArrayDigests expected = {};
+    const BlockFile* read_file = nullptr;  // null if nothing was read
+    uint64_t read_from = 0;
+    std::unique_ptr<StateUpdate> work = nullptr;
+    std::unique_ptr<kernels::ThreadPool::Batch> pieces = nullptr;
+
+    bool changes() const {
+      return !update->values.empty() || !update->segments.empty() || update->restored.has_value();
+    }
+    uint64_t weight() const { return std::max<uint64_t>(pieces->count, 1); }
+  };
+
   absl::StatusOr<std::vector<StoredChunk*>> CheckUpdates(absl::Span<const ChunkUpdate> updates) const;
   // Returns `update` with its logged gradient and values read from the log and compared with their digests. The bytes
-  // lie in the memory of `reads`.
-  absl::StatusOr<ChunkUpdate> FetchLogged(size_t i, const ChunkUpdate& update, UpdatePipeline& pipeline,
-                                          LogReads& reads) const;
+  // lie in the memory of `reads_`.
+  absl::StatusOr<std::unique_ptr<ChunkUpdate>> FetchLogged(size_t i, const ChunkUpdate& update);
   // Moments of state in DRAM that a restart has left on the disk, of all chunks that the run changes.
   absl::Status LoadMoments(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks,
                            Interrupt interrupt);
-  absl::Status Apply(size_t i, const ChunkUpdate& update, StoredChunk& chunk, UpdatePipeline& pipeline);
+  // Are so many updates under way that the oldest should end before another begins?
+  bool Enough() const;
+  // Begins update i, or applies it whole. Ends earlier updates first where it would have to wait for anything else.
+  absl::Status Begin(size_t i, const ChunkUpdate& update, StoredChunk& chunk);
+  void StartPieces(Begun next, std::optional<CopyOnWrite> copy);
+  // For an update of a device's memory, and for a restored state.
+  absl::Status ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy);
+  absl::StatusOr<CopyOnWrite> CopyForPins(Begun& next);
+  // Ends the oldest update: computes until its pieces have returned, starts its way to the disk, and announces it.
+  // After an error nothing is under way, and later updates are not announced.
+  absl::Status FinishOldest();
+  absl::Status FinishAll();
+  void Abandon();
+  // The pieces have returned: the chunk has its new version, or the old one was rotten.
+  absl::Status Settle(Begun& begun) ABSL_LOCKS_EXCLUDED(begun.chunk->mutex);
+  void NoteVersion(Begun& changed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changed.chunk->mutex);
+  absl::Status Conclude(const Begun& changed);
   // Durable store: takes an extent for the chunk's next version, after hardening older versions if room is short.
-  absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk, UpdatePipeline& pipeline);
+  absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk);
   // Durable store: begins the chunk's next version in the extent `fresh`, which is empty if the chunk's extent is fresh
   // already. Labels `state`, in host memory, for its way to the extent.
   void StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh)
@@ -58,7 +105,15 @@ class StoreRun {
   }
 
   StoreCore& core_;
+  const absl::FunctionRef<void(size_t)> done_;
   const RunStageObserver observer_;
+  uint64_t run_ = 0;
+  std::optional<LogReads> reads_;
+  std::optional<UpdatePipeline> pipeline_;
+  const std::function<void()> poll_ = [this] { pipeline_->Poll(); };
+  kernels::ThreadPool::Caller caller_;
+  std::deque<Begun> begun_;  // oldest first
+  uint64_t pieces_begun_ = 0;
 };
 
 }  // namespace ballast::storage

@@ -9,6 +9,7 @@
 #include <set>
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -167,7 +168,7 @@ absl::Status NvmeTier::TakeFile(Device* device, const std::string& path) {
     return model::Error(
         absl::StatusCode::kDataLoss, model::kIo,
         absl::StrCat(path, " is of ",
-                     header.has_value() ? absl::StrCat("server '", header->owner, "'") : "nobody known",
+                     header.has_value() ? absl::StrCat("server '", absl::CEscape(header->owner), "'") : "nobody known",
                      ", and this server's catalog does not know it; nothing of it was touched. Mount the right disk "
                      "there, or move the file away if nothing of it is wanted"));
   }

@@ -20,12 +20,6 @@ constexpr uint64_t kPieceElements = uint64_t{1} << 16;
 constexpr uint64_t kBlockElements = uint64_t{1} << 14;
 static_assert(kBlockElements % kernels::kMomentBlock == 0 && kPieceElements % kBlockElements == 0);
 
-// Digests of a piece so far, for each array: of values, and of the scales that 8-bit moments keep behind all values.
-struct PieceDigest {
-  std::array<uint32_t, kStateArraysMax> values = {};
-  std::array<uint32_t, kStateArraysMax> scales = {};
-};
-
 absl::Span<const std::byte> Bytes(const std::byte* array, uint64_t begin, uint64_t end) {
   return {array + begin, end - begin};
 }
@@ -154,36 +148,6 @@ void WriteMaster(const ChunkUpdate::Values& values, const StateView& state, std:
   }
 }
 
-// The update's segments, in the order of their place in the chunk, to find the segments that overlap a block.
-class Segments {
- public:
-  explicit Segments(const ChunkUpdate& update) {
-    for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
-      if (segment.begin < segment.end) sorted_.push_back(&segment);
-    }
-    std::sort(sorted_.begin(), sorted_.end(), [](auto* a, auto* b) { return a->begin < b->begin; });
-  }
-  bool Any(uint64_t at, uint64_t end) const {
-    const auto next = From(at);
-    return next != sorted_.end() && (*next)->begin < end;
-  }
-  template <typename Function>  // (segment, begin, end)
-  void Meet(uint64_t at, uint64_t end, Function function) const {
-    for (auto next = From(at); next != sorted_.end() && (*next)->begin < end; ++next) {
-      function(**next, std::max(at, (*next)->begin), std::min(end, (*next)->end));
-    }
-  }
-
- private:
-  // The first segment that ends behind the element.
-  std::vector<const ChunkUpdate::SegmentUpdate*>::const_iterator From(uint64_t at) const {
-    return std::upper_bound(sorted_.begin(), sorted_.end(), at,
-                            [](uint64_t element, auto* segment) { return element < segment->end; });
-  }
-
-  std::vector<const ChunkUpdate::SegmentUpdate*> sorted_;
-};
-
 }  // namespace
 
 kernels::UpdateSpan SpanOf(const ChunkUpdate& update, const ChunkUpdate::SegmentUpdate& segment, const StateView& state,
@@ -236,56 +200,100 @@ void RoundMaster(const StateView& state, std::byte* working, const Compute& comp
   });
 }
 
-void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* working, const Compute& compute,
-                 UpdateDigests* digests) {
-  const kernels::OptimizerSpec& optimizer = state.layout->optimizer();
-  const uint64_t width = state.layout->working_element_bytes();
-  bool of_old = digests->of_old;
-  if (of_old && (!update.values.empty() || update.segments.empty())) {
-    digests->old_state = DigestState(state, compute);
-    of_old = false;
+StateUpdate::Segments::Segments(const ChunkUpdate& update) {
+  for (const ChunkUpdate::SegmentUpdate& segment : update.segments) {
+    if (segment.begin < segment.end) sorted_.push_back(&segment);
+  }
+  std::sort(sorted_.begin(), sorted_.end(), [](auto* a, auto* b) { return a->begin < b->begin; });
+}
+
+// The first segment that ends behind the element.
+std::vector<const ChunkUpdate::SegmentUpdate*>::const_iterator StateUpdate::Segments::From(uint64_t at) const {
+  return std::upper_bound(sorted_.begin(), sorted_.end(), at,
+                          [](uint64_t element, auto* segment) { return element < segment->end; });
+}
+
+bool StateUpdate::Segments::Any(uint64_t at, uint64_t end) const {
+  const auto next = From(at);
+  return next != sorted_.end() && (*next)->begin < end;
+}
+
+void StateUpdate::Segments::Meet(
+    uint64_t at, uint64_t end,
+    absl::FunctionRef<void(const ChunkUpdate::SegmentUpdate&, uint64_t, uint64_t)> function) const {
+  for (auto next = From(at); next != sorted_.end() && (*next)->begin < end; ++next) {
+    function(**next, std::max(at, (*next)->begin), std::min(end, (*next)->end));
+  }
+}
+
+StateUpdate::StateUpdate(const ChunkUpdate& update, const StateView& state, std::byte* working, const Compute& compute,
+                         UpdateDigests wanted)
+    : update_(update), state_(state), working_(working), digests_(wanted), segments_(update) {
+  bool by_piece = true;
+  if (digests_.of_old && (!update.values.empty() || update.segments.empty())) {
+    digests_.old_state = DigestState(state, compute);
+    digests_.of_old = false;
     if (update.values.empty()) {
-      digests->new_state = digests->old_state;
-      return;
+      digests_.new_state = digests_.old_state;
+      by_piece = false;
     }
   }
-  if (state.layout->frozen() != Frozen::kNo) {
+  if (by_piece && state.layout->frozen() != Frozen::kNo) {
     WriteFrozen(update, state);
-    if (digests->of_new) digests->new_state = DigestState(state, compute);
+    if (digests_.of_new) digests_.new_state = DigestState(state, compute);
+    by_piece = false;
+  }
+  if (!by_piece) {
+    digests_.of_new = false;
     return;
   }
   if (update.values_of != StateArray::kMaster) WriteMoments(update, state);
   for (const ChunkUpdate::Values& values : update.values) {
     if (update.values_of == StateArray::kMaster) WriteMaster(values, state, working);
   }
-  const Segments segments(update);
-  std::vector<PieceDigest> old_pieces(of_old ? PieceCount(state) : 0);
-  std::vector<PieceDigest> new_pieces(digests->of_new ? PieceCount(state) : 0);
-  ForPieces(PieceCount(state), compute, [&](uint64_t i) {
-    const uint64_t piece_end = std::min((i + 1) * kPieceElements, state.elements);
-    for (uint64_t at = i * kPieceElements; at < piece_end; at += kBlockElements) {
-      const uint64_t end = std::min(at + kBlockElements, piece_end);
-      if (of_old) DigestBlock(state, at, end, &old_pieces[i]);
-      const auto update_block = [&](absl::Span<float> master) {
-        segments.Meet(at, end, [&](const ChunkUpdate::SegmentUpdate& segment, uint64_t from, uint64_t to) {
-          const auto run = [&](std::byte* target) {
-            kernels::Update(optimizer, segment.coefficients, RandomAt(update, from),
-                            SpanOf(update, segment, state, &master[from - at], target, from, to - from));
-          };
-          if (segment.working != nullptr) return run(segment.working + (from - segment.begin) * width);
-          working != nullptr ? run(working + from * width) : WithoutWorking(run);
-        });
-      };
-      if (!state.layout->keeps_remainder()) {
-        update_block({state.master() + at, end - at});
-      } else if (segments.Any(at, end)) {
-        ChangeMaster(state, working, at, end, update_block);
-      }
-      if (digests->of_new) DigestBlock(state, at, end, &new_pieces[i]);
-    }
+  if (update.segments.empty() && !digests_.of_old && !digests_.of_new) return;
+  pieces_ = PieceCount(state);
+  if (digests_.of_old) old_pieces_.resize(pieces_);
+  if (digests_.of_new) new_pieces_.resize(pieces_);
+}
+
+void StateUpdate::UpdateBlock(uint64_t at, uint64_t end, absl::Span<float> master) const {
+  const uint64_t width = state_.layout->working_element_bytes();
+  segments_.Meet(at, end, [&](const ChunkUpdate::SegmentUpdate& segment, uint64_t from, uint64_t to) {
+    const auto run = [&](std::byte* target) {
+      kernels::Update(state_.layout->optimizer(), segment.coefficients, RandomAt(update_, from),
+                      SpanOf(update_, segment, state_, &master[from - at], target, from, to - from));
+    };
+    if (segment.working != nullptr) return run(segment.working + (from - segment.begin) * width);
+    working_ != nullptr ? run(working_ + from * width) : WithoutWorking(run);
   });
-  if (of_old) digests->old_state = Fold(state, old_pieces);
-  if (digests->of_new) digests->new_state = Fold(state, new_pieces);
+}
+
+void StateUpdate::Run(uint64_t piece) {
+  const uint64_t piece_end = std::min((piece + 1) * kPieceElements, state_.elements);
+  for (uint64_t at = piece * kPieceElements; at < piece_end; at += kBlockElements) {
+    const uint64_t end = std::min(at + kBlockElements, piece_end);
+    if (digests_.of_old) DigestBlock(state_, at, end, &old_pieces_[piece]);
+    if (!state_.layout->keeps_remainder()) {
+      UpdateBlock(at, end, {state_.master() + at, end - at});
+    } else if (segments_.Any(at, end)) {
+      ChangeMaster(state_, working_, at, end, [&](absl::Span<float> master) { UpdateBlock(at, end, master); });
+    }
+    if (digests_.of_new) DigestBlock(state_, at, end, &new_pieces_[piece]);
+  }
+}
+
+const UpdateDigests& StateUpdate::Digests() {
+  if (digests_.of_old) digests_.old_state = Fold(state_, old_pieces_);
+  if (digests_.of_new) digests_.new_state = Fold(state_, new_pieces_);
+  return digests_;
+}
+
+void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* working, const Compute& compute,
+                 UpdateDigests* digests) {
+  StateUpdate work(update, state, working, compute, *digests);
+  ForPieces(work.pieces(), compute, [&work](uint64_t piece) { work.Run(piece); });
+  *digests = work.Digests();
 }
 
 }  // namespace ballast::storage

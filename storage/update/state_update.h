@@ -2,8 +2,10 @@
 // by block, while a block is in the processor's cache: a separate pass over the state would cost as much as the update.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/types/span.h"
@@ -37,8 +39,57 @@ struct UpdateDigests {
   ArrayDigests new_state = {};
 };
 
-// Changes state and working copy (the whole chunk's; null if the store keeps none) as `update` says. REQUIRES: `update`
-// is valid for the chunk, its segments begin at multiples of kernels::kMomentBlock.
+// Digests of a piece so far, for each array: of values, and of the scales that 8-bit moments keep behind all values.
+struct PieceDigest {
+  std::array<uint32_t, kStateArraysMax> values = {};
+  std::array<uint32_t, kStateArraysMax> scales = {};
+};
+
+// Changes state and working copy (the whole chunk's; null if the store keeps none) as `update` says, in pieces that any
+// threads compute in any order. REQUIRES: `update` is valid for the chunk, its segments begin at multiples of
+// kernels::kMomentBlock. Borrows `update` and the memory; stays where it is.
+class StateUpdate {
+ public:
+  // Does what comes before the pieces: writes values, and digests states that the pieces do not pass. Reads
+  // `of_old` and `of_new` of `wanted`.
+  StateUpdate(const ChunkUpdate& update, const StateView& state, std::byte* working, const Compute& compute,
+              UpdateDigests wanted);
+  StateUpdate(const StateUpdate&) = delete;
+  StateUpdate& operator=(const StateUpdate&) = delete;
+
+  uint64_t pieces() const { return pieces_; }
+  // Any thread, each piece once.
+  void Run(uint64_t piece);
+  // After all pieces: the digests that were wanted.
+  const UpdateDigests& Digests();
+
+ private:
+  // The update's segments, in the order of their place in the chunk, to find the segments that overlap a block.
+  class Segments {
+   public:
+    explicit Segments(const ChunkUpdate& update);
+    bool Any(uint64_t at, uint64_t end) const;
+    // Calls `function` with each segment that overlaps [at, end), and the overlap.
+    void Meet(uint64_t at, uint64_t end,
+              absl::FunctionRef<void(const ChunkUpdate::SegmentUpdate&, uint64_t, uint64_t)> function) const;
+
+   private:
+    std::vector<const ChunkUpdate::SegmentUpdate*>::const_iterator From(uint64_t at) const;
+    std::vector<const ChunkUpdate::SegmentUpdate*> sorted_;
+  };
+  // `master`: of elements [at, end).
+  void UpdateBlock(uint64_t at, uint64_t end, absl::Span<float> master) const;
+
+  const ChunkUpdate& update_;
+  const StateView state_;
+  std::byte* const working_;
+  UpdateDigests digests_;  // `of_old`, `of_new`: taken by the pieces
+  const Segments segments_;
+  uint64_t pieces_ = 0;
+  std::vector<PieceDigest> old_pieces_, new_pieces_;
+};
+
+// A StateUpdate with all its pieces.
 void UpdateState(const ChunkUpdate& update, const StateView& state, std::byte* working, const Compute& compute,
                  UpdateDigests* digests);
 

@@ -62,6 +62,11 @@ UpdatePipeline::Slot* UpdatePipeline::Find(size_t update) {
   return nullptr;
 }
 
+bool UpdatePipeline::Loaded(size_t i) {
+  const Slot* const slot = Find(i);
+  return slot != nullptr && slot->phase != Phase::kLoading;
+}
+
 absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i) {
   FreeStored(/*may_wait=*/true);
   LoadAhead();

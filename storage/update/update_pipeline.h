@@ -56,6 +56,8 @@ class UpdatePipeline {
   UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue, Tiers* tiers,
                  LogReads* reads, RunStageObserver observer = UnobservedStage);
 
+  // Would Load(i) return at once?
+  bool Loaded(size_t i);
   // Waits for the state of update i, before the kernel. The bytes are as the disk returned them: not compared with
   // their digests.
   absl::StatusOr<std::byte*> Load(size_t i);

@@ -13,6 +13,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/tiling.h"
 #include "ballast/proto/model/verdict.h"
+#include "ballast/services/durability/log_length.h"
 
 namespace ballast::bench {
 namespace {
@@ -107,6 +108,8 @@ services::StateServerOptions ServerJob::ServerOptions(const Options& options) {
   server.budget = {0, options.dram_bytes > 0 ? options.dram_bytes : ~uint64_t{0} / 4,
                    options.durability == v1::DURABILITY_STEP ? ~uint64_t{0} / 4 : 0};
   server.compute_threads = options.threads;
+  // As long as a log gets by itself when steps follow each other without a pause, so that no round has another.
+  server.log_steps = services::kLogStepsMax;
   return server;
 }
 

@@ -2,6 +2,11 @@
 // kernel, allows. Usage: storage_bench [--json FILE] [--rounds N] [--bytes SIZE] [--directory DIR] ...; see --help.
 //
 //   stream/read, stream/write  our queue against fio: same file, blocks, depth and kind of pages
+//   update/dram         ChunkStore::Run over state in DRAM against a run for each chunk, which joins the threads behind
+//                       each chunk
+//   threads/64          the same on 64 threads, each piece of work replaced by a wait of 4 ms, against 64 times one
+//                       thread; `us_of_a_chunk` is the time of the run's own thread for a chunk without its pieces
+//   sync/eight_jobs     eight threads that write to one file and sync it, sharing syncs, against a sync for each call
 //   step/nvme           ChunkStore::Run over state on NVMe (AdamW, bf16 gradients and working copies, fp32 moments)
 //                       against max(its reads and writes alone, its compute alone)
 //   step/nvme_balanced  the same when compute takes as long as the I/O: the run also updates enough chunks in DRAM,
@@ -56,9 +61,10 @@ struct RowGroup {
   MeasureRows* measure;
 };
 constexpr RowGroup kGroups[] = {
-    {"stream", MeasureStreams},    {"step", MeasureSteps},  {"remainder", MeasureRemainders},
-    {"devices", MeasureDevices},   {"plan", MeasurePlans},  {"log", MeasureLog},
-    {"recovery", MeasureRecovery}, {"start", MeasureStart}, {"counts", MeasureCounts}};
+    {"stream", MeasureStreams},    {"update", MeasureUpdates}, {"threads", MeasureThreads},
+    {"sync", MeasureSyncs},        {"step", MeasureSteps},     {"remainder", MeasureRemainders},
+    {"devices", MeasureDevices},   {"plan", MeasurePlans},     {"log", MeasureLog},
+    {"recovery", MeasureRecovery}, {"start", MeasureStart},    {"counts", MeasureCounts}};
 
 int Main(int argc, char** argv) {
   StorageBenchOptions options;

@@ -39,8 +39,8 @@ struct Row {
 // Each measures a group of rows. `directory` is empty and lies on the disk to measure. After an error, ignore `rows`.
 using MeasureRows = absl::Status(const StorageBenchOptions& options, const std::string& directory,
                                  std::vector<Row>* rows);
-MeasureRows MeasureStreams, MeasureSteps, MeasureRemainders, MeasureDevices, MeasurePlans, MeasureLog, MeasureRecovery,
-    MeasureStart, MeasureCounts;
+MeasureRows MeasureStreams, MeasureSyncs, MeasureUpdates, MeasureThreads, MeasureSteps, MeasureRemainders,
+    MeasureDevices, MeasurePlans, MeasureLog, MeasureRecovery, MeasureStart, MeasureCounts;
 // Body of the process killed by MeasureRecovery. Prints "ready" and its process id once `directory` holds a job to
 // recover.
 absl::Status TrainUntilKilled(const StorageBenchOptions& options, const std::string& directory);

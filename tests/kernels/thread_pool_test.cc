@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -65,6 +66,88 @@ TEST(ThreadPool, PiecesRunSideBySide) {
     while (here.load() < 3) std::this_thread::yield();
   });
   EXPECT_EQ(here.load(), 3);
+}
+
+// The first piece ends only when a piece of the caller's next batch has ended.
+TEST(ThreadPool, BatchesOfACallerOverlap) {
+  ThreadPool pool(2);
+  ThreadPool::Caller caller(&pool);
+  std::atomic<bool> second_ended = false;
+  ThreadPool::Batch first(1, 0, [&](uint64_t) {
+    while (!second_ended.load()) std::this_thread::yield();
+  });
+  ThreadPool::Batch second(1, 1, [&](uint64_t) { second_ended = true; });
+  caller.Begin(&first);
+  caller.Begin(&second);
+  caller.Finish(&first, [] {});
+  EXPECT_TRUE(second_ended.load());
+  caller.Finish(&second, [] {});
+}
+
+TEST(ThreadPool, ACallerWithoutAPoolComputesAlone) {
+  ThreadPool::Caller caller(nullptr);
+  std::vector<uint64_t> done;
+  int between = 0;
+  ThreadPool::Batch batch(3, 7, [&](uint64_t i) { done.push_back(i); });
+  caller.Begin(&batch);
+  EXPECT_TRUE(done.empty());
+  caller.Finish(&batch, [&] { ++between; });
+  EXPECT_EQ(done, (std::vector<uint64_t>{0, 1, 2}));
+  EXPECT_EQ(between, 3);
+}
+
+// A thread that is held up keeps the pieces of its queue from nobody: home 0 is the queue of one thread of three.
+TEST(ThreadPool, OthersTakeThePiecesOfAThreadThatIsHeldUp) {
+  ThreadPool pool(4);
+  ThreadPool::Caller held(&pool), caller(&pool);
+  std::atomic<bool> release = false;
+  std::atomic<int> holding = 0;
+  const auto hold = [&](uint64_t) {
+    ++holding;
+    while (!release.load()) std::this_thread::yield();
+  };
+  ThreadPool::Batch two(2, 0, hold);
+  held.Begin(&two);
+  while (holding.load() < 2) std::this_thread::yield();
+  std::atomic<int> done = 0;
+  std::vector<std::unique_ptr<ThreadPool::Batch>> batches;
+  for (uint64_t home = 0; home < 6; ++home) {
+    batches.push_back(std::make_unique<ThreadPool::Batch>(2, home, [&](uint64_t) { ++done; }));
+    caller.Begin(batches.back().get());
+  }
+  while (done.load() < 12) std::this_thread::yield();  // by the third thread: the caller has not computed yet
+  for (const auto& batch : batches) caller.Finish(batch.get(), [] {});
+  release = true;
+  held.Finish(&two, [] {});
+}
+
+// One caller has begun three batches before the other begins its own: a thread serves both, a piece each.
+TEST(ThreadPool, CallersAreServedInTurn) {
+  ThreadPool pool(2);
+  ThreadPool::Caller many(&pool), few(&pool);
+  std::atomic<bool> release = false, holding = false;
+  std::string served;  // by the pool's only thread
+  std::atomic<int> done = 0;
+  const auto note = [&](char who) {
+    return [&served, &done, who](uint64_t) {
+      served += who;
+      ++done;
+    };
+  };
+  ThreadPool::Batch hold(1, 0, [&](uint64_t) {
+    holding = true;
+    while (!release.load()) std::this_thread::yield();
+  });
+  many.Begin(&hold);
+  while (!holding.load()) std::this_thread::yield();
+  ThreadPool::Batch first(2, 0, note('a')), second(1, 0, note('b')), third(2, 0, note('c')), other(3, 0, note('x'));
+  for (ThreadPool::Batch* batch : {&first, &second, &third}) many.Begin(batch);
+  few.Begin(&other);
+  release = true;
+  while (done.load() < 8) std::this_thread::yield();
+  EXPECT_EQ(served, "axaxbxcc");
+  for (ThreadPool::Batch* batch : {&hold, &first, &second, &third}) many.Finish(batch, [] {});
+  few.Finish(&other, [] {});
 }
 
 // Or a job whose batches keep coming would leave another job's pieces to that job's own thread.

@@ -305,6 +305,12 @@ CASES = [
     ),
     ('BallastDataRepaired', 60, [series('ballast_repaired_total', '_x5 0x90', what='log_block')], {7: [], 40: []}),
     (
+        'BallastScrubDamage',
+        60,
+        [job('ballast_scrub_damaged_states', '0x10 2x10 0x10')],
+        {5: [], 15: [{'severity': 'critical', **SERVER, **DEMO}], 25: []},
+    ),
+    (
         'BallastCertificateExpires',
         60,
         [

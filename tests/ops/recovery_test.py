@@ -15,7 +15,7 @@ import watched
 MODEL = '--layers 40 --width 512 --batch 1 --context 8 --micro-batches 1 --chunk-elements 1048576'.split()
 # All states live in memory, and the log holds 16 steps: in its first half few chunks are written to the disk, so most must be replayed.
 STEPS = 9
-BUDGET = '--budget.dram 4GiB --budget.nvme 16GiB'
+BUDGET = '--budget.dram 4GiB --budget.nvme 16GiB --log_steps 16'
 REPLAYED_BYTES_MIN = 1.9e9
 PARAMETERS = 127e6
 STATE_BYTES = PARAMETERS * 12

@@ -16,6 +16,7 @@
 #include "ballast/tests/services/machine_with_disk.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
+#include "ballast/tests/small_disk.h"
 
 namespace ballast::services {
 namespace {
@@ -248,6 +249,26 @@ TEST_F(ServerDevicesTest, ADeviceThatFailsStopsWhatWroteToItAndNothingElse) {
     training->Steps(2);
     training->ExpectSame();
   }
+}
+
+TEST_F(ServerDevicesTest, ADiskThatIsSmallerThanItsShareLeavesTheRestToOthers) {
+  const SmallDisk small(3 * kMiB);
+  if (!small.mounted()) GTEST_SKIP() << "no file system of its own: " << small.why_not();
+  Training training("job");
+  Devices({{server_.directory(), 128 * kMiB}, {a_, 32 * kMiB}, {small.path(), 32 * kMiB}});
+  ASSERT_EQ(training.Join(server_), absl::OkStatus());
+  training.Steps(8);
+  small.Fill();
+  training.Steps(8);
+  training.ExpectSame();
+  EXPECT_GT(TierBytes(small.path()), kMiB / 2);
+  training.Leave();
+  server_.Restart();  // on the full disk
+  ASSERT_EQ(training.Join(server_), absl::OkStatus());
+  training.Steps(2);
+  training.ExpectSame();
+  training.Leave();
+  server_.End();  // before its disk
 }
 
 TEST_F(ServerDevicesTest, ConfigurationsThatCannotBeAreRefused) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <iterator>
 #include <utility>
 
 #include "ballast/kernels/kernels.h"
@@ -18,6 +19,8 @@ constexpr uint64_t kSlackBytes = 12 << 10;
 // The least that works: a read buffer and one chunk's state.
 constexpr uint64_t kReadBufferBytes = uint64_t{1} << 20;
 constexpr uint64_t kNvmeBytes = uint64_t{256} << 20;
+// The shortest log, a new one's length, and the longest to which a log grows by itself.
+constexpr uint64_t kLogSteps[] = {3, 6, 16};
 
 }  // namespace
 
@@ -25,6 +28,7 @@ Machine::Machine(int index, uint64_t seed, std::string directory)
     : index_(index),
       directory_(std::move(directory)),
       devices_(Mix(seed, index, 3) % 3 == 0),
+      log_steps_(kLogSteps[Mix(seed, index, 4) % std::size(kLogSteps)]),
       disk_(Mix(seed, index, 1)),
       catalog_(Mix(seed, index, 2)) {
   for (const char* device : {"/a", "/b"}) std::filesystem::create_directories(directory_ + device);
@@ -107,6 +111,7 @@ absl::Status Machine::Start(Random* random) {
   has_hbm_ = options.budget.hbm > 0;
   options.server_id = ServerName(index_);
   options.read_threads = 2;
+  options.log_steps = log_steps_;
   options.staging_bytes = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
   foundation_ = std::make_unique<SimFoundation>(&disk_, &catalog_);
   options.foundation = foundation_.get();

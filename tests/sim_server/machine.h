@@ -42,6 +42,7 @@ class Machine {
   void Handle(const Request& request, bool damage, Random* random);
   std::vector<Response> TakeAnswers();
   bool RunTask(Random* random) { return foundation_->RunTask(random); }
+  void ScrubNext() { server_->ScrubNext(); }
   bool PumpOne(Random* random) { return foundation_->PumpOne(random); }
   // The server's answer to GetJob.
   absl::StatusOr<v1::GetJobResponse> Describe();
@@ -68,7 +69,8 @@ class Machine {
   const int index_;
   uint64_t starts_ = 0;
   const std::string directory_;
-  const bool devices_;  // state on two of them, beside the data directory
+  const bool devices_;        // state on two of them, beside the data directory
+  const uint64_t log_steps_;  // of all its servers: waits, by which logs get longer, would not repeat
   storage::SimDisk disk_;
   SimCatalog catalog_;
   std::unique_ptr<SimFoundation> foundation_;

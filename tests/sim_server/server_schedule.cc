@@ -257,6 +257,10 @@ class Schedule {
     const auto which = static_cast<size_t>(random_.Below(kServers));
     Machine& machine = *machines_[which];
     if (!machine.up()) return;
+    if (scrubs_) {
+      machine.ScrubNext();
+      ++tally_.scrubs;
+    }
     if (chance < 78) {
       if (!machine.RunTask(&random_)) machine.PumpOne(&random_);
     } else if (chance < 97) {
@@ -393,7 +397,8 @@ class Schedule {
 
   const ServerScheduleOptions options_;
   Random random_;
-  const uint64_t calm_;  // the higher, the rarer are faults
+  const uint64_t calm_;                         // the higher, the rarer are faults
+  const bool scrubs_ = options_.seed % 8 == 5;  // servers scrub beside everything else
   Oracle oracle_;
   ServerTally tally_;
   std::unique_ptr<Checker> checker_;
@@ -427,6 +432,7 @@ void ServerTally::Add(const ServerTally& other) {
   jobs_failed += other.jobs_failed;
   short_of_memory += other.short_of_memory;
   rotten_bits += other.rotten_bits;
+  scrubs += other.scrubs;
   refused += other.refused;
   states_lost += other.states_lost;
 }

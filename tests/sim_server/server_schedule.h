@@ -39,6 +39,7 @@ struct ServerTally {
   uint64_t jobs_failed = 0;  // jobs that refused everything after a disk error
   uint64_t short_of_memory = 0;
   uint64_t rotten_bits = 0;
+  uint64_t scrubs = 0;       // pieces that servers were asked to scrub
   uint64_t refused = 0;      // schedules that ended with DATA_LOSS after rot
   uint64_t states_lost = 0;  // every-K: starts of servers that had lost their state
 

@@ -54,6 +54,7 @@ void Print(uint64_t schedules, const ServerTally& sum) {
   say(sum.jobs_failed, "jobs failed");
   say(sum.short_of_memory, "pushes short of memory");
   say(sum.rotten_bits, "rotten bits");
+  say(sum.scrubs, "pieces asked of scrubs");
   say(sum.refused, "refused for good");
   say(sum.states_lost, "states lost");
   say(sum.group.went_back, "groups that went back");

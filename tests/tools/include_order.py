@@ -59,7 +59,7 @@ LINES = {
         ['slices'],
         ['job'],
         ['durability'],
-        ['work'],
+        ['work', 'scrub'],
         ['recovery'],
         ['requests'],
         ['server', 'security'],

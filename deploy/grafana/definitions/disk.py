@@ -144,6 +144,44 @@ def board():
         ],
     )
     b.series(
+        'Scrub',
+        'States on the disk that the scrub found damaged: those that nothing can mend, and those that were written anew.',
+        'none',
+        [
+            (f'sum by (training_job, instance) (ballast_scrub_damaged_states{{{JOBS}}})', '{{training_job}} {{instance}} damaged'),
+            (f'sum by (training_job, instance) (increase(ballast_scrub_mended_states_total{{{JOBS}}}{RATE}))', '{{training_job}} {{instance}} mended'),
+        ],
+    )
+    b.series(
+        'Scrub, this pass',
+        'Share of the states on the disk that the pass under way has read; an hour lies between two passes at least.',
+        'percentunit',
+        [
+            (
+                f'ballast_scrub_pass_bytes{{{JOBS}, kind="done"}} / ignoring (kind) (ballast_scrub_pass_bytes{{{JOBS}, kind="total"}} > 0)',
+                '{{training_job}} {{instance}}',
+            )
+        ],
+        max=1,
+    )
+    b.series(
+        'Scrub, last pass',
+        'Time since the end of the last complete pass.',
+        's',
+        [
+            (
+                f'time() - (ballast_scrub_last_pass_timestamp_seconds{{{JOBS}}} > 0)',
+                '{{training_job}} {{instance}}',
+            )
+        ],
+    )
+    b.series(
+        'Scrub reads',
+        'Bytes of states that the scrub reads per second.',
+        'Bps',
+        [(f'sum by (instance) ({rate("ballast_scrub_read_bytes_total", JOBS)})', '{{instance}}')],
+    )
+    b.series(
         'Disk errors',
         'Reads, writes and syncs that the disk refused.',
         'none',

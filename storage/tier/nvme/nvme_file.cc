@@ -81,7 +81,7 @@ NvmeFile::~NvmeFile() {
 }
 
 NvmeFile::NvmeFile(std::unique_ptr<BlockFile> file, Ledger* ledger, const Options& options)
-    : file_(std::move(file)), ledger_(ledger), options_(options), space_(file_.get()) {
+    : file_(std::move(file)), ledger_(ledger), options_(options), sync_(file_.get()), space_(file_.get()) {
   if (options_.header_bytes == 0) return;
   absl::MutexLock lock(&mutex_);
   space_.Keep({0, options_.header_bytes}, FileSpace::Between::kFree);
@@ -133,13 +133,6 @@ void NvmeFile::KeepAgain(NvmeExtent extent) {
 absl::Status NvmeFile::Trim() {
   absl::MutexLock lock(&mutex_);
   return space_.Trim();
-}
-
-absl::Status NvmeFile::Sync() {
-  // One sync at a time: of two at the same time only one would get the error.
-  absl::MutexLock lock(&sync_mutex_);
-  if (sync_failed_.ok()) sync_failed_ = Noted(file_->Sync());
-  return sync_failed_;
 }
 
 absl::Status NvmeFile::Write(uint64_t offset, absl::Span<const std::byte> bytes) {

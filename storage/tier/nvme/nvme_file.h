@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/tier/ledger.h"
 #include "ballast/storage/tier/space/file_space.h"
@@ -114,9 +115,8 @@ class NvmeFile {
   // Only if the room's blocks lie in fragments, the call reserves others, and all calls of the file wait meanwhile; on
   // a full disk the call waits for promises in the making.
   absl::StatusOr<NvmeExtent> AllocateFrom(FileRoom* room, uint64_t bytes, absl::string_view what);
-  // fdatasync for any of the jobs that share the file. The system reports a lost write once, to one caller, and the
-  // lost write may be another job's. So after an error every later call, for any job, returns this error.
-  absl::Status Sync();
+  // As SharedSync, for any of the jobs that share the file.
+  absl::Status Sync() { return Noted(sync_.Sync()); }
 
   // A write on the caller's thread, between BeginWrite and EndWrite. Errors: BlockFile's.
   absl::Status Write(uint64_t offset, absl::Span<const std::byte> bytes);
@@ -145,8 +145,7 @@ class NvmeFile {
   const Options options_;
   std::atomic<uint64_t> writing_bytes_ = 0, given_bytes_ = 0;
   std::atomic<bool> failing_ = false;
-  absl::Mutex sync_mutex_;
-  absl::Status sync_failed_ ABSL_GUARDED_BY(sync_mutex_);
+  SharedSync sync_;
   absl::Mutex mutex_;
   FileSpace space_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, NvmeExtent> kept_ ABSL_GUARDED_BY(mutex_);

@@ -123,6 +123,17 @@ TEST(ClusterView, TextsOfServersAreMadePrintable) {
   EXPECT_THAT(text, HasSubstr("job?[2J"));
 }
 
+TEST(ClusterView, DamageThatAScrubFoundIsAProblem) {
+  v1::JobStatus job = Flying(0, {});
+  job.mutable_scrub()->set_passes(3);
+  EXPECT_THAT(ShowText(Judge({Server("a", job)})), HasSubstr("HEALTHY"));
+  job.mutable_scrub()->set_damaged(2);
+  job.mutable_scrub()->add_damage("chunk 7 is rotten");
+  const std::string text = ShowText(Judge({Server("a", job)}));
+  EXPECT_THAT(text, HasSubstr("on the disk of a:7070 2 states of job 'job' are damaged, the first: chunk 7 is rotten"));
+  EXPECT_EQ(text.find("HEALTHY"), std::string::npos) << text;
+}
+
 TEST(Trace, HasOnlyNumbersThatJsonHas) {
   v1::JobSteps job;
   v1::StepTimes* step = job.add_steps();

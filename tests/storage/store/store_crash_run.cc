@@ -37,6 +37,7 @@ class StoreRun {
         b_(absl::StrCat(directory, "/b")),
         tally_(*tally),
         logs_(seed % 6 == 5),
+        scrubs_(seed % 6 == 4),
         devices_(seed % 4 == 2) {
     for (const std::string& device : {a_, b_}) std::filesystem::create_directories(device);
   }
@@ -60,7 +61,7 @@ class StoreRun {
   using Values = std::vector<float>;
 
   std::string Live() {
-    failed_ = false;
+    failed_ = must_find_ = false;
     if (random_.Percent(50)) disk_.CrashAfter(1 + random_.Below(200));
     if (absl::Status status = Start(); !status.ok()) return Explain(status);
     if (std::string violation = CheckAll("restored "); !violation.empty()) return violation;
@@ -70,7 +71,10 @@ class StoreRun {
     }
     for (int i = 0; i < kRunsPerLife && !refused_; ++i) {
       if (absl::Status status = Step(); !status.ok()) return Explain(status);
-      if (rots_ && random_.Percent(10)) Rot();
+      if (rots_ && random_.Percent(scrubs_ ? 40 : 10)) Rot();
+      if (scrubs_) {
+        if (std::string violation = ScrubSome(); !violation.empty()) return violation;
+      }
       if (random_.Percent(30)) {
         if (std::string violation = CheckAll(""); !violation.empty()) return violation;
       }
@@ -245,6 +249,54 @@ class StoreRun {
     return "";
   }
 
+  // Reads some pieces, and mends what is found.
+  std::string ScrubSome() {
+    const absl::StatusOr<Arena> buffer = Arena::Map(uint64_t{16} << 10);
+    if (!buffer.ok()) return buffer.status().ToString();
+    for (uint64_t left = 1 + random_.Below(40); left > 0; --left) {
+      const ScrubPiece piece = store_->ScrubNext(buffer->bytes());
+      if (piece.pass_over) {
+        ++tally_.passes;
+        if (rotten_ && must_find_ && StillThere()) return "a pass of the scrub did not find the rot";
+        must_find_ = rotten_;
+      }
+      if (!piece.checked.has_value() || piece.found.ok()) continue;
+      if (!absl::IsDataLoss(piece.found)) return Explain(piece.found);
+      if (!rotten_) return absl::StrCat("the scrub found what is not there: ", piece.found.ToString());
+      must_find_ = false;
+      if (!piece.checked->in_memory) continue;
+      const absl::Status mended = Mend(*piece.checked);
+      if (!mended.ok()) return Explain(mended);
+      rotten_ = false;
+      ++tally_.mended;
+    }
+    return "";
+  }
+
+  absl::Status Mend(const ScrubbedExtent& extent) {
+    if (!extent.dirty) return store_->Rewrite(extent);
+    ChunkUpdate flush;
+    flush.chunk = extent.chunk;
+    flush.version = version_;
+    flush.flush = true;
+    history_[{extent.chunk, version_}] = now_[extent.chunk];
+    BALLAST_RETURN_IF_ERROR(store_->Run({&flush, 1}, [](size_t) {}, {}));
+    BALLAST_RETURN_IF_ERROR(store_->Harden());
+    applied_[extent.chunk].insert(version_);
+    stored_[extent.chunk] = true;
+    NoteKept();
+    return absl::OkStatus();
+  }
+
+  // Has the chunk the rotten state still, and is the bit in a part that is checked? Most of a label is padding.
+  bool StillThere() const {
+    const uint64_t label = rotten_state_.offset + rotten_state_.bytes - StateLayout::kLabelBytes;
+    const std::vector<ScrubbedExtent> extents = store_->Extents(rotten_state_.id);
+    return rotten_at_ < label && std::any_of(extents.begin(), extents.end(), [this](const ScrubbedExtent& extent) {
+             return extent.entry.offset == rotten_state_.offset && extent.entry.version == rotten_state_.version;
+           });
+  }
+
   // The id in the file's first block, as storage/tier/nvme/device_header.cc lays it out.
   NvmeFileId IdIn(const std::string& directory) const {
     const std::vector<std::byte> content = disk_.DurableContent(TierIn(directory));
@@ -306,6 +358,9 @@ class StoreRun {
     const NvmeFileId file = chunk->second.file;
     disk_.FlipBit(TierIn(file == 0 ? directory_ : file == IdIn(a_) ? a_ : b_), at * 8 + random_.Below(8));
     rotten_ = true;
+    rotten_at_ = at;
+    rotten_state_ = chunk->second;
+    must_find_ = false;
     ++tally_.rotten_bits;
   }
 
@@ -315,7 +370,11 @@ class StoreRun {
   StoreCrashTally& tally_;
   const bool rots_ = random_.Percent(30);
   const bool logs_;
-  const bool devices_;  // two of them, beside the data directory
+  const bool scrubs_;
+  DurableChunk rotten_state_;
+  uint64_t rotten_at_ = 0;  // in the tier's file
+  bool must_find_ = false;  // the pass under way began after the rot
+  const bool devices_;      // two of them, beside the data directory
   std::map<NvmeFileId, std::string> known_;
   std::vector<std::byte> unplugged_;
   bool needed_ = false;  // entries name the device that is unplugged

@@ -24,7 +24,7 @@ struct StoreOnTiers {
   StoreOnTiers(TierBytes budget, uint64_t slots, kernels::MasterFormat master = kernels::MasterFormat::kF32) {
     tiers = *Tiers::Open(
         {.budget = budget, .directory = directory.path(), .staging_bytes = StagingBytes(slots), .open_hbm = TestHbm()});
-    store = std::make_unique<ChunkStore>(tiers.get(), kernels::OptimizerSpec{.master = master});
+    store = std::make_unique<ChunkStore>(tiers.get(), kernels::OptimizerSpec{.master = master}, &compute);
     for (const uint64_t n : Sizes()) reference.emplace_back(n);
   }
 
@@ -67,6 +67,7 @@ struct StoreOnTiers {
   }
 
   ScratchDirectory directory;
+  kernels::ThreadPool compute{3};
   std::unique_ptr<Tiers> tiers;
   std::unique_ptr<ChunkStore> store;
   std::vector<ReferenceChunk> reference;

@@ -1,0 +1,144 @@
+#include "ballast/storage/store/store_scrub.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "ballast/kernels/kernels.h"
+#include "ballast/storage/faults/seeded_bugs.h"
+#include "ballast/storage/store/store_core.h"
+
+namespace ballast::storage {
+
+std::vector<ScrubbedExtent> StoreScrub::ExtentsOf(const StoreCore& core, const StoredChunk& chunk) {
+  std::vector<ScrubbedExtent> extents;
+  const bool durable = core.versions.has_value();
+  ScrubbedExtent newest{.chunk = chunk.index, .entry = chunk.newest};
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    newest.in_memory = chunk.placement.state != TierKind::kNvme && !chunk.moments_unread;
+    newest.dirty = chunk.dirty && !Seeded(StorageBug::kScrubRewritesDirty);
+    newest.updated_in = chunk.updated_in;
+    if (!durable && !newest.in_memory && chunk.updated_in > 0) {
+      newest.entry = {.id = chunk.index,
+                      .offset = chunk.extent.offset(),
+                      .bytes = chunk.state_bytes(),
+                      .elements = chunk.elements,
+                      .digests = chunk.digests,
+                      .file = chunk.extent.file_id()};
+    }
+  }
+  if (newest.entry.bytes > 0) extents.push_back(newest);
+  if (!durable) return extents;
+  for (const DurableChunk& entry : core.durable_pins->Of(chunk.index)) {
+    if (newest.entry.version >= 0 && entry.offset == newest.entry.offset && entry.file == newest.entry.file) continue;
+    extents.push_back({.chunk = chunk.index, .entry = entry, .kept = true});
+  }
+  return extents;
+}
+
+bool StoreScrub::Advance(const StoreCore& core) {
+  absl::ReaderMutexLock lock(&core.mutex);
+  if (!std::exchange(begun_, true)) {
+    pass_bytes_ = 0;
+    for (const StoredChunk& chunk : core.chunks) {
+      for (const ScrubbedExtent& extent : ExtentsOf(core, chunk)) pass_bytes_ += extent.entry.bytes;
+    }
+  }
+  for (; chunk_ < core.chunks.size(); ++chunk_, extent_ = 0) {
+    const std::vector<ScrubbedExtent> extents = ExtentsOf(core, core.chunks[chunk_]);
+    if (extent_ >= extents.size()) continue;
+    current_ = extents[extent_++];
+    at_ = 0;
+    digests_ = {};
+    return true;
+  }
+  chunk_ = extent_ = 0;
+  begun_ = false;
+  return false;
+}
+
+absl::Status StoreScrub::Finish(const StoreCore& core, const StoredChunk& chunk) const {
+  if (Seeded(StorageBug::kScrubDigestUnchecked)) return absl::OkStatus();
+  const DurableChunk& entry = current_->entry;
+  if (entry.version >= 0) BALLAST_RETURN_IF_ERROR(core.CheckLabel(chunk, entry, label_.data()));
+  return CompareDigests(core.tiers->nvme()->file(entry.file), chunk, entry.offset, entry.digests, digests_);
+}
+
+ScrubPiece StoreScrub::Next(const StoreCore& core, absl::Span<std::byte> buffer) {
+  ScrubPiece piece;
+  if (!current_.has_value() && !Advance(core)) {
+    piece.pass_over = true;
+    return piece;
+  }
+  const absl::StatusOr<StoredChunk*> found = core.Find(current_->chunk);
+  const std::vector<ScrubbedExtent> extents = ExtentsOf(core, **found);
+  const auto same =
+      std::find_if(extents.begin(), extents.end(), [this](const auto& e) { return e.Matches(*current_); });
+  if (same == extents.end() && !Seeded(StorageBug::kScrubBelievesMovedOn)) {
+    current_.reset();
+    return piece;
+  }
+  const StoredChunk& chunk = **found;
+  const DurableChunk& entry = current_->entry;
+  const absl::Span<std::byte> read = buffer.subspan(0, std::min<uint64_t>(buffer.size(), entry.bytes - at_));
+  piece.found = core.tiers->nvme()->file(entry.file).Read(entry.offset + at_, read);
+  piece.bytes = read.size();
+  core.tiers->CountTraffic(TierKind::kNvme, read.size(), 0);
+  for (int i = 0; i < chunk.layout.array_count(); ++i) {
+    const auto array = static_cast<StateArray>(i);
+    const uint64_t begin = chunk.layout.ArrayAt(array, chunk.elements);
+    const uint64_t from = std::max(begin, at_);
+    const uint64_t to = std::min(begin + chunk.layout.ArrayBytes(array, chunk.elements), at_ + read.size());
+    uint32_t& digest = digests_[static_cast<size_t>(i)];
+    if (from < to) digest = kernels::Crc32c(read.subspan(from - at_, to - from), digest);
+  }
+  const uint64_t label = chunk.layout.LabelAt(chunk.elements);
+  const uint64_t from = std::max(label, at_), to = std::min(label + label_.size(), at_ + read.size());
+  if (from < to) std::memcpy(&label_[from - label], &read[from - at_], to - from);
+  at_ += read.size();
+  if (piece.found.ok() && at_ < entry.bytes) return piece;
+  if (piece.found.ok()) piece.found = Finish(core, chunk);
+  piece.checked = same == extents.end() ? *current_ : *same;
+  current_.reset();
+  return piece;
+}
+
+// The bytes are the extent's own, so a crash on the way leaves the extent damaged, as it was, or whole.
+absl::Status StoreScrub::Rewrite(StoreCore* core, const ScrubbedExtent& extent) {
+  BALLAST_RETURN_IF_ERROR(core->failed);
+  BALLAST_ASSIGN_OR_RETURN(StoredChunk* const chunk, core->Find(extent.chunk));
+  const DurableChunk& entry = extent.entry;
+  NvmeFile* home = nullptr;
+  {
+    absl::ReaderMutexLock lock(&chunk->mutex);
+    home = chunk->extent.home();
+  }
+  const Compute with{.pool = core->compute, .poll = [] {}};
+  ArrayDigests digests = {};
+  alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
+  EncodeLabel(entry, chunk->layout, core->versions->job(), absl::MakeSpan(label));
+  if (chunk->placement.state == TierKind::kHbm) {
+    BALLAST_RETURN_IF_ERROR(core->reader.Prepare());
+    BALLAST_ASSIGN_OR_RETURN(digests, core->reader.Spill(*chunk, home, entry.offset));
+  } else {
+    digests = DigestState(chunk->View(chunk->state), with);
+    if (digests == entry.digests || Seeded(StorageBug::kScrubRewritesDirty)) {
+      const uint64_t bytes = chunk->layout.LabelAt(chunk->elements);
+      BALLAST_RETURN_IF_ERROR(home->Write(entry.offset, {chunk->state, bytes}));
+    }
+  }
+  if (!Seeded(StorageBug::kScrubRewritesDirty) && digests != entry.digests) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
+                        absl::StrCat("the state of chunk ", chunk->id, " in memory is not version ", entry.version,
+                                     " any more: this machine's memory may be faulty"));
+  }
+  BALLAST_RETURN_IF_ERROR(home->Write(entry.offset + chunk->layout.LabelAt(chunk->elements), label));
+  core->tiers->CountTraffic(TierKind::kNvme, 0, entry.bytes);
+  // After a failed sync nobody knows which writes of the file the disk has.
+  if (!Seeded(StorageBug::kScrubSyncDropped))
+    core->failed = StoreCore::Lasting(core->tiers->nvme()->Sync({entry.file}));
+  return core->failed;
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,212 @@
+// Bits of states on the disk flip while a server runs: the scrub finds them, mends what memory has, and names the rest.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/tests/services/trainer_group.h"
+#include "ballast/tests/services/training_bits.h"
+
+namespace ballast::services {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+constexpr uint64_t kBlock = 4096;
+constexpr storage::TierBytes kRoomy{0, 64 * kMiB, 256 * kMiB};
+// Some states are on NVMe.
+constexpr storage::TierBytes kTight{0, 4 * kMiB, 256 * kMiB};
+
+class ScrubTest : public ::testing::Test {
+ protected:
+  ScrubTest() : server_("s", kRoomy), spec_(MakeSpec("job", SmallModel())) {
+    spec_.set_durability(v1::DURABILITY_STEP);
+  }
+
+  void Begin(storage::TierBytes budget, uint64_t log_steps = 0) {
+    server_.options().budget = budget;
+    server_.options().staging_bytes = 2 * kMiB;
+    server_.options().log_steps = log_steps;
+    server_.Restart();
+    NextGroup();
+    ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
+  }
+  void NextGroup() {
+    group_ = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server_.get()}, spec_, 1, ++epoch_);
+    ASSERT_EQ(group_->Start(), absl::OkStatus());
+  }
+  absl::Status Step() {
+    const auto count = static_cast<uint32_t>(SmallModel().size());
+    BALLAST_RETURN_IF_ERROR(group_->PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(count), Initial));
+    return group_->Finish(UpdateHeader(count)).status();
+  }
+  v1::JobStatus Job() { return server_->Status().jobs(0); }
+  // Scrubs until another whole pass is over.
+  v1::ScrubStatus Scrub() {
+    const uint64_t passes = Job().scrub().passes();
+    for (int i = 0; i < 20000 && Job().scrub().passes() <= passes; ++i) server_->ScrubNext();
+    EXPECT_GT(Job().scrub().passes(), passes);
+    return Job().scrub();
+  }
+  // A pass that began after this call.
+  v1::ScrubStatus ScrubAnew() {
+    Scrub();
+    return Scrub();
+  }
+  // Flips a bit in each block of states that is not all zero, labels among them.
+  uint64_t RotEverything() {
+    Scrub();  // behind every task of the worker
+    const std::string path = server_.directory() + "/nvme.tier";
+    const int fd = ::open(path.c_str(), O_RDWR);
+    EXPECT_GE(fd, 0);
+    std::vector<char> block(kBlock);
+    uint64_t rotten = 0;
+    for (off_t at = 0; ::pread(fd, block.data(), kBlock, at) == static_cast<ssize_t>(kBlock); at += kBlock) {
+      if (std::all_of(block.begin(), block.end(), [](char c) { return c == 0; })) continue;
+      block[100] ^= 1;
+      EXPECT_EQ(::pwrite(fd, block.data(), kBlock, at), static_cast<ssize_t>(kBlock));
+      ++rotten;
+    }
+    EXPECT_EQ(::fsync(fd), 0);
+    ::close(fd);
+    return rotten;
+  }
+  std::vector<std::vector<float>> Masters() {
+    std::vector<std::vector<float>> masters;
+    for (uint32_t tensor = 0; tensor < SmallModel().size(); ++tensor) {
+      const auto master = group_->Read(tensor, v1::CONTENT_MASTER, group_->step() - 1);
+      EXPECT_TRUE(master.ok()) << master.status();
+      masters.push_back(master.value_or(std::vector<float>()));
+    }
+    return masters;
+  }
+  uint64_t Chunks() { return group_->plan().layout().chunks().size(); }
+
+  TestServer server_;
+  v1::JobSpec spec_;
+  std::unique_ptr<TrainerGroup> group_;
+  uint64_t epoch_ = 0;
+};
+
+TEST_F(ScrubTest, ReadsEverythingAndFindsNothingWhereNothingIs) {
+  Begin(kRoomy, /*log_steps=*/3);
+  for (int i = 0; i < 6; ++i) {
+    ASSERT_EQ(Step(), absl::OkStatus());
+    server_->ScrubNext();
+  }
+  const v1::ScrubStatus scrub = ScrubAnew();
+  EXPECT_EQ(scrub.damaged(), 0u);
+  EXPECT_EQ(scrub.mended(), 0u);
+  EXPECT_GT(scrub.last_pass_seconds(), 0);
+  EXPECT_GE(scrub.read_bytes(), scrub.total_bytes());
+  EXPECT_GT(scrub.total_bytes(), 0u);
+}
+
+// A log of three steps: nearly every chunk is flushed with each step.
+TEST_F(ScrubTest, MendsFromMemoryWhatARestartWouldNotFind) {
+  Begin(kRoomy, /*log_steps=*/3);
+  for (int i = 0; i < 6; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  const std::vector<std::vector<float>> before = Masters();
+  ASSERT_GT(RotEverything(), Chunks());
+  const v1::ScrubStatus scrub = ScrubAnew();
+  EXPECT_GT(scrub.mended(), 0u);
+  EXPECT_EQ(scrub.damaged(), 0u) << scrub.ShortDebugString();
+  EXPECT_EQ(Job().failure(), "");
+  const uint64_t mended = scrub.mended();
+  EXPECT_EQ(ScrubAnew().mended(), mended) << "mended for good";
+  group_.reset();
+  server_.Restart();
+  NextGroup();
+  EXPECT_EQ(group_->step(), 7);
+  EXPECT_EQ(Masters(), before);
+  EXPECT_EQ(Step(), absl::OkStatus());
+}
+
+TEST_F(ScrubTest, WithoutAScrubARestartRefusesTheJob) {
+  Begin(kRoomy, /*log_steps=*/3);
+  for (int i = 0; i < 6; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  RotEverything();
+  group_.reset();
+  server_.Restart();
+  EXPECT_NE(Job().failure(), "");
+}
+
+TEST_F(ScrubTest, NamesWhatOnlyTheDiskHasAndStopsNobody) {
+  Begin(kTight);
+  for (int i = 0; i < 3; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  ASSERT_GT(Job().tiers(2).state_bytes(), 0u);
+  RotEverything();
+  const v1::ScrubStatus scrub = ScrubAnew();
+  ASSERT_GT(scrub.damaged(), 0u);
+  EXPECT_EQ(static_cast<uint64_t>(scrub.damage_size()), std::min<uint64_t>(scrub.damaged(), 16));
+  EXPECT_THAT(scrub.damage(0), HasSubstr("of job 'job', version 3: "));
+  EXPECT_THAT(scrub.damage(0), HasSubstr("nvme.tier"));
+  EXPECT_THAT(scrub.damage(0), HasSubstr("the only copy"));
+  EXPECT_EQ(Job().failure(), "") << "a warning, while the job still answers";
+  EXPECT_EQ(ScrubAnew().damaged(), scrub.damaged()) << "told once, not added up";
+}
+
+// Not durable: an extent without a label, written in place.
+TEST_F(ScrubTest, FindsRotOfAJobWithoutALogToo) {
+  spec_.set_durability(v1::DURABILITY_NONE);
+  Begin(kTight);
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_EQ(Step(), absl::OkStatus());
+    EXPECT_EQ(ScrubAnew().damaged(), 0u);
+  }
+  RotEverything();
+  EXPECT_GT(ScrubAnew().damaged(), 0u);
+}
+
+TEST_F(ScrubTest, KeptVersionsAreReadTooUntilTheyAreGivenUp) {
+  Begin(kRoomy, /*log_steps=*/3);
+  ASSERT_EQ(Step(), absl::OkStatus());
+  ASSERT_EQ(PinDurably(server_.get(), "job", group_->epoch(), 1), absl::OkStatus());
+  for (int i = 0; i < 6; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  EXPECT_EQ(ScrubAnew().damaged(), 0u);
+  RotEverything();
+  const v1::ScrubStatus scrub = ScrubAnew();
+  EXPECT_GT(scrub.mended(), 0u);
+  ASSERT_GT(scrub.damaged(), 0u);
+  EXPECT_THAT(scrub.damage(0), HasSubstr("version 1, which is kept for restores"));
+  EXPECT_EQ(Step(), absl::OkStatus());
+  ASSERT_EQ(UnpinDurably(server_.get(), "job", group_->epoch(), 1), absl::OkStatus());
+  EXPECT_EQ(ScrubAnew().damaged(), 0u);
+}
+
+// A kept version whose chunks have not moved on: memory still has its bits.
+TEST_F(ScrubTest, AKeptVersionIsMendedAsLongAsMemoryHasIt) {
+  Begin(kRoomy);
+  ASSERT_EQ(Step(), absl::OkStatus());
+  ASSERT_EQ(PinDurably(server_.get(), "job", group_->epoch(), 1), absl::OkStatus());
+  RotEverything();
+  const v1::ScrubStatus scrub = ScrubAnew();
+  EXPECT_GE(scrub.mended(), Chunks());
+  EXPECT_EQ(scrub.damaged(), 0u);
+  for (int i = 0; i < 3; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  v1::StepHeader restore;
+  restore.set_kind(v1::STEP_KIND_RESTORE);
+  restore.set_restored_version(1);
+  restore.set_gradient_presence(std::string(1, 0));
+  restore.set_value_presence(std::string(1, 0));
+  NextGroup();
+  EXPECT_EQ(group_->Finish(restore).status(), absl::OkStatus());
+}
+
+// The server's own thread, at a rate.
+TEST_F(ScrubTest, GoesOnByItself) {
+  server_.options().scrub_bytes_per_s = 256 * kMiB;
+  Begin(kRoomy, /*log_steps=*/3);
+  for (int i = 0; i < 6; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  for (int i = 0; i < 3000 && Job().scrub().passes() == 0; ++i) absl::SleepFor(absl::Milliseconds(10));
+  EXPECT_GT(Job().scrub().passes(), 0u);
+}
+
+}  // namespace
+}  // namespace ballast::services
