@@ -357,6 +357,9 @@ class StoreRun {
     if (catalog_.empty() || rotten_) return;
     auto chunk = catalog_.begin();
     std::advance(chunk, static_cast<std::ptrdiff_t>(random_.Below(catalog_.size())));
+    // A scrub is to mend more often than a start is to refuse.
+    const auto mends = [&](uint64_t id) { return store_ != nullptr && !on_nvme_[id] && !store_->dirty(id); };
+    if (scrubs_ && random_.Percent(80) && !mends(chunk->first)) return;
     const uint64_t at = chunk->second.offset + random_.Below(chunk->second.bytes);
     const NvmeFileId file = chunk->second.file;
     disk_.FlipBit(TierIn(file == 0 ? directory_ : file == IdIn(a_) ? a_ : b_), at * 8 + random_.Below(8));

@@ -26,11 +26,12 @@ TEST(StoreCrash, WhatWasRecordedIsThere) {
   }
   std::printf(
       "%llu runs, %llu chunks restored, %llu power cuts, %llu kills, %llu lives with errors, %llu rotten bits, "
-      "%llu refused, %llu disks not there\n",
+      "%llu refused, %llu disks not there, %llu passes of the scrub, %llu mended\n",
       static_cast<unsigned long long>(sum.runs), static_cast<unsigned long long>(sum.restored),
       static_cast<unsigned long long>(sum.power_cuts), static_cast<unsigned long long>(sum.kills),
       static_cast<unsigned long long>(sum.errors), static_cast<unsigned long long>(sum.rotten_bits),
-      static_cast<unsigned long long>(sum.refused), static_cast<unsigned long long>(sum.unplugged));
+      static_cast<unsigned long long>(sum.refused), static_cast<unsigned long long>(sum.unplugged),
+      static_cast<unsigned long long>(sum.passes), static_cast<unsigned long long>(sum.mended));
 }
 
 }  // namespace
