@@ -87,17 +87,25 @@ NvmeFile::NvmeFile(std::unique_ptr<BlockFile> file, Ledger* ledger, const Option
   space_.Keep({0, options_.header_bytes}, FileSpace::Between::kFree);
 }
 
+bool NvmeFile::IsPlace(const ExtentPlace& place, uint64_t file_bytes) const {
+  return place.bytes > 0 && (place.offset | place.bytes) % kIoAlignment == 0 && place.offset <= file_bytes &&
+         place.bytes <= file_bytes - place.offset && place.offset >= options_.header_bytes;
+}
+
 absl::Status NvmeFile::Keep(std::vector<ExtentPlace> kept, bool unnamed_stays) {
   std::sort(kept.begin(), kept.end(), [](const auto& a, const auto& b) { return a.offset < b.offset; });
   BALLAST_ASSIGN_OR_RETURN(const uint64_t file_bytes, file_->Size());
+  uint64_t named_to = 0;
+  for (const ExtentPlace& place : kept) {
+    // What the wrong entry means lies where no entry says.
+    unnamed_stays = unnamed_stays || !IsPlace(place, file_bytes) || place.offset < named_to;
+    named_to = place.offset + place.bytes;
+  }
   const auto before = unnamed_stays ? FileSpace::Between::kUnknown : FileSpace::Between::kFree;
   absl::MutexLock lock(&mutex_);
   for (size_t i = 0; i < kept.size();) {
     const ExtentPlace& place = kept[i++];
-    if (place.bytes == 0 || (place.offset | place.bytes) % kIoAlignment != 0 || place.offset > file_bytes ||
-        place.bytes > file_bytes - place.offset || place.offset < options_.header_bytes) {
-      continue;  // TakeKept says so
-    }
+    if (!IsPlace(place, file_bytes)) continue;  // TakeKept says so
     // At least one of several overlapping places is wrong, and nothing here tells the wrong place: all bytes stay.
     uint64_t end = place.offset + place.bytes;
     bool alone = true;

@@ -97,7 +97,8 @@ class NvmeFile {
 
   // At start: the content of the extents `kept`, all of this file, must stay; TakeKept hands them out. Extents that
   // overlap stay on the disk, but TakeKept refuses them, like extents outside the file. `unnamed_stays`: as in
-  // TiersOptions. RESOURCE_EXHAUSTED (BUDGET) if the kept extents exceed the budget.
+  // TiersOptions, and also where an extent is such a one, since its entry means another place. RESOURCE_EXHAUSTED
+  // (BUDGET) if the kept extents exceed the budget.
   absl::Status Keep(std::vector<ExtentPlace> kept, bool unnamed_stays);
   // Returns the space behind the last extent to the disk. Call only after all wanted state was found: state that no
   // entry names may lie there.
@@ -131,6 +132,7 @@ class NvmeFile {
   bool failing() const { return failing_.load(std::memory_order_relaxed); }
 
  private:
+  bool IsPlace(const ExtentPlace& place, uint64_t file_bytes) const;
   friend class NvmeExtent;
   friend class FileRoom;
   void KeepAgain(NvmeExtent extent);

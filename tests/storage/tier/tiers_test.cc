@@ -419,6 +419,19 @@ TEST_F(TiersTest, WhatNobodyNamedStaysWhereThatIsSaid) {
   EXPECT_EQ((*tiers->nvme()->Allocate(kPage, "a version")).offset(), 0);
 }
 
+// A catalog entry that names another's bytes, or bytes behind the end: what it means lies where nothing names it.
+TEST_F(TiersTest, AWrongPlaceLeavesUnnamedSpaceAlone) {
+  const std::string content(6 * kPage, 'x');
+  for (const ExtentPlace wrong : {ExtentPlace{kPage, kPage}, {9 * kPage, kPage}, {3 * kPage + 1, kPage}}) {
+    std::ofstream(directory_ / "nvme.tier") << content;
+    auto tiers =
+        *Tiers::Open({.budget = {.nvme = 8 * kPage}, .directory = directory_.path(), .kept = {{kPage, kPage}, wrong}});
+    EXPECT_EQ((*tiers->nvme()->Allocate(kPage, "a version")).offset(), 6 * kPage) << wrong.offset;
+    std::ifstream in(directory_ / "nvme.tier", std::ios::binary);
+    EXPECT_EQ(std::string(std::istreambuf_iterator<char>(in), {}).substr(0, content.size()), content) << wrong.offset;
+  }
+}
+
 TEST_F(TiersTest, DiskSmallerThanTheBudget) {
   auto tiers = Open({.nvme = uint64_t{1} << 50});
   const absl::Status status = tiers->nvme()->Allocate(uint64_t{1} << 49, "state").status();
