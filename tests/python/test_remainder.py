@@ -1,6 +1,7 @@
 """Masters that servers keep as what the bf16 parameters lack: nothing that a trainer sees differs but the bytes on the servers."""
 import pytest
 import torch
+from conftest import two_state_servers
 from torch import nn
 
 import ballast
@@ -34,9 +35,14 @@ def train(servers, **more):
 
 
 @pytest.mark.parametrize('moments', ['f32', 'i8'])
-def test_training_has_the_bits_of_an_fp32_master(two_servers, moments):
-    losses, parameters, state = train(two_servers, name='whole', moments=moments)
-    other_losses, other_parameters, other_state = train(two_servers, name='remainder', moments=moments, master='remainder')
+def test_training_has_the_bits_of_an_fp32_master(tmp_path, moments):
+    results = []
+    for master in ('f32', 'remainder'):
+        folder = tmp_path / master
+        folder.mkdir()
+        with two_state_servers(folder) as servers:
+            results.append(train(servers, name=master, moments=moments, master=master))
+    (losses, parameters, state), (other_losses, other_parameters, other_state) = results
     assert all(map(torch.equal, losses, other_losses))
     assert all(map(torch.equal, parameters, other_parameters))
     assert state['state'].keys() == other_state['state'].keys()
