@@ -101,7 +101,7 @@ TEST(SpecDigestTest, EveryFieldOfTheSpecMovesIt) {
     ++fields;
     EXPECT_TRUE(digests.insert(SpecDigest(spec)).second) << name;
   });
-  EXPECT_EQ(fields, 14 + 2 + 9) << "JobSpec, Registration, TensorSpec";
+  EXPECT_EQ(fields, 15 + 2 + 9) << "JobSpec, Registration, TensorSpec";
   EXPECT_TRUE(digests.contains(SpecDigest(spec))) << "the spec is back, and so is its digest";
 }
 

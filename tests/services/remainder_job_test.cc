@@ -65,7 +65,7 @@ class RemainderJobTest : public ::testing::TestWithParam<Way> {};
 INSTANTIATE_TEST_SUITE_P(
     Ways, RemainderJobTest,
     ::testing::Values(Way{"Dram", {.dram = 64 * kMiB}}, Way{"DramAndNvme", {.dram = 8 * kMiB, .nvme = 64 * kMiB}},
-                      Way{"EightBits", {.dram = 6 * kMiB, .nvme = 64 * kMiB}, v1::MOMENT_FORMAT_I8},
+                      Way{"EightBits", {.dram = 5'200'000, .nvme = 64 * kMiB}, v1::MOMENT_FORMAT_I8},
                       Way{"WithoutCopies", {.dram = 3'300'000, .nvme = 64 * kMiB}, v1::MOMENT_FORMAT_F32, false}),
     [](const auto& info) { return info.param.name; });
 
