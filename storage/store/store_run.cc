@@ -347,7 +347,7 @@ absl::Status StoreRun::Settle(Begun& begun) {
         CompareDigests(*begun.read_file, chunk, begun.read_from, begun.expected, digests.old_state));
   }
   if (begun.stores) chunk.digests = digests.new_state;
-  NoteVersion(begun);
+  NoteVersion(begun, chunk);
   return absl::OkStatus();
 }
 
@@ -391,7 +391,7 @@ absl::Status StoreRun::ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy)
     } else {
       BALLAST_RETURN_IF_ERROR(ApplyOnDevice(update, chunk));
     }
-    NoteVersion(next);
+    NoteVersion(next, chunk);
   }
   if (!in_hbm || !next.stores || !core_.versions.has_value()) return absl::OkStatus();
   observer_(RunStage::kWrite);
@@ -400,8 +400,7 @@ absl::Status StoreRun::ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy)
   return core_.failed;
 }
 
-void StoreRun::NoteVersion(Begun& changed) {
-  StoredChunk& chunk = *changed.chunk;
+void StoreRun::NoteVersion(Begun& changed, StoredChunk& chunk) {
   const TierKind tier = chunk.placement.state;
   const int64_t version = changed.update->version;
   Pass("chunk/updated");

@@ -74,8 +74,9 @@ class StoreRun {
   absl::Status FinishAll();
   void Abandon();
   // The pieces have returned: the chunk has its new version, or the old one was rotten.
-  absl::Status Settle(Begun& begun) ABSL_LOCKS_EXCLUDED(begun.chunk->mutex);
-  void NoteVersion(Begun& changed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changed.chunk->mutex);
+  absl::Status Settle(Begun& begun);
+  // `chunk`: the update's.
+  void NoteVersion(Begun& changed, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   absl::Status Conclude(const Begun& changed);
   // Durable store: takes an extent for the chunk's next version, after hardening older versions if room is short.
   absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk);

@@ -66,7 +66,7 @@ INSTANTIATE_TEST_SUITE_P(
     Ways, RemainderJobTest,
     ::testing::Values(Way{"Dram", {.dram = 64 * kMiB}}, Way{"DramAndNvme", {.dram = 8 * kMiB, .nvme = 64 * kMiB}},
                       Way{"EightBits", {.dram = 6 * kMiB, .nvme = 64 * kMiB}, v1::MOMENT_FORMAT_I8},
-                      Way{"SomeWithoutCopies", {.dram = 3'300'000, .nvme = 64 * kMiB}, v1::MOMENT_FORMAT_F32, false}),
+                      Way{"WithoutCopies", {.dram = 3'300'000, .nvme = 64 * kMiB}, v1::MOMENT_FORMAT_F32, false}),
     [](const auto& info) { return info.param.name; });
 
 TEST_P(RemainderJobTest, HasTheBitsOfAnFp32Master) {
@@ -85,7 +85,7 @@ TEST_P(RemainderJobTest, HasTheBitsOfAnFp32Master) {
   }
   ExpectSame(*group, *whole, 6);
   EXPECT_EQ(server->traffic().read.nvme > 0, way.budget.nvme > 0);
-  // 15 bits less for each master that has a working copy; so for less than half of them where copies are left out.
+  // 15 bits less for each master that has a working copy.
   const uint64_t less = StateBytes(whole_server) - StateBytes(server), all = (uint64_t{8} << 16) * 15 / 8;
   EXPECT_LE(less, all + 4096);
   EXPECT_EQ(less >= all, way.all_copies) << less;

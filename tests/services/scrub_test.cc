@@ -21,7 +21,7 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kBlock = 4096;
 constexpr storage::TierBytes kRoomy{0, 64 * kMiB, 256 * kMiB};
 // Some states are on NVMe.
-constexpr storage::TierBytes kTight{0, 4 * kMiB, 256 * kMiB};
+constexpr storage::TierBytes kTight{0, 7 * kMiB / 2, 256 * kMiB};
 
 class ScrubTest : public ::testing::Test {
  protected:

@@ -41,9 +41,11 @@ ByteRanges::Ranges::iterator ByteRanges::Take(Ranges::iterator range) {
 }
 
 std::optional<ByteRange> ByteRanges::Fit(uint64_t bytes) const {
-  const auto found = by_size_.lower_bound({bytes, 0});
-  if (found == by_size_.end()) return std::nullopt;
-  return ByteRange{found->second, found->second + found->first};
+  if (by_size_.empty() || by_size_.rbegin()->first < bytes) return std::nullopt;
+  for (const auto& [begin, end] : ranges_) {
+    if (end - begin >= bytes) return ByteRange{begin, end};
+  }
+  return std::nullopt;
 }
 
 std::optional<ByteRange> ByteRanges::last() const {

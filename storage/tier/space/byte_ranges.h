@@ -17,8 +17,8 @@ struct ByteRange {
   friend bool operator==(const ByteRange&, const ByteRange&) = default;
 };
 
-// A file may have as many ranges as a server has chunks: all calls but In and All take the logarithm of their number,
-// and In takes as long as its answer. Threads: the caller's lock.
+// A file may have as many ranges as a server has chunks: all calls but In, All and Fit take the logarithm of their
+// number, and In takes as long as its answer. Threads: the caller's lock.
 class ByteRanges {
  public:
   void Add(ByteRange added);
@@ -29,7 +29,7 @@ class ByteRanges {
   // Number of the set's bytes inside `within`, and in all.
   uint64_t BytesIn(ByteRange within) const;
   uint64_t bytes() const { return bytes_; }
-  // The smallest range of at least `bytes`, the first of several; none if all are smaller.
+  // The first range of at least `bytes`; none if all are smaller. Passes over smaller ranges before it.
   std::optional<ByteRange> Fit(uint64_t bytes) const;
   // The last range; none of an empty set.
   std::optional<ByteRange> last() const;

@@ -61,7 +61,7 @@ class StoreRun {
   using Values = std::vector<float>;
 
   std::string Live() {
-    failed_ = must_find_ = false;
+    failed_ = must_find_ = life_over_ = false;
     if (random_.Percent(50)) disk_.CrashAfter(1 + random_.Below(200));
     if (absl::Status status = Start(); !status.ok()) return Explain(status);
     if (std::string violation = CheckAll("restored "); !violation.empty()) return violation;
@@ -69,7 +69,7 @@ class StoreRun {
       const SimOperation operation = random_.Percent(50) ? SimOperation::kSync : SimOperation::kWrite;
       disk_.SetFaultProbability(operation, SimFault::kEio, 0.1);
     }
-    for (int i = 0; i < kRunsPerLife && !refused_; ++i) {
+    for (int i = 0; i < kRunsPerLife && !refused_ && !life_over_; ++i) {
       if (absl::Status status = Step(); !status.ok()) return Explain(status);
       if (rots_ && random_.Percent(scrubs_ ? 40 : 10)) Rot();
       if (scrubs_) {
@@ -269,6 +269,9 @@ class StoreRun {
       if (!mended.ok()) return Explain(mended);
       rotten_ = false;
       ++tally_.mended;
+      // The worst moment for a mend that is not durable.
+      life_over_ = random_.Percent(50);
+      if (life_over_) return "";
     }
     return "";
   }
@@ -373,6 +376,7 @@ class StoreRun {
   const bool scrubs_;
   DurableChunk rotten_state_;
   uint64_t rotten_at_ = 0;  // in the tier's file
+  bool life_over_ = false;
   bool must_find_ = false;  // the pass under way began after the rot
   const bool devices_;      // two of them, beside the data directory
   std::map<NvmeFileId, std::string> known_;
