@@ -150,40 +150,45 @@ void StoreCore::DropCopy(StoredChunk& chunk) {
 // first version of chunks in memory and for new versions of all chunks.
 absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkToAdd> added, const Plan& plan) {
   NvmeSpace space;
-  std::vector<NvmeExtent>& extents = space.extents;
-  extents.resize(added.size());
+  space.extents.resize(added.size());
+  absl::Status status;
+  // Before any other space: what is given back after an error may be what a wrong entry should have named.
+  for (size_t i = 0; i < added.size() && status.ok(); ++i) {
+    if (!added[i].durable.has_value()) continue;
+    absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset, added[i].durable->file);
+    status = kept.status();
+    if (kept.ok()) space.extents[i] = *std::move(kept);
+  }
+  if (status.ok()) status = TakeFreshNvme(added, plan, &space);
+  if (status.ok()) return space;
+  LeaveKept(added, space.extents);
+  return status;
+}
+
+absl::Status StoreCore::TakeFreshNvme(absl::Span<const ChunkToAdd> added, const Plan& plan, NvmeSpace* space) {
   uint64_t room = 0, largest = 0;
   for (size_t i = 0; i < added.size(); ++i) {
     const uint64_t bytes = layout.Of(added[i].frozen, plan.chunks[i]).StateBytes(added[i].elements);
     largest = std::max(largest, bytes);
-    space.aside_bytes += added[i].aside_bytes;
+    space->aside_bytes += added[i].aside_bytes;
     if (added[i].durable.has_value()) continue;
     if (plan.chunks[i].state == TierKind::kNvme) {
-      BALLAST_ASSIGN_OR_RETURN(extents[i], tiers->nvme()->Allocate(bytes, "chunk state"));
+      BALLAST_ASSIGN_OR_RETURN(space->extents[i], tiers->nvme()->Allocate(bytes, "chunk state"));
     } else {
       room += bytes;
     }
   }
-  if (!versions.has_value()) return space;
+  if (!versions.has_value()) return absl::OkStatus();
   uint64_t count = added.size();
   {
     absl::ReaderMutexLock lock(&mutex);
     count += chunks.size();
   }
-  space.spare_bytes = versions->SpareBytesMissing(count, largest);
-  if (const uint64_t bytes = room + space.spare_bytes + space.aside_bytes; bytes > 0) {
-    BALLAST_ASSIGN_OR_RETURN(space.room, tiers->nvme()->Promise(bytes, "durable versions of chunks", largest));
+  space->spare_bytes = versions->SpareBytesMissing(count, largest);
+  if (const uint64_t bytes = room + space->spare_bytes + space->aside_bytes; bytes > 0) {
+    BALLAST_ASSIGN_OR_RETURN(space->room, tiers->nvme()->Promise(bytes, "durable versions of chunks", largest));
   }
-  for (size_t i = 0; i < added.size(); ++i) {
-    if (!added[i].durable.has_value()) continue;
-    absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset, added[i].durable->file);
-    if (!kept.ok()) {
-      LeaveKept(added, extents);
-      return kept.status();
-    }
-    extents[i] = *std::move(kept);
-  }
-  return space;
+  return absl::OkStatus();
 }
 
 absl::StatusOr<ChunkMemory> StoreCore::OwnMemory(const ChunkToAdd& added, const ChunkPlacement& placement) {

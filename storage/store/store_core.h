@@ -74,6 +74,8 @@ struct StoreCore {
     uint64_t aside_bytes = 0;
   };
   absl::StatusOr<NvmeSpace> TakeNvme(absl::Span<const ChunkToAdd> added, const Plan& plan);
+  // The part of it that no earlier run left.
+  absl::Status TakeFreshNvme(absl::Span<const ChunkToAdd> added, const Plan& plan, NvmeSpace* space);
   // Takes back the states left by an earlier run, in the tiers where the chunks live now. A restart is over once
   // trainers can pull, and pulls need the master alone: the master and the label are read and checked here, moments
   // where the first update needs them (LoadMoments, UpdatePipeline). State in HBM is read whole.
