@@ -112,10 +112,10 @@ class ChunkStore {
   // kernels of several chunks do, too, and reads of these chunks wait. Returns when all is stored. A durable
   // store records the new versions before Run returns, at the end of one of the next runs, or in Harden;
   // recoverable_from tells. On an error the chunks not yet announced by `done` may hold anything, and no version of
-  // theirs is recorded: the caller must stop serving the job. A logged slice whose bytes differ from what was written is DATA_LOSS (CHECKSUM), before its chunk
-  // changes. RESOURCE_EXHAUSTED: only where a pin's copy finds no space, see Pin.
-  // `interrupt`: asked before each update; after its error the updates not announced by `done` have changed nothing,
-  // and the store goes on.
+  // theirs is recorded: the caller must stop serving the job. A logged slice whose bytes differ from what was written
+  // is DATA_LOSS (CHECKSUM), before its chunk changes. RESOURCE_EXHAUSTED: only where a pin's copy finds no space, see
+  // Pin. `interrupt`: asked before each update; after its error the updates not announced by `done` have changed
+  // nothing, and the store goes on.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
                    const ReadBack& read_back = {}, Interrupt interrupt = Uninterrupted,
                    RunStageObserver observer = UnobservedStage);
