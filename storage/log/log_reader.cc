@@ -290,7 +290,11 @@ absl::StatusOr<bool> Scan::PayloadsWhole(const FoundBatch& found, const FoundSeg
   which.salt = segment.head.salt;
   const uint64_t limit = kLogFirstSegment + (segment.index + 1) * log_.segment_bytes;
   BALLAST_ASSIGN_OR_RETURN(const std::optional<ReadBatch> batch, ReadBatchOf(&metas_, which, limit));
-  if (!batch.has_value()) return false;
+  if (!batch.has_value()) {
+    // A torn batch would have been torn before.
+    return Rotten(file_, absl::StrCat("batch ", found.number, " at offset ", found.offset,
+                                      " was whole a moment ago, and now reads otherwise"));
+  }
   for (const ReadRecord& record : batch->records) {
     if (record.payload.bytes == 0) continue;
     const auto bytes = Read(record.payload.offset, AlignUp(record.payload.bytes));

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/block_file.h"
@@ -26,18 +27,17 @@ constexpr uint64_t kTouchBytesMin = uint64_t{128} << 20;
 constexpr uint64_t kTouchThreadsMax = 8;
 
 // The kernel clears a page at its first touch: large memory is touched by several threads, to clear it faster.
-void Touch(std::byte* first, uint64_t bytes) {
+void TouchParts(absl::Span<std::byte> bytes, absl::FunctionRef<void(absl::Span<std::byte>)> touch) {
   const uint64_t processors = std::max(1u, std::thread::hardware_concurrency());
-  const uint64_t threads = std::clamp<uint64_t>(bytes / kTouchBytesMin, 1, std::min(processors, kTouchThreadsMax));
-  const uint64_t part_bytes = (bytes / threads + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
-  const auto touch = [=](uint64_t part) {
-    volatile std::byte* const touched = first;
-    const uint64_t end = std::min(bytes, (part + 1) * part_bytes);
-    for (uint64_t at = part * part_bytes; at < end; at += kIoAlignment) touched[at] = std::byte{0};
+  const uint64_t threads =
+      std::clamp<uint64_t>(bytes.size() / kTouchBytesMin, 1, std::min(processors, kTouchThreadsMax));
+  const uint64_t part_bytes = (bytes.size() / threads + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  const auto part = [&](uint64_t i) {
+    touch(bytes.subspan(std::min<uint64_t>(i * part_bytes, bytes.size()), part_bytes));
   };
   std::vector<std::thread> others;
-  for (uint64_t part = 1; part < threads; ++part) others.emplace_back(touch, part);
-  touch(0);
+  for (uint64_t i = 1; i < threads; ++i) others.emplace_back(part, i);
+  part(0);
   for (std::thread& other : others) other.join();
 }
 
@@ -58,7 +58,7 @@ void SayKept(int error) {
 }
 }  // namespace
 
-absl::StatusOr<Arena> Arena::Map(uint64_t bytes) {
+absl::StatusOr<Arena> Arena::Map(uint64_t bytes, Touch touch) {
   Arena arena;
   bytes = AlignUp(bytes);
   if (bytes == 0) return arena;
@@ -82,8 +82,18 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes) {
   if (madvise(first + skip, bytes, MADV_DONTFORK) != 0) SayShared(errno);
   static const std::vector<int> nodes = MemoryNodes();
   if (nodes.size() > 1) (void)Interleave(arena.bytes_, nodes);
-  Touch(first + skip, bytes);
+  if (touch == Touch::kNow) {
+    TouchParts(arena.bytes_, [](absl::Span<std::byte> part) {
+      volatile std::byte* const touched = part.data();
+      for (uint64_t at = 0; at < part.size(); at += kIoAlignment) touched[at] = std::byte{0};
+    });
+  }
   return arena;
+}
+
+void Arena::TouchBesideUse() const {
+  // Before Linux 5.14 pages come with their first use.
+  TouchParts(bytes_, [](absl::Span<std::byte> part) { (void)madvise(part.data(), part.size(), MADV_POPULATE_WRITE); });
 }
 
 Arena::Arena(Arena&& other) noexcept

@@ -17,8 +17,12 @@ namespace ballast::storage {
 // may destroy its copy of an Arena and must not use the copy otherwise.
 class Arena {
  public:
-  // RESOURCE_EXHAUSTED (BUDGET) if the system has no such memory.
-  static absl::StatusOr<Arena> Map(uint64_t bytes);
+  // RESOURCE_EXHAUSTED (BUDGET) if the system has no such memory. kLater: pages become resident with their first use,
+  // or in TouchBesideUse.
+  enum class Touch { kNow, kLater };
+  static absl::StatusOr<Arena> Map(uint64_t bytes, Touch touch = Touch::kNow);
+  // Makes all pages resident and changes no content: other threads may use the memory meanwhile.
+  void TouchBesideUse() const;
   Arena() = default;
   Arena(Arena&& other) noexcept;
   Arena& operator=(Arena&& other) noexcept;

@@ -247,7 +247,8 @@ void Arranging::FillDram(uint64_t room) {
     for (size_t i = 0; i < plan.chunks.size(); ++i) {
       if (plan.chunks[i].state == TierKind::kHbm || IsFrozen(request_, i) != frozen) continue;
       bytes[i] = request_.LayoutOf(i, plan.chunks[i]).StateBytes(request_.elements[i]);
-      more[i] = bytes[i] - CopyGivenUp(request_, choice_, plan, i);
+      // At least 1, since 0 stands for a chunk that may not come.
+      more[i] = std::max<uint64_t>(bytes[i] - CopyGivenUp(request_, choice_, plan, i), 1);
       plan.chunks[i].state = TierKind::kNvme;
       plan.state.nvme += bytes[i];
       any = true;
@@ -257,9 +258,10 @@ void Arranging::FillDram(uint64_t room) {
       plan.chunks[i].state = TierKind::kDram;
       plan.state.nvme -= bytes[i];
       plan.state.dram += bytes[i];
-      if (more[i] == bytes[i]) return;
+      const uint64_t copy = CopyGivenUp(request_, choice_, plan, i);
+      if (copy == 0) return;
       plan.chunks[i].working = std::nullopt;
-      plan.working.dram -= bytes[i] - more[i];
+      plan.working.dram -= copy;
     });
   }
 }

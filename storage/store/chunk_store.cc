@@ -1,6 +1,7 @@
 #include "ballast/storage/store/chunk_store.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -226,9 +227,12 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
     }
   }
   const bool shares = core.tiers->hbm() == nullptr;  // DRAM that states lie in
+  const bool restores = std::all_of(added.begin(), added.end(), [](const auto& a) { return a.durable.has_value(); });
   DramBlock dram;
   if (const uint64_t bytes = (shares ? state_bytes.dram : 0) + working_bytes.dram; bytes > 0) {
-    BALLAST_ASSIGN_OR_RETURN(dram, core.tiers->dram()->Allocate(bytes, "chunk state and working copies"));
+    DramTier& tier = *core.tiers->dram();
+    constexpr char kWhat[] = "chunk state and working copies";
+    BALLAST_ASSIGN_OR_RETURN(dram, restores ? tier.AllocateToFill(bytes, kWhat) : tier.Allocate(bytes, kWhat));
     dram.MarkRest(working_bytes.dram, TierPart::kWorking);
   }
   std::vector<ChunkMemory> own(added.size());
@@ -281,7 +285,12 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
     }
     core.runs = std::max(core.runs, uint64_t{1});
   }
+  std::thread settling;  // beside the reads that fill the memory
+  if (restores && !fresh.empty()) {
+    settling = std::thread([&core, block = fresh.front()->shared] { core.tiers->dram()->Settle(block); });
+  }
   core.failed = core.RestoreAll(added, fresh, interrupt);  // on an error the chunks are there, and nobody may use them
+  if (settling.joinable()) settling.join();
   return core.failed;
 }
 

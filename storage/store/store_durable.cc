@@ -36,7 +36,7 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
   std::vector<ReadAhead> reads;
   std::vector<std::pair<Part, size_t>> parts;  // of the state of which of `added`, by read
   BALLAST_ASSIGN_OR_RETURN(const Arena labels, Arena::Map(kReadsAheadMax * StateLayout::kLabelBytes));
-  uint64_t slot_bytes = 1;  // of the largest read without a place of its own
+  uint64_t slot_bytes = 0;  // of the largest read without a place of its own
   const auto add = [&](Part part, size_t i, ReadAhead read) {
     if (read.to == nullptr) slot_bytes = std::max(slot_bytes, read.bytes);
     reads.push_back(read);

@@ -230,7 +230,8 @@ absl::Status StoreRun::LoadMoments(absl::Span<const ChunkUpdate> updates, absl::
                                    Interrupt interrupt) {
   std::vector<StoredChunk*> changed;
   for (size_t i = 0; i < updates.size(); ++i) {
-    if (!updates[i].restored.has_value()) changed.push_back(chunks[i]);  // a restore overwrites all arrays
+    // A restore overwrites all arrays, but a pin may want them first.
+    if (!updates[i].restored.has_value() || core_.IsPinned(*chunks[i])) changed.push_back(chunks[i]);
   }
   absl::Status interrupted;
   const auto asked = [&] { return interrupted = interrupt(); };

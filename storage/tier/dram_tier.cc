@@ -38,17 +38,34 @@ absl::StatusOr<DramBlock> DramTier::Allocate(uint64_t bytes, absl::string_view w
   return DramBlock(std::move(lease), std::move(arena));
 }
 
+absl::StatusOr<DramBlock> DramTier::AllocateToFill(uint64_t bytes, absl::string_view what) {
+  if (beside_gpu()) return Allocate(bytes, what);
+  bytes = AlignUp(bytes);
+  BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kDram, bytes, what, TierPart::kState));
+  BALLAST_ASSIGN_OR_RETURN(Arena arena, Arena::Map(bytes, Arena::Touch::kLater));
+  return DramBlock(std::move(lease), std::move(arena));
+}
+
+void DramTier::Settle(DramBlock* block) const {
+  if (beside_gpu()) return;
+  block->arena_.TouchBesideUse();
+  Lock(&block->arena_);
+}
+
 absl::StatusOr<Arena> DramTier::Map(uint64_t bytes) const {
   BALLAST_ASSIGN_OR_RETURN(Arena arena, Arena::Map(bytes));
   if (gpu_.has_value()) {
     const absl::Status locked = arena.PageLockFor(*gpu_);
     if (!locked.ok()) SayNotPageLocked(locked);
   }
-  if (!arena.page_locked() && !arena.Lock()) {
-    locked_.store(false, std::memory_order_relaxed);
-    SayPageable();
-  }
+  Lock(&arena);
   return arena;
+}
+
+void DramTier::Lock(Arena* arena) const {
+  if (arena->page_locked() || arena->Lock()) return;
+  locked_.store(false, std::memory_order_relaxed);
+  SayPageable();
 }
 
 }  // namespace ballast::storage

@@ -37,6 +37,7 @@ class DramBlock {
   }
 
  private:
+  friend class DramTier;
   BudgetLease lease_, rest_;  // returned after the memory is gone
   Arena arena_;
 };
@@ -51,6 +52,10 @@ class DramTier {
   enum class Limit { kBudget, kBeyond };
   absl::StatusOr<DramBlock> Allocate(uint64_t bytes, absl::string_view what, Limit limit = Limit::kBudget,
                                      TierPart part = TierPart::kState);
+  // The same within the budget, for memory that its owner is about to fill: Settle, on another thread, makes the pages
+  // resident and locks them meanwhile. On a server with a GPU that is done already.
+  absl::StatusOr<DramBlock> AllocateToFill(uint64_t bytes, absl::string_view what);
+  void Settle(DramBlock* block) const;
   // Memory as from Allocate, for a caller that has taken its budget already.
   absl::StatusOr<Arena> Map(uint64_t bytes) const;
   // All memory from here is locked, for a GPU or against swapping.
@@ -58,6 +63,8 @@ class DramTier {
   bool beside_gpu() const { return gpu_.has_value(); }
 
  private:
+  void Lock(Arena* arena) const;
+
   Ledger* const ledger_;
   const std::optional<int> gpu_;
   mutable std::atomic<bool> locked_{true};

@@ -398,6 +398,34 @@ TEST_P(RestartTest, ChunksMoveWithTheirMoments) {
   ExpectRight();
 }
 
+// A restore overwrites all arrays, and so has no use for moments that nobody has read since the restart. A pin has.
+TEST_P(RestartTest, APinHasTheMomentsThatARestoreOverwrites) {
+  const absl::StatusOr<std::vector<DurableChunk>> kept = job_.store->PinDurably(1);
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  ASSERT_EQ(Update(2), absl::OkStatus());
+  ASSERT_EQ(job_.store->Harden(), absl::OkStatus());
+  std::vector<ExtentPlace> places = Recorded();
+  for (const DurableChunk& chunk : *kept) places.push_back({chunk.offset, chunk.bytes});
+  ASSERT_EQ(Open(places), absl::OkStatus());
+  ASSERT_EQ(Add(&job_, GetParam()), absl::OkStatus());
+  for (uint64_t i = 0; i < kChunks; ++i) {
+    ASSERT_EQ(job_.store->TakeBackPin(1, i, (*kept)[i]), absl::OkStatus());
+  }
+  ASSERT_EQ(job_.store->Pin(9), absl::OkStatus());
+  std::vector<ChunkUpdate> updates(kChunks);
+  for (uint64_t i = 0; i < kChunks; ++i) {
+    updates[i].chunk = i;
+    updates[i].version = 3;
+    updates[i].restored = 1;
+  }
+  ASSERT_EQ(job_.store->Run(updates, [](size_t) {}), absl::OkStatus());
+  for (uint64_t i = 0; i < kChunks; ++i) {
+    std::vector<float> pinned(kElements);
+    ASSERT_EQ(job_.store->ReadPinnedState(9, i, StateArray::kMoment1, 0, absl::MakeSpan(pinned)), absl::OkStatus());
+    EXPECT_TRUE(SameBits(pinned, reference_[i].arrays[1])) << i;
+  }
+}
+
 TEST_P(RestartTest, StepsReserveNoBlocks) {
   ASSERT_EQ(Restart(), absl::OkStatus());
   disk_.FailNext(SimOperation::kReserve, 1, SimFault::kEio);
