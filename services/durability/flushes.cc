@@ -93,6 +93,15 @@ void Flushes::Cut(const storage::ChunkStore& store) {
   journal_->Cut(cut);
 }
 
+uint64_t Flushes::DirtyBytes(const storage::ChunkStore& store) {
+  const std::vector<storage::PlacedChunk> placed = store.placed();
+  uint64_t bytes = 0;
+  for (uint64_t chunk = 0; store.records() && chunk < placed.size(); ++chunk) {
+    if (store.dirty(chunk)) bytes += store.layout().Of(placed[chunk].frozen).StateBytes(placed[chunk].elements);
+  }
+  return bytes;
+}
+
 void Flushes::FlushAll() {
   std::shared_ptr<storage::ChunkStore> store;
   {
@@ -131,6 +140,8 @@ absl::Status Flushes::EndRecovery() {
   if (store != nullptr && few) FlushAll();
   JobMutexLock lock(&core_->mu);
   posted_ = false;
+  // Else a job that restarts again and again without a step would take a further segment each time.
+  if (store != nullptr && journal_->IsShortForRestart() && DirtyBytes(*store) <= kQuickFlushBytesMax) Post();
   return core_->failure;
 }
 

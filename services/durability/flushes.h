@@ -40,6 +40,9 @@ class Flushes {
   void SetApplied(int64_t step) { applied_ = step; }
 
  private:
+  // State that is flushed in a moment.
+  static constexpr uint64_t kQuickFlushBytesMax = uint64_t{256} << 20;
+  static uint64_t DirtyBytes(const storage::ChunkStore& store);
   void FlushAll() ABSL_LOCKS_EXCLUDED(job_lock);
 
   JobCore* const core_;

@@ -376,14 +376,13 @@ absl::Status JobJournal::TakeRecovered(uint64_t life, uint64_t file_bytes) {
 // Slices must find room again, or the step would never be decided.
 absl::Status JobJournal::ExtendForRestart() {
   const std::shared_ptr<Journal> journal = this->journal();
-  constexpr uint64_t kWanted = Journal::kSegmentsReserved + 2;  // for this restart, and for slices
   const uint64_t free = journal->log().free_segments();
-  if (free >= kWanted) return absl::OkStatus();
-  const uint64_t bytes = (kWanted - free) * journal->log().segment_bytes();
+  if (free >= kFreeForRestart) return absl::OkStatus();
+  const uint64_t bytes = (kFreeForRestart - free) * journal->log().segment_bytes();
   absl::Status status = core_->around.tiers->Take(storage::TierKind::kNvme, bytes, "segments of the gradient log",
                                                   storage::TierPart::kLog);
   if (status.ok()) {
-    status = journal->log().Extend(kWanted - free, [this] { return core_->Interrupted(); });
+    status = journal->log().Extend(kFreeForRestart - free, [this] { return core_->Interrupted(); });
     if (status.ok()) {
       bytes_ += bytes;
       return absl::OkStatus();
@@ -396,6 +395,8 @@ absl::Status JobJournal::ExtendForRestart() {
                std::string(status.message()));
   return absl::OkStatus();
 }
+
+bool JobJournal::IsShortForRestart() const { return logs() && journal_->log().free_segments() < kFreeForRestart; }
 
 absl::StatusOr<bool> JobJournal::RollForRestart() {
   BALLAST_RETURN_IF_ERROR(MakeRoom(1, 0));

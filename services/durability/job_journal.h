@@ -115,10 +115,14 @@ class JobJournal {
   }
   // Gives a recovered log, of which restarts in a row may have used much, room for this restart and for slices.
   absl::Status ExtendForRestart() ABSL_LOCKS_EXCLUDED(job_lock);
+  // Would the next restart extend the log, if nothing was cut until then?
+  bool IsShortForRestart() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Begins the restart's log segment. True if few are left, so that all chunks should be flushed.
   absl::StatusOr<bool> RollForRestart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
  private:
+  // For a restart, and for slices.
+  static constexpr uint64_t kFreeForRestart = Journal::kSegmentsReserved + 2;
   static uint64_t NewLife();
   absl::StatusOr<std::unique_ptr<storage::GradientLog>> Create(const Growth& growth) ABSL_LOCKS_EXCLUDED(job_lock);
   std::string spill_path() const;

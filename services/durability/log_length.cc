@@ -47,7 +47,8 @@ void LogLength::AfterStep(const storage::ChunkStore& store) {
     JobMutexLock lock(&core_->mu);
     held = journal_->StepsHeld();
   }
-  if (!held.has_value()) return;
+  // A further try could fill the disk again, to its last block, for a moment in which another job needs one.
+  if (!held.has_value() || stays_short_) return;
   if (steps_ >= 0 && ++steps_ < kStepsSeen) return;
   const uint64_t wanted = steps_ < 0 ? *held : Wanted(store, *held);
   if (wanted > *held) Lengthen(*held, wanted);
@@ -59,7 +60,7 @@ void LogLength::Lengthen(uint64_t held, uint64_t wanted) {
   if (status.ok()) {
     spdlog::info("job '{}': its gradient log holds {} steps now, {} before, {}", core_->name, wanted, held,
                  core_->around.log_steps > 0 ? "as log_steps says" : "because steps waited for flushes");
-  } else if (!absl::IsUnavailable(status) && !std::exchange(said_short_, true)) {
+  } else if (!absl::IsUnavailable(status) && !std::exchange(stays_short_, true)) {
     spdlog::warn("job '{}': its gradient log should hold {} steps and stays at {}: {}", core_->name, wanted, held,
                  std::string(status.message()));
   }

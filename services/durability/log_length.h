@@ -56,7 +56,7 @@ class LogLength {
 
   // A step was applied and flushed. From time to time makes the log longer: to the configured length, or by how long
   // the last steps waited for flushes. Where that fails, for want of space or otherwise, the job goes on with the log
-  // that it has, and says so once.
+  // that it has, says so, and does not try again.
   void AfterStep(const storage::ChunkStore& store) ABSL_LOCKS_EXCLUDED(job_lock);
 
  private:
@@ -68,7 +68,7 @@ class LogLength {
   JobJournal* const journal_;
   int steps_ = -1;  // of the window; -1: none has begun
   StageTimes before_ = {};
-  bool said_short_ = false;
+  bool stays_short_ = false;
 };
 
 }  // namespace ballast::services

@@ -31,7 +31,13 @@ absl::Status Scrub::Mend(storage::ChunkStore* store, const storage::ScrubbedExte
   absl::Status status = flushes_->Run(store, {&extent.chunk, 1});
   if (status.ok()) status = store->Harden();
   if (status.ok()) flushes_->Cut(*store);
-  return status;
+  if (!status.ok()) return status;
+  for (const storage::ScrubbedExtent& left : store->Extents(extent.chunk)) {
+    if (!left.kept || left.entry.file != extent.entry.file || left.entry.offset != extent.entry.offset) continue;
+    return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
+                        "the newest version is whole now, and a version that is kept for restores is not");
+  }
+  return absl::OkStatus();
 }
 
 std::string Scrub::Tell(const storage::ScrubbedExtent& extent, const absl::Status& found,
@@ -44,14 +50,12 @@ std::string Scrub::Tell(const storage::ScrubbedExtent& extent, const absl::Statu
     spdlog::warn("scrub found damage and mended it: {}. The state was written anew from memory", what);
     return "";
   }
-  const std::string line = absl::StrCat(
-      what, ". It cannot be mended: ", mended.message(), ". ",
-      extent.kept
-          ? "A restore of this version will be refused; everything else goes on"
-          : "Steps go on until the state is needed, and then the job stops here: restore a kept version, or take "
-            "a copy of the model, while it still runs");
-  spdlog::error("scrub found damage: {}", line);
-  return line;
+  const char* const next =
+      extent.kept        ? "A restore of this version will be refused; everything else goes on"
+      : extent.in_memory ? "Steps go on from memory; a restart or a restore that needs this extent will be refused"
+                         : "Steps go on until the state is needed, and then the job stops here: restore a kept "
+                           "version, or take a copy of the model, while it still runs";
+  return absl::StrCat(what, ". It cannot be mended: ", mended.message(), ". ", next);
 }
 
 void Scrub::Next(absl::Span<std::byte> buffer) {
@@ -80,8 +84,9 @@ void Scrub::Next(absl::Span<std::byte> buffer) {
     const Place place = {piece.checked->chunk, entry.file, entry.offset};
     if (line.empty()) {
       damage_.erase(place);
-    } else {
-      damage_[place] = line;
+    } else if (!damage_.contains(place)) {
+      spdlog::error("scrub found damage: {}", line);
+      damage_[place] = damage_.size() < kDamageShown ? line : "";
     }
     if (!piece.found.ok() && mended.ok()) ++mended_;
   }
@@ -113,8 +118,7 @@ v1::ScrubStatus Scrub::Describe() const {
   status.set_mended(mended_);
   status.set_damaged(damage_.size());
   for (const auto& [place, line] : damage_) {
-    if (status.damage_size() == kDamageShown) break;
-    status.add_damage(line);
+    if (!line.empty()) status.add_damage(line);
   }
   return status;
 }

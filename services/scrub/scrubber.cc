@@ -26,7 +26,8 @@ void Scrubber::Stop() {
 }
 
 void Scrubber::Run() {
-  const absl::Duration pause = absl::Seconds(static_cast<double>(kPieceBytes) / static_cast<double>(bytes_per_s_));
+  const double seconds = static_cast<double>(kPieceBytes) / static_cast<double>(bytes_per_s_);
+  const absl::Duration pause = std::max(absl::Seconds(seconds), absl::Milliseconds(1));
   for (;;) {
     {
       absl::MutexLock lock(&mu_);

@@ -107,8 +107,14 @@ void ChunkMoves::MoveSome() {
     return;
   }
   // Copies make room without any transfer, so they go first, and all at once.
-  const absl::Status dropped = moves->store->DropWorkingCopies(copies);
+  bool wanted = false;  // or were the budgets changed again?
+  {
+    JobMutexLock lock(&core_->mu);
+    wanted = moves_ == moves;
+  }
+  const absl::Status dropped = wanted ? moves->store->DropWorkingCopies(copies) : absl::OkStatus();
   core_->around.moving->End();
+  if (!wanted) return;
   if (!dropped.ok()) return EndBatch(moves, false, dropped);
   {
     JobMutexLock lock(&core_->mu);

@@ -77,7 +77,9 @@ NewChunks Space::NewOf(const model::EpochPlan& plan, const std::vector<uint64_t>
 uint64_t Space::LogSteps() const {
   const uint64_t first = FirstLogSteps(core_->around.log_steps);
   JobMutexLock lock(&core_->mu);
-  return core_->around.log_steps > 0 ? first : std::max(first, journal_->StepsHeld().value_or(0));
+  // A log of few bytes holds very many steps of them: no measure for the bytes that this Open adds.
+  const uint64_t held = std::min(journal_->StepsHeld().value_or(0), kLogStepsMax);
+  return core_->around.log_steps > 0 ? first : std::max(first, held);
 }
 
 absl::StatusOr<Space::Chunks> Space::Take(const model::EpochPlan& plan, v1::OpenResponse* answer) {

@@ -205,10 +205,11 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, const ReadBack
   observer_(RunStage::kCompute);
   absl::Status status, interrupted;
   for (size_t i = 0; i < updates.size() && status.ok(); ++i) {
+    while (Enough() && status.ok()) status = FinishOldest();
+    if (!status.ok()) break;
     interrupted = interrupt();
     if (!interrupted.ok()) break;
-    while (Enough() && status.ok()) status = FinishOldest();
-    if (status.ok()) status = Begin(i, updates[i], *chunks[i]);
+    status = Begin(i, updates[i], *chunks[i]);
   }
   // What was begun before an update that could not begin is whole.
   if (const absl::Status finished = FinishAll(); !finished.ok()) status = finished;
@@ -256,7 +257,7 @@ absl::Status StoreRun::Begin(size_t i, const ChunkUpdate& update, StoredChunk& c
   const TierKind tier = chunk.placement.state;
   if (tier == TierKind::kNvme) {
     while (!begun_.empty() && !pipeline_->Loaded(i)) BALLAST_RETURN_IF_ERROR(FinishOldest());
-    BALLAST_ASSIGN_OR_RETURN(next.state, pipeline_->Load(i));
+    BALLAST_ASSIGN_OR_RETURN(next.state, pipeline_->Load(i, update.restored.has_value()));
     absl::ReaderMutexLock lock(&chunk.mutex);
     next.verified = chunk.updated_in == 0 || Seeded(StorageBug::kLoadDigestUnchecked);
   }
@@ -556,6 +557,7 @@ void StoreRun::CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) 
   const TierKind memory = chunk.placement.state == TierKind::kHbm ? TierKind::kHbm : TierKind::kDram;
   const uint64_t state_bytes = elements * chunk.state_bytes() / chunk.elements;
   core_.tiers->CountTraffic(memory, state_bytes, state_bytes);
+  if (!chunk.placement.working.has_value()) return;
   core_.tiers->CountTraffic(*chunk.placement.working, 0, elements * core_.layout.working_element_bytes());
 }
 

@@ -115,24 +115,23 @@ absl::Status StoreScrub::Rewrite(StoreCore* core, const ScrubbedExtent& extent) 
     home = chunk->extent.home();
   }
   const Compute with{.pool = core->compute, .poll = [] {}};
-  ArrayDigests digests = {};
   alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
   EncodeLabel(entry, chunk->layout, core->versions->job(), absl::MakeSpan(label));
+  const uint64_t bytes = chunk->layout.LabelAt(chunk->elements);
+  Arena copy;  // of state in HBM
+  std::byte* state = chunk->state;
   if (chunk->placement.state == TierKind::kHbm) {
-    BALLAST_RETURN_IF_ERROR(core->reader.Prepare());
-    BALLAST_ASSIGN_OR_RETURN(digests, core->reader.Spill(*chunk, home, entry.offset));
-  } else {
-    digests = DigestState(chunk->View(chunk->state), with);
-    if (digests == entry.digests || Seeded(StorageBug::kScrubRewritesDirty)) {
-      const uint64_t bytes = chunk->layout.LabelAt(chunk->elements);
-      BALLAST_RETURN_IF_ERROR(home->Write(entry.offset, {chunk->state, bytes}));
-    }
+    BALLAST_ASSIGN_OR_RETURN(copy, Arena::Map(chunk->state_bytes()));
+    state = copy.bytes().data();
+    BALLAST_RETURN_IF_ERROR(core->tiers->hbm()->CopyOut(chunk->state, copy.bytes().first(bytes)));
   }
-  if (!Seeded(StorageBug::kScrubRewritesDirty) && digests != entry.digests) {
+  // The extent may be right, and its read have failed: memory that differs must not replace it.
+  if (DigestState(chunk->View(state), with) != entry.digests && !Seeded(StorageBug::kScrubRewritesDirty)) {
     return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
                         absl::StrCat("the state of chunk ", chunk->id, " in memory is not version ", entry.version,
                                      " any more: this machine's memory may be faulty"));
   }
+  BALLAST_RETURN_IF_ERROR(home->Write(entry.offset, {state, bytes}));
   BALLAST_RETURN_IF_ERROR(home->Write(entry.offset + chunk->layout.LabelAt(chunk->elements), label));
   core->tiers->CountTraffic(TierKind::kNvme, 0, entry.bytes);
   // After a failed sync nobody knows which writes of the file the disk has.

@@ -20,6 +20,15 @@
 namespace ballast::storage {
 namespace {
 
+// By keys that other threads may change meanwhile: each is asked for once.
+template <typename T, typename Key>
+void SortBy(std::vector<T>* items, Key key) {
+  std::vector<std::pair<decltype(key(items->front())), T>> keyed;
+  for (const T item : *items) keyed.emplace_back(key(item), item);
+  std::stable_sort(keyed.begin(), keyed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (size_t i = 0; i < keyed.size(); ++i) (*items)[i] = keyed[i].second;
+}
+
 NvmeFileId MakeFileId() {
   std::random_device random;
   NvmeFileId id = 0;
@@ -117,8 +126,12 @@ absl::Status NvmeTier::OpenDevices(const TiersOptions& options) {
   // Files are known by their ids, so where a file was last only counts once every file that is there was found.
   for (const auto& device : devices_) BALLAST_RETURN_IF_ERROR(FindFiles(device.get()));
   for (const auto& device : devices_) BALLAST_RETURN_IF_ERROR(MissFiles(options, device.get()));
+  bool unnamed_stays = options.unnamed_stays;
   for (const ExtentPlace& place : options.kept) {
-    if (Find(place.file) == nullptr) Miss(place.file, "no device that is configured has this file");
+    if (Find(place.file) != nullptr) continue;
+    Miss(place.file, "no device that is configured has this file");
+    // What an entry with a wrong file means lies where no entry says.
+    unnamed_stays = unnamed_stays || (place.file != 0 && !known_.paths.contains(place.file));
   }
   for (const auto& device : devices_) {
     device->extends = disk_ != nullptr && !device->missing;
@@ -128,7 +141,7 @@ absl::Status NvmeTier::OpenDevices(const TiersOptions& options) {
       BALLAST_RETURN_IF_ERROR(Grow(device.get()));
     }
     for (const auto& file : device->files) {
-      BALLAST_RETURN_IF_ERROR(file->Keep(OfFile(options.kept, file->id()), options.unnamed_stays));
+      BALLAST_RETURN_IF_ERROR(file->Keep(OfFile(options.kept, file->id()), unnamed_stays));
     }
   }
   return absl::OkStatus();
@@ -160,7 +173,7 @@ absl::Status NvmeTier::TakeFile(Device* device, const std::string& path) {
   BALLAST_ASSIGN_OR_RETURN(auto file, disk_->Open(path, Disk::Mode::kKept));
   BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, file->Size());
   const auto found = ReadDeviceHeader(*file);
-  if (!found.ok() || !found->has_value()) damaged_.insert(path);
+  if (absl::IsDataLoss(found.status()) || (found.ok() && !found->has_value())) damaged_.insert(path);
   BALLAST_RETURN_IF_ERROR(found.status());
   const std::optional<DeviceHeader>& header = *found;
   if (!header.has_value() && bytes <= kDeviceHeaderBytes) return absl::OkStatus();
@@ -307,12 +320,11 @@ std::vector<NvmeTier::Device*> NvmeTier::Candidates(uint64_t bytes) const {
   for (const auto& device : devices_) {
     if (!device->files.empty() && ledger_->NvmeFree(device->share) >= bytes) devices.push_back(device.get());
   }
-  const auto key = [bytes](const Device* device) {
+  SortBy(&devices, [bytes](const Device* device) {
     const bool failing =
         std::any_of(device->files.begin(), device->files.end(), [](const auto& file) { return file->failing(); });
     return std::pair(failing, device->assigned + static_cast<double>(bytes) / device->speed);
-  };
-  std::stable_sort(devices.begin(), devices.end(), [&](const Device* a, const Device* b) { return key(a) < key(b); });
+  });
   return devices;
 }
 
@@ -387,7 +399,8 @@ absl::StatusOr<NvmeRoom> NvmeTier::Promise(uint64_t bytes, absl::string_view wha
     striped = devices_.size() > 1;
   }
   // One device gets all at once: each promise may wait for the disk.
-  grain = striped ? AlignUp(grain) * std::max<uint64_t>(1, bytes / AlignUp(grain) / kGrainsMax) : bytes;
+  grain = striped ? AlignUp(grain) * std::max<uint64_t>(1, bytes / AlignUp(grain) / kGrainsMax)
+                  : std::min(bytes, std::max(AlignUp(file_bytes_max_ / 2), kIoAlignment));
   NvmeRoom room;
   for (uint64_t left = bytes; left > 0;) {
     const uint64_t now = std::min(left, grain);
@@ -421,12 +434,12 @@ bool NvmeTier::Holds(const NvmeRoom& room, uint64_t bytes) const {
 absl::Status NvmeTier::Gather(NvmeRoom* room, uint64_t bytes, absl::string_view what) {
   BALLAST_ASSIGN_OR_RETURN(FileRoom part, PromiseAnywhere(bytes, what, FileSpace::Shape::kOnePiece));
   // The smallest parts go, those of failing devices first.
-  std::stable_sort(room->parts_.begin(), room->parts_.end(), [](const FileRoom& a, const FileRoom& b) {
-    return std::pair(!a.file()->failing(), a.bytes()) < std::pair(!b.file()->failing(), b.bytes());
-  });
-  for (FileRoom& given : room->parts_) {
-    const uint64_t gives = std::min(bytes, given.bytes());
-    (void)given.Split(gives);
+  std::vector<FileRoom*> parts;
+  for (FileRoom& given : room->parts_) parts.push_back(&given);
+  SortBy(&parts, [](const FileRoom* given) { return std::pair(!given->file()->failing(), given->bytes()); });
+  for (FileRoom* const given : parts) {
+    const uint64_t gives = std::min(bytes, given->bytes());
+    (void)given->Split(gives);
     bytes -= gives;
   }
   std::erase_if(room->parts_, [](const FileRoom& given) { return given.bytes() == 0; });
@@ -439,13 +452,13 @@ absl::StatusOr<NvmeExtent> NvmeTier::AllocateFrom(NvmeRoom* room, uint64_t bytes
   for (FileRoom& part : room->parts_) {
     if (part.bytes() >= bytes) parts.push_back(&part);
   }
-  const auto key = [this](const FileRoom* part) {
+  SortBy(&parts, [this](const FileRoom* part) {
     const NvmeFile& file = *part->file();
     return std::tuple(file.failing(), static_cast<double>(file.writing_bytes()) / SpeedOf(file),
                       static_cast<double>(file.given_bytes()) / SpeedOf(file));
-  };
-  std::stable_sort(parts.begin(), parts.end(), [&](FileRoom* a, FileRoom* b) { return key(a) < key(b); });
-  absl::StatusOr<NvmeExtent> extent = Short(bytes, what);
+  });
+  if (parts.empty()) return Short(bytes, what);
+  absl::StatusOr<NvmeExtent> extent = absl::InternalError("no part");
   for (FileRoom* const part : parts) {
     extent = part->file()->AllocateFrom(part, bytes, what);
     if (extent.ok()) break;

@@ -67,7 +67,7 @@ bool UpdatePipeline::Loaded(size_t i) {
   return slot != nullptr && slot->phase != Phase::kLoading;
 }
 
-absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i) {
+absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i, bool overwritten) {
   FreeStored(/*may_wait=*/true);
   LoadAhead();
   Slot* slot = Find(i);
@@ -79,7 +79,7 @@ absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i) {
     LoadAhead();
     slot = Find(i);
   }
-  BALLAST_RETURN_IF_ERROR(slot->status);
+  if (!overwritten) BALLAST_RETURN_IF_ERROR(slot->status);
   return slot->data;
 }
 

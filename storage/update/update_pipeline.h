@@ -59,8 +59,8 @@ class UpdatePipeline {
   // Would Load(i) return at once?
   bool Loaded(size_t i);
   // Waits for the state of update i, before the kernel. The bytes are as the disk returned them: not compared with
-  // their digests.
-  absl::StatusOr<std::byte*> Load(size_t i);
+  // their digests. `overwritten`: the update needs none of them, so that an extent which cannot be read is no error.
+  absl::StatusOr<std::byte*> Load(size_t i, bool overwritten = false);
   // Waits for the gradient of update i from the log. The bytes are not compared with their digest, and valid until
   // LogReads::Release(i). REQUIRES: the update has a logged gradient.
   absl::StatusOr<absl::Span<const std::byte>> LoadGradient(size_t i);

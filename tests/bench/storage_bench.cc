@@ -23,7 +23,8 @@
 //   start               the start of a server on NVMe state that needs no replay, against a sequential read of the
 //                       state
 //   counts/*            microseconds per record of a log of 10^3, 10^4 and 10^5 segments, and per chunk of a store of as
-//                       many chunks, in each phase of their lives; the ratio is that of 10^3 to 10^5
+//                       many chunks, in each phase of their lives; on a disk in memory; the ratio is that of 10^4 to
+//                       10^5
 //
 // "I/O alone" reads every extent into a staging slot and writes the extent back from there, with the same queue, slots
 // and window as the step, but without kernels. "Compute alone" is the step's computation on as many states in memory as
