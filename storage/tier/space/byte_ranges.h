@@ -17,9 +17,9 @@ struct ByteRange {
   friend bool operator==(const ByteRange&, const ByteRange&) = default;
 };
 
-// A file may have as many ranges as a server has chunks: calls take the logarithm of their number. In
-// and BytesIn also take as long as their answer, Add and Remove as what they merge, All as the set, and Fit as the ranges
-// before the first one that is large enough. Threads: the caller's lock.
+// A file may have as many ranges as a server has chunks: calls take the logarithm of their number. Besides, In and
+// BytesIn take the length of their answer, Add and Remove the number of merged ranges, All the length of the set, and
+// Fit the number of smaller ranges before the found range. Threads: the caller's lock.
 class ByteRanges {
  public:
   void Add(ByteRange added);
