@@ -114,7 +114,8 @@ absl::Status StoreScrub::Rewrite(StoreCore* core, const ScrubbedExtent& extent) 
     absl::ReaderMutexLock lock(&chunk->mutex);
     home = chunk->extent.home();
   }
-  const Compute with{.pool = core->compute, .poll = [] {}};
+  const auto no_poll = [] {};
+  const Compute with{.pool = core->compute, .poll = no_poll};
   alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
   EncodeLabel(entry, chunk->layout, core->versions->job(), absl::MakeSpan(label));
   const uint64_t bytes = chunk->layout.LabelAt(chunk->elements);

@@ -22,7 +22,8 @@
 //   recovery            the start of a server where another was killed, against a sequential read of the data it needs
 //   start               the start of a server on NVMe state that needs no replay, against a sequential read of the
 //                       state
-//   counts/*            microseconds per record of a log of 10^3, 10^4 and 10^5 segments, and per chunk of a store of as
+//   counts/*            microseconds per record of a log of 10^3, 10^4 and 10^5 segments, and per chunk of a store of
+//   as
 //                       many chunks, in each phase of their lives; on a disk in memory; the ratio is that of 10^4 to
 //                       10^5
 //

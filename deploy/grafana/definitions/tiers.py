@@ -108,6 +108,21 @@ def board():
         w=12,
     )
     b.series(
+        'NVMe devices',
+        'Part of its budget that each directory of the NVMe tier has in use.',
+        'percentunit',
+        [
+            (
+                (
+                    f'ballast_nvme_device_bytes{{{SERVERS}, kind="used"}}'
+                    f' / ignoring (kind) (ballast_nvme_device_bytes{{{SERVERS}, kind="budget"}} > 0)'
+                ),
+                '{{instance}} {{directory}}',
+            )
+        ],
+        w=12,
+    )
+    b.series(
         'Read from tiers',
         'Bytes per second that updates, recovery and pulls take from each tier.',
         'Bps',
