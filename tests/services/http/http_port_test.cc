@@ -118,13 +118,14 @@ struct Progress {
 };
 
 TEST_F(HttpPortTest, AnswersWhileJobsAreRecovered) {
+  // The server asks as long as it lives: what follows a start in the background asks too.
+  absl::Mutex mu;
+  std::vector<Progress> asked;
   TestServer server("durable", {0, uint64_t{64} << 20, uint64_t{256} << 20});
   TrainerGroup group({server.get()}, Spec("job", v1::DURABILITY_STEP), 1);
   ASSERT_EQ(group.Start(), absl::OkStatus());
   ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
   for (int i = 0; i < 6; ++i) ASSERT_EQ(Step(group), absl::OkStatus());
-  std::vector<Progress> seen;
-  absl::Mutex mu;
   server.options().progress = &progress_;
   // Asks amid the start, which goes on after the answers.
   server.options().interrupt = [&] {
@@ -132,10 +133,14 @@ TEST_F(HttpPortTest, AnswersWhileJobsAreRecovered) {
     EXPECT_EQ(Get(address(), "/livez").status, 200);
     EXPECT_EQ(Get(address(), "/readyz").status, 503);
     EXPECT_THAT(Get(address(), "/metrics").body, HasSubstr("ballast_server_state{state=\"recovering\"} 1\n"));
-    seen.push_back({progress_.done_bytes, progress_.total_bytes});
+    asked.push_back({progress_.done_bytes, progress_.total_bytes});
     return absl::OkStatus();
   };
   server.Restart();
+  const std::vector<Progress> seen = [&] {
+    absl::MutexLock lock(&mu);
+    return asked;
+  }();
   ASSERT_GE(seen.size(), 6u);
   EXPECT_EQ(seen.front().done, 0u);
   EXPECT_GT(seen.front().total, 0u);
