@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 
 #include "ballast/tests/services/rpc/rpc_fixture.h"
@@ -17,7 +18,8 @@ HttpAnswer Ask(const std::string& address, const std::string& request) {
   (void)::send(fd, request.data(), request.size(), MSG_NOSIGNAL);
   std::string bytes;
   char piece[4096];
-  for (ssize_t n = 0; (n = ::recv(fd, piece, sizeof piece, 0)) > 0;) bytes.append(piece, n);
+  // Rings that are taken down interrupt calls of the thread that used them.
+  for (ssize_t n = 0; (n = TEMP_FAILURE_RETRY(::recv(fd, piece, sizeof piece, 0))) > 0;) bytes.append(piece, n);
   ::close(fd);
   const size_t end = bytes.find("\r\n\r\n");
   if (bytes.rfind("HTTP/1.1 ", 0) != 0 || end == std::string::npos) return {};
