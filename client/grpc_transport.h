@@ -24,8 +24,9 @@ absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(
     const std::vector<std::string>& servers, const model::Access& access = {},
     absl::Duration timeout = absl::Seconds(60), const std::function<bool()>& interrupted = nullptr);
 
-// Sets M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_TOP_PAD for the process: by default glibc trims its heap around gRPC's
-// read buffers, at more cost than the transfer itself. Call once at program start; a library must not.
-void TuneMallocForTransfers();
+// Tunes the process for what a trainer does. Call it once at program start; a library must not. Calls
+// model::StopDeadlockSearch, and sets M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_TOP_PAD: by default glibc trims its heap
+// around gRPC's read buffers, at more cost than the transfer itself.
+void TuneProgram();
 
 }  // namespace ballast::client

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "ballast/proto/model/address.h"
+#include "ballast/proto/model/mutexes.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/config/config.h"
@@ -221,6 +222,7 @@ int Serve(const Config& config, const sigset_t& signals) {
 }
 
 int Main(int argc, char** argv) {
+  model::StopDeadlockSearch();
   TuneMalloc();
   // Blocked before any thread starts, so that sigwait gets them.
   sigset_t signals;

@@ -297,7 +297,7 @@ absl::StatusOr<int> RunReference(const Flags& flags, const Corpus& corpus) {
 }
 
 absl::StatusOr<int> RunOnServers(const Flags& flags, const Corpus& corpus) {
-  TuneMallocForTransfers();
+  TuneProgram();
   BALLAST_ASSIGN_OR_RETURN(const Seat seat, TakeSeat(flags));
   BALLAST_ASSIGN_OR_RETURN(
       auto session, Session::Connect(MakeSessionOptions(flags), SessionTensors(flags.trainer.shape), flags.servers,

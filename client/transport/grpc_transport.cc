@@ -21,6 +21,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/access.h"
 #include "ballast/proto/model/address.h"
+#include "ballast/proto/model/mutexes.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/registry/registry_url.h"
@@ -370,7 +371,8 @@ absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const
   return transports;
 }
 
-void TuneMallocForTransfers() {
+void TuneProgram() {
+  model::StopDeadlockSearch();
   // Setting only one of the two is worse than neither: a mmap threshold alone makes every large block a fresh mapping.
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);

@@ -32,6 +32,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "ballast/proto/model/byte_sizes.h"
+#include "ballast/proto/model/mutexes.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/registry/registry.h"
 #include "ballast/services/config/config.h"
@@ -257,6 +258,7 @@ int Main(int argc, char** argv) {
   completion->add_option("shell", shell, "bash: eval \"$(ballastctl completion bash)\"; zsh and fish alike")
       ->required()
       ->check(CLI::IsMember({"bash", "zsh", "fish"}));
+  model::StopDeadlockSearch();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -2,6 +2,8 @@
 // submitted, and nothing survives the process. Blocks that were never written read as zeros.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
@@ -12,7 +14,7 @@
 
 namespace ballast::bench {
 
-// Threads: any. Does not lock files.
+// Threads: any. Does not lock files; these do not outlive the disk.
 class MemoryDisk : public storage::Disk {
  public:
   MemoryDisk();
@@ -21,11 +23,14 @@ class MemoryDisk : public storage::Disk {
   bool Exists(const std::string& path) const override;
   absl::Status Remove(const std::string& path) override;
   absl::StatusOr<std::unique_ptr<storage::IoQueue>> MakeQueue(const storage::IoQueueOptions& options) override;
+  // Nanoseconds that transfers and discards took, of all threads: copies, and the kernel's work for new memory.
+  uint64_t nanoseconds() const { return nanoseconds_; }
 
  private:
   class Content;
   class File;
   class Queue;
+  std::atomic<uint64_t> nanoseconds_{0};
   mutable absl::Mutex mutex_;
   std::map<std::string, std::shared_ptr<Content>> files_ ABSL_GUARDED_BY(mutex_);
 };

@@ -28,6 +28,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/thread_pool.h"
+#include "ballast/proto/model/mutexes.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/store/chunk_store.h"
 #include "ballast/storage/tier/tiers.h"
@@ -189,6 +190,7 @@ int Main(int argc, char** argv) {
   app.add_option("--learning-rate", options.hyper.learning_rate, "Of AdamW");
   app.add_option("--threads", options.threads, "That compute")->check(CLI::Range(1, 1024));
   CLI11_PARSE(app, argc, argv);
+  model::StopDeadlockSearch();
   spdlog::set_default_logger(
       std::make_shared<spdlog::logger>("nvme_step_peer", std::make_shared<spdlog::sinks::stderr_sink_mt>()));
   spdlog::set_level(spdlog::level::warn);

@@ -127,7 +127,7 @@ absl::Status Run(const Flags& flags) {
     collective = std::move(MakeLoopbackGroup(1).front());
     BALLAST_ASSIGN_OR_RETURN(source, LocalSource::Create(flags.shape, 1, uint64_t{1} << 20));
   } else {
-    TuneMallocForTransfers();
+    TuneProgram();
     BALLAST_ASSIGN_OR_RETURN(
         const auto rendezvous,
         FileRendezvous::Join({.directory = flags.rendezvous, .rank = flags.rank, .world_size = flags.world_size}));

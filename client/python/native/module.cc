@@ -18,6 +18,7 @@
 #include "ballast/client/python/native/status_error.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/self_test.h"
+#include "ballast/proto/model/mutexes.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/registry/registry_url.h"
 
@@ -405,6 +406,7 @@ void BindSession(nb::module_& m) {
 void SetLogLevel(const std::string& level) { spdlog::set_level(spdlog::level::from_str(level)); }
 
 NB_MODULE(_native, m) {
+  model::StopDeadlockSearch();
   spdlog::set_default_logger(spdlog::stderr_logger_mt("ballast"));
   spdlog::set_level(spdlog::level::warn);
   m.def("set_log_level", &SetLogLevel, "level"_a);

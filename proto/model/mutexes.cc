@@ -1,0 +1,9 @@
+#include "ballast/proto/model/mutexes.h"
+
+#include "absl/synchronization/mutex.h"
+
+namespace ballast::model {
+
+void StopDeadlockSearch() { absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore); }
+
+}  // namespace ballast::model
