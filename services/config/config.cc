@@ -137,7 +137,7 @@ const std::vector<Key>& Keys() {
       {{"budget.nvme", "bytes in the data directory, such as 512MiB, or path=bytes,path=bytes for several disks", "0",
         "disk: state that finds no room above; for durable jobs a durable copy of all state too, and the gradient log "
         "(durability `step`) or two pinned copies (`every-K`). In the file several disks are a list of `path` and "
-        "`bytes`; logs are in the data directory, whose part counts them"},
+        "`bytes`; logs lie in the data directory and take from its part"},
        SetNvme},
       {{"hbm_device", "an integer from 0 to 255", "0", "the GPU that budget.hbm is of, as CUDA counts them"},
        [](const std::string& text, Config* c) {

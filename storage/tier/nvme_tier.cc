@@ -141,7 +141,16 @@ absl::Status NvmeTier::OpenDevices(const TiersOptions& options) {
       BALLAST_RETURN_IF_ERROR(Grow(device.get()));
     }
     for (const auto& file : device->files) {
-      BALLAST_RETURN_IF_ERROR(file->Keep(OfFile(options.kept, file->id()), unnamed_stays));
+      const absl::Status kept = file->Keep(OfFile(options.kept, file->id()), unnamed_stays);
+      const auto last = known_.paths.find(file->id());
+      if (last == known_.paths.end() || last->second == file->file().path()) {
+        BALLAST_RETURN_IF_ERROR(kept);
+      } else {
+        BALLAST_RETURN_IF_ERROR(model::Annotate(
+            kept, absl::StrCat(file->file().path(), " was at ", last->second,
+                               " when this server ran last, and parts of budget.nvme go by paths: mount the disks as "
+                               "they were, or change the parts with them")));
+      }
     }
   }
   return absl::OkStatus();
@@ -178,10 +187,14 @@ absl::Status NvmeTier::TakeFile(Device* device, const std::string& path) {
   const std::optional<DeviceHeader>& header = *found;
   if (!header.has_value() && bytes <= kDeviceHeaderBytes) return absl::OkStatus();
   if (!header.has_value() || !known_.paths.contains(header->id)) {
+    std::string owner = "nobody known";
+    if (header.has_value() && header->owner == known_.owner) owner = "this server's data directory at another time";
+    if (header.has_value() && header->owner != known_.owner) {
+      owner = absl::StrCat("server '", absl::CEscape(header->owner), "'");
+    }
     return model::Error(
         absl::StatusCode::kDataLoss, model::kIo,
-        absl::StrCat(path, " is of ",
-                     header.has_value() ? absl::StrCat("server '", absl::CEscape(header->owner), "'") : "nobody known",
+        absl::StrCat(path, " is of ", owner,
                      ", and this server's catalog does not know it; nothing of it was touched. Mount the right disk "
                      "there, or move the file away if nothing of it is wanted"));
   }

@@ -162,6 +162,24 @@ TEST_F(DevicesTest, ARestartFindsExtentsByTheFileAndNotByThePath) {
   EXPECT_EQ(DirectoryOf(*tiers->nvme()->TakeKept(on_b.offset, on_b.file)), a_);
 }
 
+TEST_F(DevicesTest, PartsThatDoNotFitSwappedDisksNameTheSwap) {
+  options_.devices = {{.directory = home_, .budget = 0},
+                      {.directory = a_, .budget = 4 * kBlockBytes},
+                      {.directory = b_, .budget = kBlockBytes}};
+  {
+    auto tiers = Open();
+    for (int i = 0; i < 5; ++i) {
+      NvmeExtent extent = *tiers->nvme()->Allocate(kBlockBytes, "state");
+      options_.kept.push_back(PlaceOf(extent));
+      extent.Leave();
+    }
+  }
+  Swap(tier_a_, tier_b_);
+  const absl::Status status = TryOpen().status();
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat(tier_b_, " was at ", tier_a_)));
+}
+
 TEST_F(DevicesTest, AMissingDeviceIsNamedAndNothingTakesItsPlace) {
   ExtentPlace on_a, on_b;
   {
@@ -221,10 +239,15 @@ TEST_F(DevicesTest, AForeignDiskIsRefusedOrLeftAlone) {
     of_b.Leave();
   }
   const NvmeFileId a = IdIn(a_);
-  known_.erase(a);  // as if another server had made the file
+  known_.erase(a);
   const absl::Status refused = TryOpen().status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kDataLoss);
-  EXPECT_THAT(refused.message(), AllOf(HasSubstr(tier_a_), HasSubstr("server 'server-1'"), HasSubstr("move")));
+  // The file is not in the catalog: this server's is older than the file, or the file is another server's.
+  EXPECT_THAT(refused.message(), AllOf(HasSubstr(tier_a_), HasSubstr("of this server's data directory at another time"),
+                                       HasSubstr("move")));
+  options_.known.owner = "server-2";
+  EXPECT_THAT(TryOpen().status().message(), AllOf(HasSubstr(tier_a_), HasSubstr("server 'server-1'")));
+  options_.known.owner = "server-1";
   EXPECT_EQ(known_.count(a), 0);
   known_[a] = tier_a_;
   // A foreign disk where a device with state was: the device is missing, the foreign file stays as it is.
