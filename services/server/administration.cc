@@ -197,6 +197,13 @@ std::vector<v1::TierStatus> StateServer::Impl::TierStatuses(const std::vector<v1
       out_part.set_part(storage::kTierPartNames[part]);
       out_part.set_bytes(usage.parts[part][kind]);
     }
+    for (const storage::TierUsage::Device& device : usage.nvme) {
+      if (kind != storage::TierKind::kNvme) break;
+      v1::NvmeDeviceStatus& out_device = *tier.add_devices();
+      out_device.set_directory(device.directory);
+      out_device.set_capacity_bytes(device.budget);
+      out_device.set_used_bytes(device.used);
+    }
     for (const v1::JobStatus& job : job_statuses) {
       if (job.tiers_size() <= i) continue;
       tier.set_state_bytes(tier.state_bytes() + job.tiers(i).state_bytes());

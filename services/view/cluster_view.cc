@@ -163,6 +163,7 @@ std::string ShowText(const ClusterView& cluster) {
   }
   Table servers({"SERVER", "ID", "UP", "VERSION", "IO"});
   Table tiers({"SERVER", "TIER", "USED", "CAPACITY", "STATE", "WORKING"});
+  Table devices({"SERVER", "DIRECTORY", "USED", "CAPACITY"});
   for (const ServerView& server : cluster.servers) {
     if (!server.error.ok()) {
       servers.Add({server.address, "-", "down", "-", "-"});
@@ -174,6 +175,10 @@ std::string ShowText(const ClusterView& cluster) {
     for (const v1::TierStatus& tier : s.tiers()) {
       tiers.Add({server.address, tier.tier(), ShowBytes(tier.used_bytes()), ShowBytes(tier.capacity_bytes()),
                  ShowBytes(tier.state_bytes()), ShowBytes(tier.working_bytes())});
+      for (const v1::NvmeDeviceStatus& device : tier.devices()) {
+        devices.Add({server.address, Printable(device.directory()), ShowBytes(device.used_bytes()),
+                     ShowBytes(device.capacity_bytes())});
+      }
     }
   }
   Table jobs({"JOB", "DURABILITY", "VERSION", "OLDEST CHUNK", "SKIPPED", "RANKS", "PARAMETERS", "CHUNKS", "MOVING",
@@ -187,7 +192,9 @@ std::string ShowText(const ClusterView& cluster) {
               job.durable_versions.empty() ? "-" : absl::StrJoin(job.durable_versions, ",")});
   }
   return absl::StrCat(out, "\nServers\n", servers.Show(), "\nJobs\n", cluster.jobs.empty() ? "  none\n" : jobs.Show(),
-                      ShowWaits(cluster.jobs), "\nTiers\n", tiers.Show(), ShowPlans(cluster));
+                      ShowWaits(cluster.jobs), "\nTiers\n", tiers.Show(),
+                      devices.empty() ? "" : absl::StrCat("\nDisks of the nvme tier\n", devices.Show()),
+                      ShowPlans(cluster));
 }
 
 std::string ShowMessage(const google::protobuf::Message& message) {

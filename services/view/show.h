@@ -28,6 +28,7 @@ class Table {
  public:
   explicit Table(std::vector<std::string> header) { rows_.push_back(std::move(header)); }
   void Add(std::vector<std::string> row);
+  bool empty() const { return rows_.size() == 1; }
   std::string Show() const;
 
  private:

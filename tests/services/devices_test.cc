@@ -154,6 +154,15 @@ class ServerDevicesTest : public ::testing::Test {
     for (const storage::NvmeDevice& device : devices) server_.options().budget.nvme += device.budget;
     server_.Restart();
   }
+  // Bytes used and the budget, as the server's status tells.
+  std::pair<uint64_t, uint64_t> Told(const std::string& directory) {
+    const v1::TierStatus nvme = server_.get()->Status().tiers(2);
+    for (const v1::NvmeDeviceStatus& device : nvme.devices()) {
+      if (device.directory() == directory) return {device.used_bytes(), device.capacity_bytes()};
+    }
+    ADD_FAILURE() << directory << " is not in " << nvme.ShortDebugString();
+    return {};
+  }
   uint64_t TierBytes(const std::string& directory) const { return fs::file_size(directory + "/nvme.tier"); }
   ScratchDirectory directory_;
   const std::string a_ = directory_ / "a", b_ = directory_ / "b";
@@ -176,7 +185,10 @@ TEST_F(ServerDevicesTest, RestartsChangeNoBit) {
     ASSERT_EQ(training.Join(server_), absl::OkStatus());
   }
   training.ExpectSame();
-  for (const std::string& directory : {server_.directory(), a_, b_}) EXPECT_GT(TierBytes(directory), kMiB / 2);
+  for (const std::string& directory : {server_.directory(), a_, b_}) {
+    EXPECT_GT(TierBytes(directory), kMiB / 2);
+    EXPECT_GT(Told(directory).first, kMiB / 2);
+  }
   // Devices may come while jobs live, and the state of each is where it was.
   Devices({{server_.directory(), 96 * kMiB}, {b_, 32 * kMiB}, {a_, 32 * kMiB}, {directory_.path(), 32 * kMiB}});
   ASSERT_EQ(training.Join(server_), absl::OkStatus());
@@ -211,6 +223,8 @@ TEST_F(ServerDevicesTest, ALostDeviceIsNamedAndOtherJobsGoOn) {
     EXPECT_THAT(refused.message(), AllOf(HasSubstr("extents of job 'struck'"), HasSubstr(b_ + "/nvme.tier"),
                                          HasSubstr("Bring the disk back"), HasSubstr("drop the job")));
     ASSERT_EQ(spared.Join(server_), absl::OkStatus());
+    EXPECT_EQ(Told(b_), std::pair(uint64_t{0}, uint64_t{0}));
+    EXPECT_EQ(Told(a_).second, 32 * kMiB);
     spared.Steps(2);
     spared.ExpectSame();
     spared.Leave();

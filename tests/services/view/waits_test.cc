@@ -20,9 +20,11 @@
 namespace ballast::services {
 namespace {
 
+using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 v1::JobStatus Flying(uint32_t unsealed_count, const std::vector<uint32_t>& named) {
   v1::JobStatus job;
@@ -121,6 +123,21 @@ TEST(ClusterView, TextsOfServersAreMadePrintable) {
   EXPECT_EQ(text.find('\x1b'), std::string::npos) << text;
   EXPECT_EQ(text.find("\nHEALTHY"), std::string::npos) << text;
   EXPECT_THAT(text, HasSubstr("job?[2J"));
+}
+
+TEST(ClusterView, ShowsTheDisksOfAServerThatHasSeveral) {
+  ServerView server = Server("a", Flying(0, {}));
+  v1::TierStatus* const nvme = server.status.add_tiers();
+  nvme->set_tier("nvme");
+  EXPECT_THAT(ShowText(Judge({server})), Not(HasSubstr("Disks")));
+  v1::NvmeDeviceStatus* const disk = nvme->add_devices();
+  disk->set_directory("/mnt/1\x1b[2J");
+  disk->set_capacity_bytes(8192);
+  disk->set_used_bytes(4096);
+  const std::string text = ShowText(Judge({server}));
+  EXPECT_THAT(text, HasSubstr("Disks of the nvme tier"));
+  EXPECT_THAT(text, ContainsRegex("a:7070 +/mnt/1.*4.0 KiB +8.0 KiB"));
+  EXPECT_THAT(text, Not(HasSubstr("\x1b")));
 }
 
 TEST(ClusterView, DamageThatAScrubFoundIsAProblem) {
