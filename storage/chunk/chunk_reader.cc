@@ -141,6 +141,7 @@ absl::Status ChunkReader::ReadStored(const StoredChunk& chunk, StateArray array,
 
 absl::Status ChunkReader::ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
                                    uint64_t count, Sink sink) {
+  BALLAST_RETURN_IF_ERROR(copy.lost);
   if (copy.zero) {
     ReadZeros(count, sink);
     return absl::OkStatus();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "ballast/storage/chunk/chunk_update.h"
@@ -22,6 +23,7 @@ struct PinnedCopy {
   uint64_t from = 0;
   uint64_t to = 0;
   bool zero = false;  // a state before the first update; takes no space
+  absl::Status lost;  // not OK: the state could not be read when a restore replaced it; what readers are told
   NvmeExtent extent;  // empty: the state is in `dram`
   DramBlock dram;
   ArrayDigests digests = {};  // the extent's

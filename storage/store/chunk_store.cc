@@ -457,8 +457,7 @@ absl::Status StoreCore::Move(StoredChunk& chunk, TierKind to) {
   }
   if (to == TierKind::kHbm && versions.has_value()) BALLAST_RETURN_IF_ERROR(reader.Prepare());
   // A chunk that goes to NVMe leaves its memory, and the extent has everything.
-  StoredChunk* const moving = &chunk;
-  if (to == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(LoadMoments({&moving, 1}, Uninterrupted));
+  if (to == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(LoadMoments(chunk));
   const absl::Status moved = MoveState(tiers, &reader, chunk, move);
   // The extent was part of the room.
   if (!moved.ok() && versions.has_value() && move.extent.bytes() > 0) versions->AddRoom(move.extent.TakeRoom(), 0);

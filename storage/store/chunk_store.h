@@ -129,7 +129,8 @@ class ChunkStore {
 
   // Keeps all chunks as they are now readable under `pin` while later steps go on: copy on write, into free NVMe space,
   // else DRAM. A Run that finds no space for a copy fails before it changes that chunk: RESOURCE_EXHAUSTED (BUDGET).
-  // Chunks added later do not exist under the pin: FAILED_PRECONDITION (VERSION_GONE).
+  // Chunks added later do not exist under the pin: FAILED_PRECONDITION (VERSION_GONE). A restore replaces also a state
+  // that cannot be read any more: the pin then has no copy of the chunk, and reads of it are DATA_LOSS (CHECKSUM, IO).
   absl::Status Pin(int64_t pin);
   absl::Status ReadPinnedWorking(int64_t pin, uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
   absl::Status ReadPinnedState(int64_t pin, uint64_t chunk, StateArray array, uint64_t begin,

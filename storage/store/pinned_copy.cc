@@ -13,15 +13,22 @@ namespace {
 constexpr char kWhat[] = "a pinned copy of a chunk's state";
 }  // namespace
 
+CopyOnWrite::CopyOnWrite(const StoredChunk& chunk, uint64_t run) {
+  absl::ReaderMutexLock lock(&chunk.mutex);
+  copy_.from = chunk.updated_in;
+  copy_.to = run;
+  copy_.layout = chunk.layout.Whole();
+}
+
+CopyOnWrite CopyOnWrite::Lost(const StoredChunk& chunk, uint64_t run, const absl::Status& lost) {
+  CopyOnWrite copy(chunk, run);
+  copy.copy_.lost = lost;
+  return copy;
+}
+
 absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
                                                  uint64_t run, const std::byte* loaded, bool extent_is_kept) {
-  CopyOnWrite copy;
-  {
-    absl::ReaderMutexLock lock(&chunk.mutex);
-    copy.copy_.from = chunk.updated_in;
-  }
-  copy.copy_.to = run;
-  copy.copy_.layout = chunk.layout.Whole();
+  CopyOnWrite copy(chunk, run);
   if (copy.copy_.from == 0) {
     copy.copy_.zero = true;
     return copy;

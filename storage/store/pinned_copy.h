@@ -23,12 +23,15 @@ class CopyOnWrite {
   static absl::StatusOr<CopyOnWrite> Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, uint64_t run,
                                              const std::byte* loaded, bool extent_is_kept)
       ABSL_LOCKS_EXCLUDED(chunk.mutex);
+  // In place of a copy: the state cannot be read, and `lost` is what readers of the pins are told.
+  static CopyOnWrite Lost(const StoredChunk& chunk, uint64_t run, const absl::Status& lost)
+      ABSL_LOCKS_EXCLUDED(chunk.mutex);
   // Does the copy take the chunk's extent and leave the chunk a fresh extent?
   bool takes_extent() const { return fresh_.has_value(); }
   void Install(StoredChunk& chunk) && ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
 
  private:
-  CopyOnWrite() = default;
+  CopyOnWrite(const StoredChunk& chunk, uint64_t run) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   absl::Status FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, const std::byte* loaded);
   absl::Status FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded);
   uint64_t bytes(const StoredChunk& chunk) const;  // of the copy

@@ -85,6 +85,10 @@ struct StoreCore {
   // Store's thread, nothing in flight on its queue. DATA_LOSS (CHECKSUM), INTERNAL (IO), `interrupt`'s error, which is
   // asked before each chunk: then the chunks that were not read are as before.
   absl::Status LoadMoments(absl::Span<StoredChunk* const> chunks, Interrupt interrupt);
+  // As LoadMoments, of one chunk, which may have them already, with a read of its own: transfers may be in flight.
+  absl::Status LoadMoments(StoredChunk& chunk);
+  // The rest of LoadMoments, once the moments were read from `file`.
+  absl::Status TakeMoments(StoredChunk& chunk, const BlockFile& file, uint64_t read_bytes, const Compute& with);
   // Reads the state `durable` from its extent into `state`, in host memory, or into the chunk's own memory on a device,
   // and makes the working copy.
   absl::Status ReadDurable(const StoredChunk& chunk, const DurableChunk& durable, std::byte* state,
@@ -106,7 +110,8 @@ struct StoreCore {
                           const ArrayDigests& expected, StateArray array, const std::byte* bytes,
                           const Compute& with) const;
   absl::Status Harden();
-  bool IsPinned(const StoredChunk& chunk) const;
+  // Pins for reading that need the chunk's present state, ascending.
+  std::vector<int64_t> PinsOf(const StoredChunk& chunk) const;
   // Elements of a chunk without a working copy, rounded from its master.
   absl::Status ReadRounded(const StoredChunk& chunk, uint64_t begin, uint64_t count, std::byte* to);
   // Reads bytes of an array at the pin's version.

@@ -28,6 +28,13 @@ absl::Status CheckFits(const StoredChunk& chunk, const DurableChunk& durable) {
                                    " elements is for another chunk than ", chunk.id, " with ", chunk.elements));
 }
 
+// REQUIRES: the chunk's moments are unread.
+ReadAhead MomentsOf(const StoredChunk& chunk) ABSL_SHARED_LOCKS_REQUIRED(chunk.mutex) {
+  const uint64_t begin = chunk.layout.ArrayAt(StateArray::kMoment1, chunk.elements);
+  const uint64_t end = chunk.layout.LabelAt(chunk.elements);
+  return {chunk.extent.offset() + begin, end - begin, chunk.state + begin, &chunk.extent.file()};
+}
+
 }  // namespace
 
 absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks,
@@ -109,39 +116,52 @@ absl::Status StoreCore::LoadMoments(absl::Span<StoredChunk* const> chunks, Inter
   for (StoredChunk* const chunk : chunks) {
     absl::ReaderMutexLock lock(&chunk->mutex);
     if (!chunk->moments_unread) continue;
-    const uint64_t begin = chunk->layout.ArrayAt(StateArray::kMoment1, chunk->elements);
-    const uint64_t end = chunk->layout.LabelAt(chunk->elements);
-    reads.push_back({chunk->extent.offset() + begin, end - begin, chunk->state + begin, &chunk->extent.file()});
+    reads.push_back(MomentsOf(*chunk));
     unread.push_back(chunk);
   }
   if (reads.empty()) return absl::OkStatus();
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging.Queue(tiers->disk()));
   const auto take = [&](size_t i, std::byte*, absl::FunctionRef<void()> poll) {
     BALLAST_RETURN_IF_ERROR(interrupt());
-    StoredChunk& chunk = *unread[i];
-    uint64_t state_at = 0;
-    ArrayDigests expected = {};
-    {
-      absl::ReaderMutexLock lock(&chunk.mutex);
-      state_at = chunk.extent.offset();
-      expected = chunk.digests;
-    }
-    for (int moment = 1; moment < chunk.layout.array_count(); ++moment) {
-      const auto array = static_cast<StateArray>(moment);
-      const std::byte* const bytes = chunk.View(chunk.state).array(array);
-      BALLAST_RETURN_IF_ERROR(
-          CheckArray(*reads[i].file, chunk, state_at, expected, array, bytes, {.pool = compute, .poll = poll}));
-    }
-    tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
-    tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kRecovery, reads[i].bytes);
-    // Readers of moments that wait for the disk have them from the extent.
-    absl::MutexLock reading(&chunk.reading);
-    absl::MutexLock lock(&chunk.mutex);
-    chunk.moments_unread = false;
-    Pass("recovery/moments_read");
-    return absl::OkStatus();
+    return TakeMoments(*unread[i], *reads[i].file, reads[i].bytes, {.pool = compute, .poll = poll});
   };
   return ForEachRead(queue, reads, {}, take);
+}
+
+absl::Status StoreCore::LoadMoments(StoredChunk& chunk) {
+  ReadAhead moments;
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    if (!chunk.moments_unread) return absl::OkStatus();
+    moments = MomentsOf(chunk);
+  }
+  BALLAST_RETURN_IF_ERROR(moments.file->Read(moments.offset, {moments.to, moments.bytes}));
+  const auto no_poll = [] {};
+  return TakeMoments(chunk, *moments.file, moments.bytes, {.pool = compute, .poll = no_poll});
+}
+
+absl::Status StoreCore::TakeMoments(StoredChunk& chunk, const BlockFile& file, uint64_t read_bytes,
+                                    const Compute& with) {
+  uint64_t state_at = 0;
+  ArrayDigests expected = {};
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    state_at = chunk.extent.offset();
+    expected = chunk.digests;
+  }
+  for (int moment = 1; moment < chunk.layout.array_count(); ++moment) {
+    const auto array = static_cast<StateArray>(moment);
+    const std::byte* const bytes = chunk.View(chunk.state).array(array);
+    BALLAST_RETURN_IF_ERROR(CheckArray(file, chunk, state_at, expected, array, bytes, with));
+  }
+  tiers->CountTraffic(TierKind::kNvme, read_bytes, 0);
+  tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kRecovery, read_bytes);
+  // Readers of moments that wait for the disk have them from the extent.
+  absl::MutexLock reading(&chunk.reading);
+  absl::MutexLock lock(&chunk.mutex);
+  chunk.moments_unread = false;
+  Pass("recovery/moments_read");
+  return absl::OkStatus();
 }
 
 absl::Status StoreCore::CheckLabel(const StoredChunk& chunk, const DurableChunk& durable,

@@ -166,15 +166,19 @@ void ChunkStore::Unpin(int64_t pin) {
   }
 }
 
-bool StoreCore::IsPinned(const StoredChunk& chunk) const {
+std::vector<int64_t> StoreCore::PinsOf(const StoredChunk& chunk) const {
   uint64_t updated_in = 0;
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
     updated_in = chunk.updated_in;
   }
+  std::vector<int64_t> versions;
   absl::ReaderMutexLock lock(&mutex);
-  return std::any_of(pins.begin(), pins.end(),
-                     [&](const auto& pin) { return chunk.index < pin.second.chunks && pin.second.runs >= updated_in; });
+  for (const auto& [version, point] : pins) {
+    if (chunk.index < point.chunks && point.runs >= updated_in) versions.push_back(version);
+  }
+  std::sort(versions.begin(), versions.end());
+  return versions;
 }
 
 absl::Status StoreCore::ReadPinned(int64_t pin, const StoredChunk& chunk, StateArray array, uint64_t begin,

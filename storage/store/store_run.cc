@@ -1,5 +1,7 @@
 #include "ballast/storage/store/store_run.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -7,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
@@ -231,8 +234,8 @@ absl::Status StoreRun::LoadMoments(absl::Span<const ChunkUpdate> updates, absl::
                                    Interrupt interrupt) {
   std::vector<StoredChunk*> changed;
   for (size_t i = 0; i < updates.size(); ++i) {
-    // A restore overwrites all arrays, but a pin may want them first.
-    if (!updates[i].restored.has_value() || core_.IsPinned(*chunks[i])) changed.push_back(chunks[i]);
+    // A restore overwrites all arrays. CopyForPins reads those that pins want first.
+    if (!updates[i].restored.has_value()) changed.push_back(chunks[i]);
   }
   absl::Status interrupted;
   const auto asked = [&] { return interrupted = interrupt(); };
@@ -257,14 +260,14 @@ absl::Status StoreRun::Begin(size_t i, const ChunkUpdate& update, StoredChunk& c
   const TierKind tier = chunk.placement.state;
   if (tier == TierKind::kNvme) {
     while (!begun_.empty() && !pipeline_->Loaded(i)) BALLAST_RETURN_IF_ERROR(FinishOldest());
-    BALLAST_ASSIGN_OR_RETURN(next.state, pipeline_->Load(i, update.restored.has_value()));
+    BALLAST_ASSIGN_OR_RETURN(next.state, pipeline_->Load(i, update.restored.has_value() ? &next.unreadable : nullptr));
     absl::ReaderMutexLock lock(&chunk.mutex);
     next.verified = chunk.updated_in == 0 || Seeded(StorageBug::kLoadDigestUnchecked);
   }
   std::optional<CopyOnWrite> copy;
-  if (next.changes() && core_.IsPinned(chunk)) {
+  if (const std::vector<int64_t> pins = core_.PinsOf(chunk); next.changes() && !pins.empty()) {
     BALLAST_RETURN_IF_ERROR(FinishAll());
-    BALLAST_ASSIGN_OR_RETURN(copy, CopyForPins(next));
+    BALLAST_ASSIGN_OR_RETURN(copy, CopyForPins(next, pins));
   }
   next.stores = tier == TierKind::kNvme || (update.flush && core_.versions.has_value());
   // Takes all space before the chunk changes: a failure later would lead to applying the update twice.
@@ -353,12 +356,30 @@ absl::Status StoreRun::Settle(Begun& begun) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<CopyOnWrite> StoreRun::CopyForPins(Begun& next) {
+absl::Status StoreRun::VerifyOld(Begun& next) {
   StoredChunk& chunk = *next.chunk;
-  if (!std::exchange(next.verified, true)) {
-    const ArrayDigests found = DigestState(chunk.View(next.state), {.pool = core_.compute, .poll = poll_});
-    absl::ReaderMutexLock lock(&chunk.mutex);
-    BALLAST_RETURN_IF_ERROR(CompareDigests(chunk.extent.file(), chunk, chunk.extent.offset(), chunk.digests, found));
+  BALLAST_RETURN_IF_ERROR(next.unreadable);
+  BALLAST_RETURN_IF_ERROR(As(RunStage::kRead, [&] { return core_.LoadMoments(chunk); }));
+  if (std::exchange(next.verified, true)) return absl::OkStatus();
+  const ArrayDigests found = DigestState(chunk.View(next.state), {.pool = core_.compute, .poll = poll_});
+  absl::ReaderMutexLock lock(&chunk.mutex);
+  return CompareDigests(chunk.extent.file(), chunk, chunk.extent.offset(), chunk.digests, found);
+}
+
+absl::StatusOr<CopyOnWrite> StoreRun::CopyForPins(Begun& next, absl::Span<const int64_t> pins) {
+  StoredChunk& chunk = *next.chunk;
+  if (const absl::Status unread = VerifyOld(next); !unread.ok()) {
+    const ChunkUpdate& update = *next.update;
+    if (!update.restored.has_value()) return unread;
+    const absl::Status lost =
+        model::Error(absl::StatusCode::kDataLoss, model::ReasonOf(unread),
+                     absl::StrCat("chunk ", chunk.id, " of pinned version ", absl::StrJoin(pins, ", "),
+                                  " is lost: its state could not be read when step ", update.version,
+                                  " replaced it by version ", *update.restored,
+                                  ". The pin's other chunks are there, and a version pinned from now on is whole. ",
+                                  unread.message()));
+    spdlog::error("job '{}': {}", core_.versions->job(), std::string(lost.message()));
+    return CopyOnWrite::Lost(chunk, run_, lost);
   }
   const bool kept = core_.durable_pins.has_value() && core_.durable_pins->KeepsNewest(chunk.index);
   const std::byte* const loaded = chunk.placement.state == TierKind::kNvme ? next.state : nullptr;

@@ -39,7 +39,8 @@ class StoreRun {
     std::unique_ptr<ChunkUpdate> fetched = nullptr;  // `update`, if part of it was in the log
     // State from the disk is compared with its digests during the update: a comparison before would read it twice.
     bool verified = true;
-    bool stores = false;  // the new state goes to the disk
+    absl::Status unreadable;  // of a restore: the old state could not be read
+    bool stores = false;      // the new state goes to the disk
     NvmeExtent fresh = {};
     ArrayDigests expected = {};
     const BlockFile* read_file = nullptr;  // null if nothing was read
@@ -57,7 +58,7 @@ class StoreRun {
   // Returns `update` with its logged gradient and values read from the log and compared with their digests. The bytes
   // lie in the memory of `reads_`.
   absl::StatusOr<std::unique_ptr<ChunkUpdate>> FetchLogged(size_t i, const ChunkUpdate& update);
-  // Moments of state in DRAM that a restart has left on the disk, of all chunks that the run changes.
+  // Moments of state in DRAM that a restart has left on the disk, of all chunks whose updates need them.
   absl::Status LoadMoments(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks,
                            Interrupt interrupt);
   // Are so many updates under way that the oldest should end before another begins?
@@ -67,7 +68,11 @@ class StoreRun {
   void StartPieces(Begun next, std::optional<CopyOnWrite> copy);
   // For an update of a device's memory, and for a restored state.
   absl::Status ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy);
-  absl::StatusOr<CopyOnWrite> CopyForPins(Begun& next);
+  // The state that the update replaces, for `pins`. A restore goes on where that state cannot be read: the pins lose
+  // the chunk, and no restore needs what it replaces.
+  absl::StatusOr<CopyOnWrite> CopyForPins(Begun& next, absl::Span<const int64_t> pins);
+  // Has all of the old state in memory, and compares it with its digests. DATA_LOSS (CHECKSUM), INTERNAL (IO).
+  absl::Status VerifyOld(Begun& next);
   // Ends the oldest update: computes until its pieces have returned, starts its way to the disk, and announces it.
   // After an error nothing is under way, and later updates are not announced.
   absl::Status FinishOldest();

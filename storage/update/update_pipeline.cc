@@ -67,7 +67,7 @@ bool UpdatePipeline::Loaded(size_t i) {
   return slot != nullptr && slot->phase != Phase::kLoading;
 }
 
-absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i, bool overwritten) {
+absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i, absl::Status* unreadable) {
   FreeStored(/*may_wait=*/true);
   LoadAhead();
   Slot* slot = Find(i);
@@ -79,7 +79,8 @@ absl::StatusOr<std::byte*> UpdatePipeline::Load(size_t i, bool overwritten) {
     LoadAhead();
     slot = Find(i);
   }
-  if (!overwritten) BALLAST_RETURN_IF_ERROR(slot->status);
+  if (unreadable == nullptr) BALLAST_RETURN_IF_ERROR(slot->status);
+  if (unreadable != nullptr) *unreadable = slot->status;
   return slot->data;
 }
 

@@ -59,8 +59,9 @@ class UpdatePipeline {
   // Would Load(i) return at once?
   bool Loaded(size_t i);
   // Waits for the state of update i, before the kernel. The bytes are as the disk returned them: not compared with
-  // their digests. `overwritten`: the update needs none of them, so that an extent which cannot be read is no error.
-  absl::StatusOr<std::byte*> Load(size_t i, bool overwritten = false);
+  // their digests. `unreadable`, for an update that can do without them: gets the error of their read, which is then
+  // no error of Load.
+  absl::StatusOr<std::byte*> Load(size_t i, absl::Status* unreadable = nullptr);
   // Waits for the gradient of update i from the log. The bytes are not compared with their digest, and valid until
   // LogReads::Release(i). REQUIRES: the update has a logged gradient.
   absl::StatusOr<absl::Span<const std::byte>> LoadGradient(size_t i);

@@ -5,10 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <fstream>
+#include <string>
 #include <vector>
 
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/records/job_entry.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
 
@@ -36,6 +39,14 @@ class ScrubTest : public ::testing::Test {
     server_.Restart();
     NextGroup();
     ASSERT_EQ(group_->Initialise(Initial), absl::OkStatus());
+  }
+  static v1::StepHeader RestoreOf(int64_t version) {
+    v1::StepHeader restore;
+    restore.set_kind(v1::STEP_KIND_RESTORE);
+    restore.set_restored_version(version);
+    restore.set_gradient_presence(std::string(1, 0));
+    restore.set_value_presence(std::string(1, 0));
+    return restore;
   }
   void NextGroup() {
     group_ = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server_.get()}, spec_, 1, ++epoch_);
@@ -76,6 +87,36 @@ class ScrubTest : public ::testing::Test {
     EXPECT_EQ(::fsync(fd), 0);
     ::close(fd);
     return rotten;
+  }
+  // Restarts so that no step is replayed: all moments are on the disk alone. Returns the chunks' extents.
+  std::vector<storage::DurableChunk> RestartUnread() {
+    const int64_t version = group_->step() - 1;
+    EXPECT_EQ(PinDurably(server_.get(), "job", group_->epoch(), version), absl::OkStatus());  // flushes all
+    EXPECT_EQ(UnpinDurably(server_.get(), "job", group_->epoch(), version), absl::OkStatus());
+    group_.reset();
+    server_.End();
+    absl::StatusOr<JobEntry> entry;
+    {
+      const auto catalog = storage::Catalog::Open(server_.directory());
+      EXPECT_TRUE(catalog.ok()) << catalog.status();
+      entry = ReadJobEntry(**catalog, "job");
+      EXPECT_TRUE(entry.ok()) << entry.status();
+    }
+    server_.Restart();
+    NextGroup();
+    EXPECT_EQ(group_->step(), version + 1);
+    return entry->chunks;
+  }
+  // Flips a bit of what the extent holds at `at`.
+  void Rot(const storage::DurableChunk& extent, uint64_t at) {
+    std::fstream tier(server_.directory() + "/nvme.tier", std::ios::in | std::ios::out | std::ios::binary);
+    tier.seekg(static_cast<std::streamoff>(extent.offset + at));
+    const auto byte = static_cast<char>(tier.peek() ^ 1);
+    tier.seekp(static_cast<std::streamoff>(extent.offset + at));
+    EXPECT_TRUE(tier.write(&byte, 1).flush().good());
+  }
+  static uint64_t At(const storage::DurableChunk& extent, storage::StateArray array) {
+    return storage::StateLayout().ArrayAt(array, extent.elements);
   }
   std::vector<std::vector<float>> Masters() {
     std::vector<std::vector<float>> masters;
@@ -190,13 +231,43 @@ TEST_F(ScrubTest, AKeptVersionIsMendedAsLongAsMemoryHasIt) {
   EXPECT_GE(scrub.mended(), Chunks());
   EXPECT_EQ(scrub.damaged(), 0u);
   for (int i = 0; i < 3; ++i) ASSERT_EQ(Step(), absl::OkStatus());
-  v1::StepHeader restore;
-  restore.set_kind(v1::STEP_KIND_RESTORE);
-  restore.set_restored_version(1);
-  restore.set_gradient_presence(std::string(1, 0));
-  restore.set_value_presence(std::string(1, 0));
   NextGroup();
-  EXPECT_EQ(group_->Finish(restore).status(), absl::OkStatus());
+  EXPECT_EQ(group_->Finish(RestoreOf(1)).status(), absl::OkStatus());
+}
+
+// The restore needs nothing of what it replaces. A pin of that wants it, and is told.
+TEST_F(ScrubTest, ARestoreReplacesAStateThatCannotBeReadUnderAPin) {
+  Begin(kRoomy);
+  ASSERT_EQ(Step(), absl::OkStatus());
+  ASSERT_EQ(PinDurably(server_.get(), "job", group_->epoch(), 1), absl::OkStatus());
+  const std::vector<std::vector<float>> at_one = Masters();
+  ASSERT_EQ(Step(), absl::OkStatus());
+  const std::vector<std::vector<float>> at_two = Masters();
+  const std::vector<storage::DurableChunk> extents = RestartUnread();
+  Answer<v1::PinResponse> pinned;
+  v1::PinRequest pin;
+  pin.set_job("job");
+  pin.set_version(2);
+  server_->Pin(pin, absl::InfiniteFuture(), pinned.reply());
+  ASSERT_EQ(pinned.Wait().status(), absl::OkStatus());
+  Rot(extents.back(), At(extents.back(), storage::StateArray::kMoment1));
+  ASSERT_EQ(group_->Finish(RestoreOf(1)).status(), absl::OkStatus());
+  EXPECT_EQ(Masters(), at_one);
+  int lost = 0;
+  for (uint32_t tensor = 0; tensor < SmallModel().size(); ++tensor) {
+    const auto master = group_->Read(tensor, v1::CONTENT_MASTER, 2);
+    if (master.ok()) {
+      EXPECT_EQ(*master, at_two[tensor]);
+      continue;
+    }
+    ++lost;
+    EXPECT_EQ(master.status().code(), absl::StatusCode::kDataLoss) << master.status();
+    EXPECT_THAT(std::string(master.status().message()), HasSubstr("of pinned version 2 is lost"));
+  }
+  EXPECT_GT(lost, 0);
+  EXPECT_LT(lost, static_cast<int>(SmallModel().size()));
+  EXPECT_EQ(Step(), absl::OkStatus());
+  EXPECT_EQ(Job().failure(), "");
 }
 
 // The server's own thread, at a rate.

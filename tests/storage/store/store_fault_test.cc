@@ -398,32 +398,127 @@ TEST_P(RestartTest, ChunksMoveWithTheirMoments) {
   ExpectRight();
 }
 
-// A restore overwrites all arrays, and so has no use for moments that nobody has read since the restart. A pin has.
-TEST_P(RestartTest, APinHasTheMomentsThatARestoreOverwrites) {
-  const absl::StatusOr<std::vector<DurableChunk>> kept = job_.store->PinDurably(1);
-  ASSERT_TRUE(kept.ok()) << kept.status();
-  ASSERT_EQ(Update(2), absl::OkStatus());
-  ASSERT_EQ(job_.store->Harden(), absl::OkStatus());
-  std::vector<ExtentPlace> places = Recorded();
-  for (const DurableChunk& chunk : *kept) places.push_back({chunk.offset, chunk.bytes});
-  ASSERT_EQ(Open(places), absl::OkStatus());
-  ASSERT_EQ(Add(&job_, GetParam()), absl::OkStatus());
-  for (uint64_t i = 0; i < kChunks; ++i) {
-    ASSERT_EQ(job_.store->TakeBackPin(1, i, (*kept)[i]), absl::OkStatus());
+// A restore of version 1 over version 2 that no update has read since the restart. Pin 9 is of version 2.
+class RestoreTest : public RestartTest {
+ protected:
+  void SetUp() override {
+    RestartTest::SetUp();
+    KeepDurably(1);
+    at_one_ = reference_;
+    ASSERT_EQ(Update(2), absl::OkStatus());
+    KeepDurably(2);
+    ASSERT_EQ(job_.store->Harden(), absl::OkStatus());
   }
-  ASSERT_EQ(job_.store->Pin(9), absl::OkStatus());
-  std::vector<ChunkUpdate> updates(kChunks);
-  for (uint64_t i = 0; i < kChunks; ++i) {
-    updates[i].chunk = i;
-    updates[i].version = 3;
-    updates[i].restored = 1;
+  void KeepDurably(int64_t version) {
+    const absl::StatusOr<std::vector<DurableChunk>> kept = job_.store->PinDurably(version);
+    ASSERT_TRUE(kept.ok()) << kept.status();
+    kept_[version] = *kept;
   }
-  ASSERT_EQ(job_.store->Run(updates, [](size_t) {}), absl::OkStatus());
-  for (uint64_t i = 0; i < kChunks; ++i) {
-    std::vector<float> pinned(kElements);
-    ASSERT_EQ(job_.store->ReadPinnedState(9, i, StateArray::kMoment1, 0, absl::MakeSpan(pinned)), absl::OkStatus());
-    EXPECT_TRUE(SameBits(pinned, reference_[i].arrays[1])) << i;
+  // Version 2 is no kept version if `keep` says so: its extents are then the chunks' alone.
+  void RestartAndPin(bool keep_two) {
+    if (!keep_two) kept_.erase(2);
+    std::vector<ExtentPlace> places = Recorded();
+    for (const DurableChunk& chunk : kept_[1]) places.push_back({chunk.offset, chunk.bytes});
+    ASSERT_EQ(Open(places), absl::OkStatus());
+    ASSERT_EQ(Add(&job_, GetParam()), absl::OkStatus());
+    for (const auto& [version, chunks] : kept_) {
+      for (uint64_t i = 0; i < kChunks; ++i) {
+        ASSERT_EQ(job_.store->TakeBackPin(version, i, chunks[i]), absl::OkStatus());
+      }
+    }
+    ASSERT_EQ(job_.store->Pin(9), absl::OkStatus());
   }
+  void Rot(uint64_t chunk, StateArray array) {
+    const uint64_t at = job_.recorded.at(chunk).offset + StateLayout().ArrayAt(array, kElements);
+    disk_.FlipBit(directory_ / "nvme.tier", (at + 4321) * 8);
+  }
+  absl::Status Restore() {
+    std::vector<ChunkUpdate> updates(kChunks);
+    for (uint64_t i = 0; i < kChunks; ++i) {
+      updates[i].chunk = i;
+      updates[i].version = 3;
+      updates[i].flush = true;
+      updates[i].restored = 1;
+    }
+    return job_.store->Run(updates, [](size_t) {});
+  }
+  absl::Status ReadPinned(uint64_t chunk, StateArray array) const {
+    std::vector<float> to(16);
+    return job_.store->ReadPinnedState(9, chunk, array, 1000, absl::MakeSpan(to));
+  }
+  // All chunks hold version 1, also after the next steps and a restart.
+  void ExpectRestored() {
+    reference_ = at_one_;
+    ExpectRight();
+    ASSERT_EQ(Update(4), absl::OkStatus());
+    ExpectRight();
+    ASSERT_EQ(job_.store->Harden(), absl::OkStatus());
+    ASSERT_EQ(Restart(), absl::OkStatus());
+    ExpectRight();
+  }
+  void ExpectLost(uint64_t chunk, const std::string& why) const {
+    for (const StateArray array : {StateArray::kMaster, StateArray::kMoment1}) {
+      const absl::Status status = ReadPinned(chunk, array);
+      EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+      EXPECT_THAT(status.ToString(), HasSubstr(absl::StrCat("chunk ", chunk, " of pinned version 9 is lost")));
+      EXPECT_THAT(status.ToString(), HasSubstr(why));
+    }
+  }
+
+  std::map<int64_t, std::vector<DurableChunk>> kept_;
+  std::vector<ReferenceChunk> at_one_;
+};
+INSTANTIATE_TEST_SUITE_P(Tiers, RestoreTest, ::testing::Values(TierKind::kDram, TierKind::kNvme),
+                         [](const auto& info) { return std::string(TierName(info.param)); });
+
+// The restore has no use for moments that nobody has read since the restart. A pin has.
+TEST_P(RestoreTest, APinHasTheMomentsThatARestoreOverwrites) {
+  RestartAndPin(/*keep_two=*/false);
+  ASSERT_EQ(Restore(), absl::OkStatus());
+  for (uint64_t i = 0; i < kChunks; ++i) EXPECT_TRUE(HoldsPinned(*job_.store, 9, i, reference_[i])) << i;
+  ExpectRestored();
+}
+
+TEST_P(RestoreTest, APinLosesTheChunkThatCannotBeReadAndTheRestoreGoesOn) {
+  RestartAndPin(/*keep_two=*/false);
+  Rot(1, StateArray::kMoment2);
+  ASSERT_EQ(Restore(), absl::OkStatus());
+  ExpectLost(1, "chunk 1: moment2 in");
+  EXPECT_TRUE(HoldsPinned(*job_.store, 9, 0, reference_[0]));
+  ExpectRestored();
+}
+
+// A kept version has the rotten extent as it is, and says so before it is restored.
+TEST_P(RestoreTest, AKeptVersionStaysAndIsRefusedByName) {
+  RestartAndPin(/*keep_two=*/true);
+  Rot(1, StateArray::kMoment2);
+  ASSERT_EQ(Restore(), absl::OkStatus());
+  ExpectLost(1, "chunk 1: moment2 in");
+  EXPECT_TRUE(HoldsPinned(*job_.store, 9, 0, reference_[0]));
+  EXPECT_EQ(job_.store->VerifyPin(1, Uninterrupted), absl::OkStatus());
+  const absl::Status two = job_.store->VerifyPin(2, Uninterrupted);
+  EXPECT_EQ(two.code(), absl::StatusCode::kDataLoss) << two;
+  EXPECT_THAT(two.ToString(), HasSubstr("chunk 1: moment2 in"));
+  reference_ = at_one_;
+  ExpectRight();
+}
+
+TEST_P(RestoreTest, SoDoesAPinWhoseChunkTheDiskDoesNotRead) {
+  RestartAndPin(/*keep_two=*/false);
+  disk_.FailNext(SimOperation::kRead, 1, SimFault::kEio);  // the first chunk's
+  ASSERT_EQ(Restore(), absl::OkStatus());
+  ASSERT_EQ(disk_.suffered(SimFault::kEio), 1u);
+  EXPECT_EQ(ReadPinned(0, StateArray::kMaster).code(), absl::StatusCode::kDataLoss);
+  ExpectLost(0, "nvme.tier");
+  EXPECT_TRUE(HoldsPinned(*job_.store, 9, 1, reference_[1]));
+  ExpectRestored();
+}
+
+// Any other update needs the state for itself.
+TEST_P(RestoreTest, AnUpdateUnderAPinIsStillRefused) {
+  RestartAndPin(/*keep_two=*/false);
+  Rot(1, StateArray::kMoment2);
+  EXPECT_EQ(Update(3).code(), absl::StatusCode::kDataLoss);
 }
 
 TEST_P(RestartTest, StepsReserveNoBlocks) {
