@@ -18,22 +18,27 @@ constexpr int kDamageShown = 16;
 
 }  // namespace
 
-absl::Status Scrub::Mend(storage::ChunkStore* store, const storage::ScrubbedExtent& extent) {
-  if (extent.kept || !extent.in_memory) {
+absl::Status Scrub::Mend(storage::ChunkStore* store, storage::ScrubbedExtent* extent) {
+  if (extent->kept || !extent->in_memory) {
     return model::Error(absl::StatusCode::kDataLoss, model::kChecksum, "this extent is the only copy of its state");
   }
-  if (!extent.dirty) return store->Rewrite(extent);
+  if (extent->moments_unread) {
+    BALLAST_RETURN_IF_ERROR(model::Annotate(store->LoadMoments(extent->chunk),
+                                            "its moments, which only the disk has since the restart, cannot be read"));
+    extent->moments_unread = false;
+  }
+  if (!extent->dirty) return store->Rewrite(*extent);
   // Memory has a newer version, which goes to an extent of its own. Where nothing is recorded, the damaged extent
   // serves kept versions alone, and no flush brings back what they hold.
   if (!store->records()) {
     return model::Error(absl::StatusCode::kDataLoss, model::kChecksum, "memory has a newer version, which is whole");
   }
-  absl::Status status = flushes_->Run(store, {&extent.chunk, 1});
+  absl::Status status = flushes_->Run(store, {&extent->chunk, 1});
   if (status.ok()) status = store->Harden();
   if (status.ok()) flushes_->Cut(*store);
   if (!status.ok()) return status;
-  for (const storage::ScrubbedExtent& left : store->Extents(extent.chunk)) {
-    if (!left.kept || left.entry.file != extent.entry.file || left.entry.offset != extent.entry.offset) continue;
+  for (const storage::ScrubbedExtent& left : store->Extents(extent->chunk)) {
+    if (!left.kept || left.entry.file != extent->entry.file || left.entry.offset != extent->entry.offset) continue;
     return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
                         "the newest version is whole now, and a version that is kept for restores is not");
   }
@@ -51,10 +56,13 @@ std::string Scrub::Tell(const storage::ScrubbedExtent& extent, const absl::Statu
     return "";
   }
   const char* const next =
-      extent.kept        ? "A restore of this version will be refused; everything else goes on"
-      : extent.in_memory ? "Steps go on from memory; a restart or a restore that needs this extent will be refused"
-                         : "Steps go on until the state is needed, and then the job stops here: restore a kept "
-                           "version, or take a copy of the model, while it still runs";
+      extent.kept             ? "A restore of this version will be refused; everything else goes on"
+      : extent.moments_unread ? "Pulls of parameters go on from memory, and the next step stops the job here: restore "
+                                "a kept version, or take "
+                                "a copy of the parameters before"
+      : extent.in_memory      ? "Steps go on from memory; a restart or a restore that needs this extent will be refused"
+                              : "Steps go on until the state is needed, and then the job stops here: restore a kept "
+                                "version, or take a copy of the model, while it still runs";
   return absl::StrCat(what, ". It cannot be mended: ", mended.message(), ". ", next);
 }
 
@@ -70,8 +78,9 @@ void Scrub::Next(absl::Span<std::byte> buffer) {
   absl::Status mended;
   std::string line;
   if (piece.checked.has_value() && !piece.found.ok()) {
-    mended = Mend(store.get(), *piece.checked);
-    line = Tell(*piece.checked, piece.found, mended);
+    storage::ScrubbedExtent extent = *piece.checked;
+    mended = Mend(store.get(), &extent);
+    line = Tell(extent, piece.found, mended);
   }
   JobMutexLock lock(&core_->mu);
   begun_ = true;

@@ -34,8 +34,9 @@ class Scrub {
 
  private:
   using Place = std::array<uint64_t, 3>;  // the chunk's index in the store; the extent's file and offset
-  // Writes the extent anew from memory. An error says why the damage stays.
-  absl::Status Mend(storage::ChunkStore* store, const storage::ScrubbedExtent& extent) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Writes the extent anew from memory, for which memory gets the moments of `extent` if it lacks them. An error says
+  // why the damage stays.
+  absl::Status Mend(storage::ChunkStore* store, storage::ScrubbedExtent* extent) ABSL_LOCKS_EXCLUDED(job_lock);
   // Writes the finding and its fate to the server's log. Returns the status line of lasting damage; empty if mended.
   std::string Tell(const storage::ScrubbedExtent& extent, const absl::Status& found, const absl::Status& mended) const;
   void EndPass(const storage::ChunkStore& store) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

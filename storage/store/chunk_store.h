@@ -167,7 +167,11 @@ class ChunkStore {
   uint64_t scrub_pass_bytes() const;
   // The chunk's states on the disk.
   std::vector<ScrubbedExtent> Extents(uint64_t chunk) const;
-  // Writes the extent anew from the state in memory, and syncs. REQUIRES: in_memory, and neither dirty nor kept.
+  // Reads the moments that a restart has left on the disk, of a chunk whose state lies in memory; its next update has
+  // them then. DATA_LOSS (CHECKSUM), INTERNAL (IO): nothing has changed.
+  absl::Status LoadMoments(uint64_t chunk);
+  // Writes the extent anew from the state in memory, and syncs. REQUIRES: in_memory, and neither dirty, kept nor
+  // moments_unread.
   // DATA_LOSS (CHECKSUM): memory does not hold that state. INTERNAL (IO): not written; after a failed sync the store
   // refuses every further run.
   absl::Status Rewrite(const ScrubbedExtent& extent);

@@ -14,9 +14,10 @@ struct ScrubbedExtent {
   uint64_t chunk = 0;  // the store's index
   // Place and digests. Version -1 in a store that is not durable: the extent then has no label.
   DurableChunk entry;
-  bool kept = false;       // the state of a kept version, which the chunk itself has left behind
-  bool in_memory = false;  // the chunk's state lies in memory, where it is at least as new
-  bool dirty = false;      // ... and newer
+  bool kept = false;            // the state of a kept version, which the chunk itself has left behind
+  bool in_memory = false;       // the chunk's state lies in memory, where it is at least as new
+  bool dirty = false;           // ... and newer
+  bool moments_unread = false;  // ... but for its moments, which a restart has left on the disk
   uint64_t updated_in = 0;
 
   // The same content at the same place.

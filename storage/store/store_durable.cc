@@ -368,6 +368,10 @@ std::vector<ScrubbedExtent> ChunkStore::Extents(uint64_t chunk) const {
   const absl::StatusOr<StoredChunk*> found = core_->Find(chunk);
   return found.ok() ? StoreScrub::ExtentsOf(*core_, **found) : std::vector<ScrubbedExtent>();
 }
+absl::Status ChunkStore::LoadMoments(uint64_t chunk) {
+  BALLAST_ASSIGN_OR_RETURN(StoredChunk* const found, core_->Find(chunk));
+  return core_->LoadMoments(*found);
+}
 absl::Status ChunkStore::Rewrite(const ScrubbedExtent& extent) { return StoreScrub::Rewrite(core_.get(), extent); }
 
 void ChunkStore::UnpinDurably(int64_t version) {

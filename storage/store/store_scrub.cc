@@ -16,7 +16,8 @@ std::vector<ScrubbedExtent> StoreScrub::ExtentsOf(const StoreCore& core, const S
   ScrubbedExtent newest{.chunk = chunk.index, .entry = chunk.newest};
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
-    newest.in_memory = chunk.placement.state != TierKind::kNvme && !chunk.moments_unread;
+    newest.in_memory = chunk.placement.state != TierKind::kNvme;
+    newest.moments_unread = chunk.moments_unread;
     newest.dirty = chunk.dirty && !Seeded(StorageBug::kScrubRewritesDirty);
     newest.updated_in = chunk.updated_in;
     if (!durable && !newest.in_memory && chunk.updated_in > 0) {

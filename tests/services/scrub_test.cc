@@ -235,6 +235,48 @@ TEST_F(ScrubTest, AKeptVersionIsMendedAsLongAsMemoryHasIt) {
   EXPECT_EQ(group_->Finish(RestoreOf(1)).status(), absl::OkStatus());
 }
 
+// After a restart memory has the masters alone. The moments that complete them are whole on the disk.
+TEST_F(ScrubTest, AMasterIsMendedWhoseMomentsNobodyHasReadYet) {
+  Begin(kRoomy);
+  for (int i = 0; i < 2; ++i) ASSERT_EQ(Step(), absl::OkStatus());
+  const std::vector<std::vector<float>> before = Masters();
+  const std::vector<storage::DurableChunk> extents = RestartUnread();
+  ASSERT_EQ(extents.size(), Chunks());
+  for (const storage::DurableChunk& extent : extents) Rot(extent, At(extent, storage::StateArray::kMaster));
+  Rot(extents[0], storage::StateLayout().LabelAt(extents[0].elements));
+  const v1::ScrubStatus scrub = ScrubAnew();
+  EXPECT_EQ(scrub.mended(), Chunks());
+  ASSERT_EQ(scrub.damaged(), 0u) << scrub.ShortDebugString();
+  group_.reset();
+  server_.Restart();
+  NextGroup();
+  EXPECT_EQ(Masters(), before);
+  EXPECT_EQ(Step(), absl::OkStatus());
+}
+
+TEST_F(ScrubTest, MomentsThatOnlyTheDiskHadAreNamedWhileTheMasterIsServed) {
+  Begin(kRoomy);
+  ASSERT_EQ(Step(), absl::OkStatus());
+  ASSERT_EQ(PinDurably(server_.get(), "job", group_->epoch(), 1), absl::OkStatus());
+  ASSERT_EQ(Step(), absl::OkStatus());
+  const std::vector<std::vector<float>> before = Masters();
+  const std::vector<storage::DurableChunk> extents = RestartUnread();
+  Rot(extents[1], At(extents[1], storage::StateArray::kMaster));
+  Rot(extents[1], At(extents[1], storage::StateArray::kMoment2));
+  const v1::ScrubStatus scrub = ScrubAnew();
+  EXPECT_EQ(scrub.mended(), 0u);
+  ASSERT_EQ(scrub.damaged(), 1u);
+  EXPECT_THAT(scrub.damage(0), HasSubstr("chunk 1 of job 'job', version 2: "));
+  EXPECT_THAT(scrub.damage(0), HasSubstr("cannot be mended: its moments, which only the disk has since the restart, "));
+  EXPECT_THAT(scrub.damage(0), HasSubstr("chunk 1: moment2 in"));
+  EXPECT_THAT(scrub.damage(0), HasSubstr("the next step stops the job here: restore a kept version"));
+  EXPECT_EQ(Masters(), before);
+  EXPECT_EQ(Job().failure(), "");
+  ASSERT_EQ(group_->Finish(RestoreOf(1)).status(), absl::OkStatus());
+  EXPECT_EQ(ScrubAnew().damaged(), 0u);
+  EXPECT_EQ(Step(), absl::OkStatus());
+}
+
 // The restore needs nothing of what it replaces. A pin of that wants it, and is told.
 TEST_F(ScrubTest, ARestoreReplacesAStateThatCannotBeReadUnderAPin) {
   Begin(kRoomy);
