@@ -10,6 +10,7 @@ shift 2
 
 mkdir -p "$data"
 log="$data.log"
+: >"$log" # now: the line of an earlier server names a port that nobody listens on any more
 ballastd --listen 127.0.0.1:0 --metrics_listen 127.0.0.1:0 --data_directory "$data" \
   --budget.dram "${STATE_DRAM:-4GiB}" --budget.nvme "${STATE_NVME:-32GiB}" >"$log" 2>&1 &
 server=$!

@@ -114,8 +114,8 @@ def board():
         [
             (
                 (
-                    f'ballast_nvme_device_bytes{{{SERVERS}, kind="used"}}'
-                    f' / ignoring (kind) (ballast_nvme_device_bytes{{{SERVERS}, kind="budget"}} > 0)'
+                    f'sum by (instance, directory) (ballast_nvme_device_bytes{{{SERVERS}, kind="used"}})'
+                    f' / (sum by (instance, directory) (ballast_nvme_device_bytes{{{SERVERS}, kind="budget"}}) > 0)'
                 ),
                 '{{instance}} {{directory}}',
             )
