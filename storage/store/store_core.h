@@ -22,19 +22,10 @@
 #include "ballast/storage/store/store_scrub.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/update/state_update.h"
+#include "ballast/storage/update/update_checks.h"
 #include "ballast/storage/update/update_pipeline.h"
 
 namespace ballast::storage {
-
-inline absl::Status Bad(const char* reason, absl::string_view message) {
-  return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
-}
-
-inline absl::Status CheckRange(uint64_t chunk, uint64_t elements, uint64_t begin, uint64_t count) {
-  if (begin <= elements && count <= elements - begin) return absl::OkStatus();
-  return Bad(model::kBadRange, absl::StrCat("elements [", begin, ", ", begin, " + ", count, ") leave chunk ", chunk,
-                                            " of ", elements, " elements"));
-}
 
 struct StoreCore {
   StoreCore(Tiers* t, const StateLayout& l, kernels::ThreadPool* c, std::optional<DurableOptions> d)
