@@ -250,8 +250,15 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
                                          const std::map<std::string, absl::Status>& orphans) {
   bool whole = true;
   std::map<std::string, std::shared_ptr<Job>> recovered;
-  const auto refuse = [&](const std::string& name, Job& job, const absl::Status& status) {
+  // A job may lack the room that a device had which is not there.
+  absl::Status device;
+  for (const auto& [name, entry] : stored) device.Update(CheckDevices(name, entry, tiers.get()));
+  const auto refuse = [&](const std::string& name, Job& job, absl::Status status) {
     // Refuses this job, with the reason. Its files stay, and the server's other jobs go on.
+    if (!device.ok() && model::ReasonOf(status) == model::kBudget) {
+      status = model::Error(status.code(), model::kBudget,
+                            absl::StrCat(status.message(), ". There is less room than before: ", device.message()));
+    }
     spdlog::error("job '{}' cannot be recovered: {}", name, std::string(status.message()));
     job.Stop(status);
     Lose(name, stored.at(name), status, job.journal_bytes());

@@ -239,6 +239,32 @@ TEST_F(ServerDevicesTest, ALostDeviceIsNamedAndOtherJobsGoOn) {
   struck.ExpectSame();
 }
 
+// All of the job's own extents are there, and the budget left to it is too small.
+TEST_F(ServerDevicesTest, AJobWithoutRoomIsToldOfTheDeviceThatIsNotThere) {
+  Training spared("spared"), struck("struck");
+  server_.options().log_steps = 16;
+  server_.Restart();
+  ASSERT_EQ(spared.Join(server_), absl::OkStatus());
+  spared.Steps(3);
+  spared.Leave();
+  Devices({{server_.directory(), 128 * kMiB}, {b_, 32 * kMiB}});
+  ASSERT_EQ(struck.Join(server_), absl::OkStatus());
+  struck.Steps(3);
+  struck.Leave();
+  server_.End();
+  fs::rename(b_, directory_ / "aside");
+  Devices({{server_.directory(), 16 * kMiB}, {b_, 32 * kMiB}});
+  const absl::Status refused = spared.Join(server_);
+  EXPECT_EQ(model::ReasonOf(refused), model::kBudget) << refused;
+  EXPECT_THAT(refused.message(), AllOf(HasSubstr("There is less room than before"), HasSubstr("of job 'struck'"),
+                                       HasSubstr(b_ + "/nvme.tier"), HasSubstr("Bring the disk back")));
+  server_.End();
+  fs::rename(directory_ / "aside", b_);
+  Devices({{server_.directory(), 128 * kMiB}, {b_, 32 * kMiB}});
+  ASSERT_EQ(spared.Join(server_), absl::OkStatus());
+  spared.ExpectSame();
+}
+
 TEST_F(ServerDevicesTest, ADeviceThatFailsStopsWhatWroteToItAndNothingElse) {
   server_.options().foundation = &disk_;
   Training struck("struck"), spared("spared");
