@@ -7,6 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "ballast/storage/faults/failpoint.h"
+
 namespace ballast::services {
 
 uint64_t LogStepsFor(const FlushWaits& waits) {
@@ -57,6 +59,7 @@ void LogLength::AfterStep(const storage::ChunkStore& store) {
 
 void LogLength::Lengthen(uint64_t held, uint64_t wanted) {
   const absl::Status status = journal_->Lengthen(wanted - held);
+  storage::Pass("lengthen/done");
   if (status.ok()) {
     spdlog::info("job '{}': its gradient log holds {} steps now, {} before, {}", core_->name, wanted, held,
                  core_->around.log_steps > 0 ? "as log_steps says" : "because steps waited for flushes");

@@ -21,13 +21,14 @@
 
 namespace ballast::storage {
 
-// "create/", "fence/", "recovery/", "drop/": passed when a job's log is made, when a group of trainers begins, when a
-// server starts, when a job is dropped. All others are passed in every run.
+// "create/", "fence/", "recovery/", "drop/", "lengthen/": passed when a job's log is made, when a group of trainers
+// begins, when a server starts, when a job is dropped, when its log gets longer (or is made). All others are passed in
+// every run.
 inline constexpr absl::string_view kFailpoints[] = {
     // storage/log
     "create/reserved", "create/headless", "create/head", "log/appended", "log/submitted", "log/written", "log/sync",
     "log/synced", "log/marked", "log/head", "log/head_written", "log/cut", "log/freed", "recovery/scanned",
-    "recovery/synced",
+    "recovery/synced", "lengthen/reserved", "lengthen/written", "lengthen/synced",
     // chunks
     "extent/taken", "chunk/updated", "extent/labelled", "extent/written", "extent/sync", "extent/synced",
     "extent/recorded", "extent/freed", "recovery/chunk_restored", "recovery/moments_read",
@@ -35,7 +36,7 @@ inline constexpr absl::string_view kFailpoints[] = {
     "create/catalogued", "create/space_taken", "fence/catalog_put", "fence/catalog_done", "fence/promise", "fence/open",
     "journal/slice", "journal/prepared", "journal/decision", "journal/rolled", "journal/durable", "step/updated",
     "step/flushed", "step/cut", "recovery/opened", "recovery/slices_loaded", "recovery/step_replayed",
-    "recovery/replayed", "recovery/rolled", "drop/stopped", "drop/log_removed", "drop/log_forgotten",
+    "recovery/replayed", "recovery/rolled", "lengthen/done", "drop/stopped", "drop/log_removed", "drop/log_forgotten",
     "drop/job_forgotten"};
 
 // A name from kFailpoints; any other name does not compile.

@@ -29,17 +29,18 @@ uint64_t passings = 2;
 std::string only;  // empty: all
 
 constexpr int kArmed = 0;      // which server
-constexpr int kSteps = 60;     // seven segments of the log
+constexpr int kSteps = 40;     // many times the whole log
 constexpr int kSomeSteps = 3;  // so that there is state to recover or to drop
-// Holds a chunk's state or two beside working copies and gradients: some state lives on NVMe, some is flushed.
-const FleetOptions kOptions = {.dram = "4500KiB", .staging = "2MiB", .steps = kSteps};
+// The shortest log: steps wait for flushes, and restarts for room.
+const FleetOptions kOptions = WithShortLog(kSteps);
 
 // When it is passed.
-enum Kind { kRun, kFence, kRecovery, kDrop, kCreate };
+enum Kind { kRun, kFence, kRecovery, kLengthen, kDrop, kCreate };
 
 Kind KindOf(absl::string_view point) {
   if (absl::StartsWith(point, "fence/")) return kFence;
   if (absl::StartsWith(point, "recovery/")) return kRecovery;
+  if (absl::StartsWith(point, "lengthen/")) return kLengthen;
   if (absl::StartsWith(point, "drop/")) return kDrop;
   return absl::StartsWith(point, "create/") ? kCreate : kRun;
 }
@@ -53,6 +54,7 @@ class FailpointTest : public ::testing::Test {
   void StartUnarmed();
   // Each: true if the server died where it should.
   bool DiesInRecovery(absl::string_view point);
+  bool DiesInLengthening(absl::string_view point);
   bool DiesInDrop(absl::string_view point);
   bool DiesInCreation(absl::string_view point);
   bool DiesInFence(absl::string_view point, uint64_t passing);
@@ -145,6 +147,20 @@ bool FailpointTest::DiesInRecovery(absl::string_view point) {
   return false;
 }
 
+// The job is new, so that its log is short and there are steps enough to come.
+bool FailpointTest::DiesInLengthening(absl::string_view point) {
+  KillRanks();
+  StartUnarmed();
+  if (HasFatalFailure() || fleet_.Drop() != 0) return false;
+  acknowledged_ = -1;
+  WaitForSteps();
+  if (HasFatalFailure()) return false;
+  fleet_.set_log_steps(kOptions.log_steps + 2);
+  const bool died = !Start(point, 1) || DiesWhileRanksRun();
+  fleet_.set_log_steps(kOptions.log_steps);
+  return died;
+}
+
 bool FailpointTest::DiesInDrop(absl::string_view point) {
   WaitForSteps();
   KillRanks();
@@ -209,6 +225,9 @@ void FailpointTest::Round(uint64_t passing, Kind kind, int* died) {
       case kRecovery:
         reached = DiesInRecovery(point);
         break;
+      case kLengthen:
+        reached = DiesInLengthening(point);
+        break;
       case kDrop:
         reached = DiesInDrop(point);
         break;
@@ -230,7 +249,7 @@ void FailpointTest::Round(uint64_t passing, Kind kind, int* died) {
 TEST_F(FailpointTest, ADeathAtEachChangesNothing) {
   int died = 0;
   for (uint64_t passing = 1; passing <= passings; ++passing) {
-    for (const Kind kind : {kRun, kFence, kRecovery, kDrop, kCreate}) {
+    for (const Kind kind : {kRun, kFence, kRecovery, kLengthen, kDrop, kCreate}) {
       Round(passing, kind, &died);
       ASSERT_FALSE(HasFailure());
     }

@@ -40,9 +40,10 @@ Fleet::Fleet(FleetOptions options) : options_(std::move(options)) {
 std::string Fleet::ServerDirectory(int i) const { return absl::StrCat(scratch_.path(), "/server", i); }
 
 std::string Fleet::ServerConfig(int i) const {
-  return absl::StrCat("listen: ", listen_[i], "\nmetrics_listen: 127.0.0.1:0\ndata_directory: ", ServerDirectory(i),
-                      "/data\nserver_id: s", i, "\nstaging: ", options_.staging, "\nbudget:\n  dram: ", options_.dram,
-                      "\n  nvme: 256MiB\n");
+  return absl::StrCat(
+      "listen: ", listen_[i], "\nmetrics_listen: 127.0.0.1:0\ndata_directory: ", ServerDirectory(i),
+      "/data\nserver_id: s", i, "\nstaging: ", options_.staging, "\nbudget:\n  dram: ", options_.dram,
+      "\n  nvme: 256MiB\nlog_steps: ", options_.log_steps == 0 ? "auto" : absl::StrCat(options_.log_steps), "\n");
 }
 
 void Fleet::StartServer(int i) { ASSERT_TRUE(TryStartServer(i)) << "server " << i << " does not start"; }
@@ -68,9 +69,9 @@ std::string Fleet::Addresses() const { return absl::StrCat(listen_[0], ",", list
 
 std::vector<std::string> Fleet::Model() const {
   const std::vector<std::pair<std::string, std::string>> flags = {{"--layers", "2"},
-                                                                  {"--width", "128"},
+                                                                  {"--width", absl::StrCat(options_.width)},
                                                                   {"--heads", "2"},
-                                                                  {"--context", "32"},
+                                                                  {"--context", absl::StrCat(options_.context)},
                                                                   {"--batch", "1"},
                                                                   {"--chunk-elements", "65536"},
                                                                   {"--text", std::getenv("TEXT")},

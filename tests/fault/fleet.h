@@ -12,11 +12,18 @@
 namespace ballast {
 
 struct FleetOptions {
-  std::string dram;     // of each server, as the configuration spells it
-  std::string staging;  // the part of `dram` for NVMe state
+  std::string dram;               // of each server, as the configuration spells it
+  std::string staging;            // the part of `dram` for NVMe state
+  int log_steps = 0;              // that logs hold; 0: as many as servers think best
+  int width = 128, context = 32;  // of the model
   int steps = 0;
   std::vector<std::string> flags = {};  // further flags of the ranks
 };
+
+// Three steps fill the log, and whole segments hold no more; some state lives on NVMe, some is flushed.
+inline FleetOptions WithShortLog(int steps) {
+  return {.dram = "14MiB", .staging = "2MiB", .log_steps = 3, .width = 320, .context = 8, .steps = steps};
+}
 
 // Threads: one. Where the test cannot go on, a failure is a GoogleTest assertion.
 class Fleet {
@@ -33,6 +40,8 @@ class Fleet {
   bool TryStartServer(int i);
   bool server_ended(int i) const { return servers_[i]->ended(); }
   void KillServer(int i);
+  // For the starts from now on.
+  void set_log_steps(int steps) { options_.log_steps = steps; }
   // Starts a server and kills the process `after_ms` later, wherever recovery is by then.
   void StartAndKillServer(int i, int after_ms);
 
@@ -70,7 +79,7 @@ class Fleet {
   std::string Addresses() const;
   std::vector<std::string> Model() const;
 
-  const FleetOptions options_;
+  FleetOptions options_;
   ScratchDirectory scratch_;
   std::string listen_[kServers];  // addresses of the first start
   std::unique_ptr<services::Daemon> servers_[kServers];

@@ -48,7 +48,7 @@ class KillTest : public ::testing::TestWithParam<FleetOptions> {
 
   FleetOptions WithSteps() const {
     FleetOptions options = GetParam();
-    options.steps = kSteps;
+    if (options.steps == 0) options.steps = kSteps;
     return options;
   }
 
@@ -81,6 +81,10 @@ void KillTest::FinishRun(const std::vector<services::Finished>& finished) {
 
 void KillTest::KillServers(const std::vector<int>& victims) {
   for (const int i : victims) fleet_.KillServer(i);
+  if (GetParam().log_steps > 0) {
+    // A log that is longer already stays so; a shorter one gets longer amid the run.
+    fleet_.set_log_steps(GetParam().log_steps + static_cast<int>(random_.Below(3)));
+  }
   for (const int i : victims) {
     // Recoveries are killed too.
     while (random_.Percent(25)) {
@@ -128,7 +132,8 @@ void KillTest::Loop() {
 void KillTest::Run() {
   reference_ = fleet_.ReferenceDigest();
   const absl::Time began = absl::Now();
-  for (uint64_t loop = 0; loop < loops; ++loop) {
+  const uint64_t loops_here = GetParam().log_steps > 0 ? loops / 2 : loops;  // longer steps
+  for (uint64_t loop = 0; loop < loops_here; ++loop) {
     SCOPED_TRACE(absl::StrCat("loop ", loop, "; replay with --seed ", seed));
     Loop();
     if (HasFailure()) return;
@@ -140,7 +145,7 @@ void KillTest::Run() {
   ASSERT_EQ(finished[1].code, 0) << finished[1].err;
   FinishRun(finished);
   std::printf("seed %llu, %llu loops in %.0f s:", static_cast<unsigned long long>(seed),
-              static_cast<unsigned long long>(loops), absl::ToDoubleSeconds(absl::Now() - began));
+              static_cast<unsigned long long>(loops_here), absl::ToDoubleSeconds(absl::Now() - began));
   for (const auto& [what, count] : tally_) std::printf(" %s %d,", what.c_str(), count);
   std::printf("\n");
 }
@@ -150,8 +155,12 @@ TEST_P(KillTest, NoAcknowledgedStepIsLost) { Run(); }
 INSTANTIATE_TEST_SUITE_P(Tiers, KillTest,
                          ::testing::Values(FleetOptions{.dram = "64MiB", .staging = "4MiB"},
                                            // Holds a chunk's state or two beside working copies and gradients.
-                                           FleetOptions{.dram = "4500KiB", .staging = "2MiB"}),
-                         [](const auto& info) { return info.param.dram == "64MiB" ? "Dram" : "PartlyNvme"; });
+                                           FleetOptions{.dram = "4500KiB", .staging = "2MiB"},
+                                           WithShortLog(/*steps=*/40)),
+                         [](const auto& info) {
+                           if (info.param.log_steps > 0) return "ShortLog";
+                           return info.param.dram == "64MiB" ? "Dram" : "PartlyNvme";
+                         });
 
 }  // namespace
 }  // namespace ballast
