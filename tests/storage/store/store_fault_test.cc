@@ -465,6 +465,14 @@ class RestoreTest : public RestartTest {
     }
   }
 
+  void RestoreOverRot(bool keep_two) {
+    RestartAndPin(keep_two);
+    Rot(1, StateArray::kMoment2);
+    ASSERT_EQ(Restore(), absl::OkStatus());
+    ExpectLost(1, "chunk 1: moment2 in");
+    EXPECT_TRUE(HoldsPinned(*job_.store, 9, 0, reference_[0]));
+  }
+
   std::map<int64_t, std::vector<DurableChunk>> kept_;
   std::vector<ReferenceChunk> at_one_;
 };
@@ -480,21 +488,13 @@ TEST_P(RestoreTest, APinHasTheMomentsThatARestoreOverwrites) {
 }
 
 TEST_P(RestoreTest, APinLosesTheChunkThatCannotBeReadAndTheRestoreGoesOn) {
-  RestartAndPin(/*keep_two=*/false);
-  Rot(1, StateArray::kMoment2);
-  ASSERT_EQ(Restore(), absl::OkStatus());
-  ExpectLost(1, "chunk 1: moment2 in");
-  EXPECT_TRUE(HoldsPinned(*job_.store, 9, 0, reference_[0]));
+  ASSERT_NO_FATAL_FAILURE(RestoreOverRot(/*keep_two=*/false));
   ExpectRestored();
 }
 
 // A kept version has the rotten extent as it is, and says so before it is restored.
 TEST_P(RestoreTest, AKeptVersionStaysAndIsRefusedByName) {
-  RestartAndPin(/*keep_two=*/true);
-  Rot(1, StateArray::kMoment2);
-  ASSERT_EQ(Restore(), absl::OkStatus());
-  ExpectLost(1, "chunk 1: moment2 in");
-  EXPECT_TRUE(HoldsPinned(*job_.store, 9, 0, reference_[0]));
+  ASSERT_NO_FATAL_FAILURE(RestoreOverRot(/*keep_two=*/true));
   EXPECT_EQ(job_.store->VerifyPin(1, Uninterrupted), absl::OkStatus());
   const absl::Status two = job_.store->VerifyPin(2, Uninterrupted);
   EXPECT_EQ(two.code(), absl::StatusCode::kDataLoss) << two;
