@@ -17,6 +17,8 @@
 //   two_devices         the step over two disks that are held to equal speeds against the step over one of them; needs
 //                       root, and says so where it cannot be measured
 //   plan/*              steps by the chosen plan against steps by first fit, for five splits of the budgets
+//   params/nvme         pulls of two ranks, forward and backward, of chunks without working copies, by one thread that
+//                       reads, against fio; read_threads_N: by so many threads
 //   step/log            a step of a job with durability `step` on a state server, its state in DRAM, against
 //                       max(the log's bytes written and synced alone, the same step with durability `none`)
 //   recovery            the start of a server where another was killed, against a sequential read of the data it needs
@@ -63,10 +65,11 @@ struct RowGroup {
   MeasureRows* measure;
 };
 constexpr RowGroup kGroups[] = {
-    {"stream", MeasureStreams},    {"update", MeasureUpdates}, {"threads", MeasureThreads},
-    {"sync", MeasureSyncs},        {"step", MeasureSteps},     {"remainder", MeasureRemainders},
-    {"devices", MeasureDevices},   {"plan", MeasurePlans},     {"log", MeasureLog},
-    {"recovery", MeasureRecovery}, {"start", MeasureStart},    {"counts", MeasureCounts}};
+    {"stream", MeasureStreams},  {"update", MeasureUpdates},    {"threads", MeasureThreads},
+    {"sync", MeasureSyncs},      {"step", MeasureSteps},        {"remainder", MeasureRemainders},
+    {"devices", MeasureDevices}, {"plan", MeasurePlans},        {"params", MeasureParams},
+    {"log", MeasureLog},         {"recovery", MeasureRecovery}, {"start", MeasureStart},
+    {"counts", MeasureCounts}};
 
 int Main(int argc, char** argv) {
   StorageBenchOptions options;

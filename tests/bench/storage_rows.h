@@ -40,7 +40,7 @@ struct Row {
 using MeasureRows = absl::Status(const StorageBenchOptions& options, const std::string& directory,
                                  std::vector<Row>* rows);
 MeasureRows MeasureStreams, MeasureSyncs, MeasureUpdates, MeasureThreads, MeasureSteps, MeasureRemainders,
-    MeasureDevices, MeasurePlans, MeasureLog, MeasureRecovery, MeasureStart, MeasureCounts;
+    MeasureDevices, MeasurePlans, MeasureParams, MeasureLog, MeasureRecovery, MeasureStart, MeasureCounts;
 // Body of the process killed by MeasureRecovery. Prints "ready" and its process id once `directory` holds a job to
 // recover.
 absl::Status TrainUntilKilled(const StorageBenchOptions& options, const std::string& directory);
