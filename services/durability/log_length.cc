@@ -59,8 +59,8 @@ void LogLength::AfterStep(const storage::ChunkStore& store) {
 
 void LogLength::Lengthen(uint64_t held, uint64_t wanted) {
   const absl::Status status = journal_->Lengthen(wanted - held);
-  storage::Pass("lengthen/done");
   if (status.ok()) {
+    storage::Pass("lengthen/done");
     spdlog::info("job '{}': its gradient log holds {} steps now, {} before, {}", core_->name, wanted, held,
                  core_->around.log_steps > 0 ? "as log_steps says" : "because steps waited for flushes");
   } else if (!absl::IsUnavailable(status) && !std::exchange(stays_short_, true)) {

@@ -256,8 +256,9 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
   const auto refuse = [&](const std::string& name, Job& job, absl::Status status) {
     // Refuses this job, with the reason. Its files stay, and the server's other jobs go on.
     if (!device.ok() && model::ReasonOf(status) == model::kBudget) {
-      status = model::Error(status.code(), model::kBudget,
-                            absl::StrCat(status.message(), ". There is less room than before: ", device.message()));
+      status = model::Error(
+          status.code(), model::kBudget,
+          absl::StrCat(status.message(), ". Besides, the nvme tier has less room than before: ", device.message()));
     }
     spdlog::error("job '{}' cannot be recovered: {}", name, std::string(status.message()));
     job.Stop(status);

@@ -64,8 +64,8 @@ struct StateServerOptions {
   uint64_t answer_bytes_max = uint64_t{128} << 20;
   std::string page;  // host:port of this server's status page, told to trainers and through them to peers; empty: none
   // Asked between pieces of the work while the server starts, on several threads: an error ends Start, which returns
-  // the error, and the next start finds the jobs as this start did. Long work of a job asks too, as long as the server
-  // lives: an error ends that work and fails the job until a restart.
+  // the error, and the next start finds the jobs as this start did. Long work of a job and pulls from the disk ask too,
+  // as long as the server lives: an error refuses the pull, or ends the work and fails the job until a restart.
   std::function<absl::Status()> interrupt;
   RecoveryProgress* progress = nullptr;  // borrowed; told how far Start is; null: nobody asks
   Foundation* foundation = nullptr;      // null: this machine

@@ -122,14 +122,14 @@ absl::Status GradientLog::Extend(uint64_t segment_count, Interrupt interrupt) {
   const uint64_t first = queue_.segments(), written = std::min(segment_count, kWrittenSegments);
   const uint64_t begin = first == 0 ? 0 : SegmentBegin(first);
   absl::Status status = file_->Reserve(begin, SegmentBegin(first + segment_count) - begin);
-  Pass("lengthen/reserved");
+  if (status.ok()) Pass("lengthen/reserved");
   if (status.ok() && !transient_) status = WriteZeros(begin, SegmentBegin(first + written), interrupt);
-  Pass("lengthen/written");
+  if (status.ok()) Pass("lengthen/written");
   if (status.ok()) status = interrupt();
   if (status.ok()) {
     queue_.BeginExtension();
     status = SyncFile();
-    Pass("lengthen/synced");
+    if (status.ok()) Pass("lengthen/synced");
     // A failed sync may drop batches, and the system reports the failure to one caller only: the writer's own sync
     // would then say OK. So the log fails here.
     if (!status.ok() && !Seeded(StorageBug::kExtensionSyncForgiven)) queue_.Fail(status);

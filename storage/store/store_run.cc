@@ -106,6 +106,10 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, const ReadBack
     if (!interrupted.ok()) break;
     status = Begin(i, updates[i], *chunks[i]);
   }
+  if (lost_for_pins_ > kLostShown) {
+    spdlog::error("job '{}': {} chunks in all are lost for pins of versions that a restore replaced",
+                  core_.versions->job(), lost_for_pins_);
+  }
   // What was begun before an update that could not begin is whole.
   if (const absl::Status finished = FinishAll(); !finished.ok()) status = finished;
   const absl::Status drained = pipeline_->Drain();
@@ -267,10 +271,10 @@ absl::StatusOr<CopyOnWrite> StoreRun::CopyForPins(Begun& next, absl::Span<const 
         model::Error(absl::StatusCode::kDataLoss, model::ReasonOf(unread),
                      absl::StrCat("chunk ", chunk.id, " of pinned version ", absl::StrJoin(pins, ", "),
                                   " is lost: its state could not be read when step ", update.version,
-                                  " replaced it by version ", *update.restored,
-                                  ". The pin's other chunks are there, and a version pinned from now on is whole. ",
-                                  unread.message()));
-    spdlog::error("job '{}': {}", core_.versions->job(), std::string(lost.message()));
+                                  " replaced it by version ", *update.restored, ". ", unread.message()));
+    if (++lost_for_pins_ <= kLostShown) {
+      spdlog::error("job '{}': {}", core_.versions->job(), std::string(lost.message()));
+    }
     return CopyOnWrite::Lost(chunk, run_, lost);
   }
   const bool kept = core_.durable_pins.has_value() && core_.durable_pins->KeepsNewest(chunk.index);

@@ -114,6 +114,8 @@ class StoreRun {
   const absl::FunctionRef<void(size_t)> done_;
   const RunStageObserver observer_;
   uint64_t run_ = 0;
+  static constexpr uint64_t kLostShown = 16;
+  uint64_t lost_for_pins_ = 0;  // chunks that CopyForPins could not copy
   std::optional<LogReads> reads_;
   std::optional<UpdatePipeline> pipeline_;
   const std::function<void()> poll_ = [this] { pipeline_->Poll(); };

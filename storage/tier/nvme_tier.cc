@@ -133,6 +133,7 @@ absl::Status NvmeTier::OpenDevices(const TiersOptions& options) {
     // What an entry with a wrong file means lies where no entry says.
     unnamed_stays = unnamed_stays || (place.file != 0 && !known_.paths.contains(place.file));
   }
+  std::vector<std::pair<NvmeFileId, std::string>> moved;
   for (const auto& device : devices_) {
     device->extends = disk_ != nullptr && !device->missing;
     if (device->files.empty() && device->missing) {
@@ -141,17 +142,23 @@ absl::Status NvmeTier::OpenDevices(const TiersOptions& options) {
       BALLAST_RETURN_IF_ERROR(Grow(device.get()));
     }
     for (const auto& file : device->files) {
+      const std::string& path = file->file().path();
       const absl::Status kept = file->Keep(OfFile(options.kept, file->id()), unnamed_stays);
       const auto last = known_.paths.find(file->id());
-      if (last == known_.paths.end() || last->second == file->file().path()) {
+      if (last == known_.paths.end() || last->second == path) {
         BALLAST_RETURN_IF_ERROR(kept);
       } else {
         BALLAST_RETURN_IF_ERROR(model::Annotate(
-            kept, absl::StrCat(file->file().path(), " was at ", last->second,
+            kept, absl::StrCat(path, " was at ", last->second,
                                " when this server ran last, and parts of budget.nvme go by paths: mount the disks as "
                                "they were, or change the parts with them")));
+        moved.emplace_back(file->id(), path);
       }
     }
+  }
+  // After the last refusal, or the next start would not know what has moved.
+  for (const auto& [id, path] : moved) {
+    if (known_.remember != nullptr) BALLAST_RETURN_IF_ERROR(known_.remember(id, path));
   }
   return absl::OkStatus();
 }
@@ -207,7 +214,6 @@ absl::Status NvmeTier::TakeFile(Device* device, const std::string& path) {
                         absl::StrCat(path, " and ", other->file().path(), " are copies of one file (", ShowFileId(id),
                                      "), and the newer one is not known: take the older away"));
   }
-  if (known_.remember != nullptr && known_.paths.at(id) != path) BALLAST_RETURN_IF_ERROR(known_.remember(id, path));
   AddFile(device, std::move(file), id);
   return absl::OkStatus();
 }

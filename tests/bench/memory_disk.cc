@@ -15,17 +15,17 @@ using storage::kIoAlignment;
 
 namespace {
 
-// Adds the nanoseconds of its life.
-class Timed {
+// Adds the bytes, and the nanoseconds of its life.
+class Counted {
  public:
-  explicit Timed(std::atomic<uint64_t>* sum) : sum_(sum) {}
-  ~Timed() {
-    *sum_ += static_cast<uint64_t>(
+  Counted(MemoryDisk::Totals* totals, uint64_t bytes) : totals_(totals) { totals_->bytes += bytes; }
+  ~Counted() {
+    totals_->nanoseconds += static_cast<uint64_t>(
         std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begun_).count());
   }
 
  private:
-  std::atomic<uint64_t>* const sum_;
+  MemoryDisk::Totals* const totals_;
   const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
 };
 
@@ -33,9 +33,9 @@ class Timed {
 
 class MemoryDisk::Content {
  public:
-  explicit Content(std::atomic<uint64_t>* nanoseconds) : nanoseconds_(nanoseconds) {}
+  explicit Content(Totals* totals) : totals_(totals) {}
   absl::Status Read(uint64_t offset, absl::Span<std::byte> to) {
-    const Timed timed(nanoseconds_);
+    const Counted counted(totals_, to.size());
     absl::MutexLock lock(&mutex_);
     if (offset + to.size() > bytes_) {
       return model::Error(absl::StatusCode::kDataLoss, model::kIo, "a read goes beyond the end of the file");
@@ -48,7 +48,7 @@ class MemoryDisk::Content {
     return absl::OkStatus();
   }
   absl::Status Write(uint64_t offset, absl::Span<const std::byte> from) {
-    const Timed timed(nanoseconds_);
+    const Counted counted(totals_, from.size());
     absl::MutexLock lock(&mutex_);
     Grow(offset + from.size());
     for (uint64_t at = 0; at < from.size(); at += kIoAlignment) {
@@ -59,7 +59,7 @@ class MemoryDisk::Content {
     return absl::OkStatus();
   }
   void Discard(uint64_t offset, uint64_t bytes) {
-    const Timed timed(nanoseconds_);
+    const Counted counted(totals_, bytes);
     absl::MutexLock lock(&mutex_);
     const uint64_t end = std::min<uint64_t>((offset + bytes) / kIoAlignment, blocks_.size());
     for (uint64_t block = offset / kIoAlignment; block < end; ++block) blocks_[block].reset();
@@ -86,7 +86,7 @@ class MemoryDisk::Content {
     blocks_.resize((end + kIoAlignment - 1) / kIoAlignment);
   }
 
-  std::atomic<uint64_t>* const nanoseconds_;
+  Totals* const totals_;
   absl::Mutex mutex_;
   uint64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<std::unique_ptr<Block>> blocks_ ABSL_GUARDED_BY(mutex_);
@@ -146,7 +146,7 @@ MemoryDisk::~MemoryDisk() = default;
 absl::StatusOr<std::unique_ptr<storage::BlockFile>> MemoryDisk::Open(const std::string& path, Mode mode) {
   absl::MutexLock lock(&mutex_);
   std::shared_ptr<Content>& content = files_[path];
-  if (content == nullptr || mode == Mode::kEmptied) content = std::make_shared<Content>(&nanoseconds_);
+  if (content == nullptr || mode == Mode::kEmptied) content = std::make_shared<Content>(&totals_);
   return std::make_unique<File>(path, content);
 }
 

@@ -23,14 +23,18 @@ class MemoryDisk : public storage::Disk {
   bool Exists(const std::string& path) const override;
   absl::Status Remove(const std::string& path) override;
   absl::StatusOr<std::unique_ptr<storage::IoQueue>> MakeQueue(const storage::IoQueueOptions& options) override;
-  // Nanoseconds that transfers and discards took, of all threads: copies, and the kernel's work for new memory.
-  uint64_t nanoseconds() const { return nanoseconds_; }
+  // Of reads, writes and discards, by all threads: bytes, and nanoseconds in copies and in the kernel's work for new
+  // memory.
+  struct Totals {
+    std::atomic<uint64_t> nanoseconds{0}, bytes{0};
+  };
+  const Totals& totals() const { return totals_; }
 
  private:
   class Content;
   class File;
   class Queue;
-  std::atomic<uint64_t> nanoseconds_{0};
+  Totals totals_;
   mutable absl::Mutex mutex_;
   std::map<std::string, std::shared_ptr<Content>> files_ ABSL_GUARDED_BY(mutex_);
 };

@@ -25,8 +25,12 @@ constexpr std::array<uint64_t, 3> kCounts = {1000, 10000, 100000};
 // The smallest chunk that has whole blocks of moments: its work is bookkeeping, and 16 KiB for the disk.
 constexpr uint64_t kElements = 256;
 
-// Microseconds per record or chunk, by phase and in the order of the phases.
-using Phases = std::vector<std::pair<const char*, double>>;
+// Per record or chunk. In the order of the phases.
+struct Phase {
+  const char* name = nullptr;
+  double us = 0, disk_bytes = 0;
+};
+using Phases = std::vector<Phase>;
 
 // Runs phases, each over `count` records or chunks. The disk's own time is taken off: what copies into new memory cost
 // is the machine's, and grows with the bytes that were ever written.
@@ -34,10 +38,11 @@ class PhaseClock {
  public:
   PhaseClock(const MemoryDisk* disk, uint64_t count) : disk_(disk), count_(count) {}
   absl::Status Run(const char* phase, const Work& work) {
-    const uint64_t before = disk_->nanoseconds();
+    const uint64_t before = disk_->totals().nanoseconds, bytes_before = disk_->totals().bytes;
     BALLAST_ASSIGN_OR_RETURN(const double seconds, Seconds(work));
-    const double own = seconds - 1e-9 * static_cast<double>(disk_->nanoseconds() - before);
-    phases_.emplace_back(phase, 1e6 * own / static_cast<double>(count_));
+    const double own = seconds - 1e-9 * static_cast<double>(disk_->totals().nanoseconds - before);
+    const auto bytes = static_cast<double>(disk_->totals().bytes - bytes_before), count = static_cast<double>(count_);
+    phases_.push_back({phase, 1e6 * own / count, bytes / count});
     return absl::OkStatus();
   }
   const Phases& phases() const { return phases_; }
@@ -180,16 +185,20 @@ absl::Status AddRow(const char* name, const std::string& directory,
     for (int repeat = 0; repeat < kRepeats; ++repeat) {
       BALLAST_ASSIGN_OR_RETURN(const Phases again, phases_of(directory, kCounts[i]));
       if (repeat == 0) phases[i] = again;
-      for (size_t p = 0; p < again.size(); ++p) {
-        phases[i][p].second = std::min(phases[i][p].second, again[p].second);
-      }
+      for (size_t p = 0; p < again.size(); ++p) phases[i][p].us = std::min(phases[i][p].us, again[p].us);
     }
   }
   for (size_t p = 0; p < phases[0].size(); ++p) {
+    const char* const name = phases[0][p].name;
+    const Phase &from = phases[kFrom][p], &to = phases.back()[p];
     for (size_t i = 0; i < kCounts.size(); ++i) {
-      row.more.emplace_back(absl::StrCat(phases[i][p].first, "_us_at_", kCounts[i]), phases[i][p].second);
+      row.more.emplace_back(absl::StrCat(name, "_us_at_", kCounts[i]), phases[i][p].us);
     }
-    row.ratio = std::min(row.ratio, phases[kFrom][p].second / phases.back()[p].second);
+    row.ratio = std::min(row.ratio, from.us / to.us);
+    // The disk's time is taken off, so that its work must not grow either.
+    if (to.disk_bytes > 0)
+      row.more.emplace_back(absl::StrCat(name, "_disk_bytes_ratio"), from.disk_bytes / to.disk_bytes);
+    if (to.disk_bytes > 0) row.ratio = std::min(row.ratio, from.disk_bytes / to.disk_bytes);
   }
   rows->push_back(std::move(row));
   return absl::OkStatus();

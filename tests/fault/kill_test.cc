@@ -132,7 +132,7 @@ void KillTest::Loop() {
 void KillTest::Run() {
   reference_ = fleet_.ReferenceDigest();
   const absl::Time began = absl::Now();
-  const uint64_t loops_here = GetParam().log_steps > 0 ? loops / 2 : loops;  // longer steps
+  const uint64_t loops_here = GetParam().log_steps > 0 ? (loops + 1) / 2 : loops;  // longer steps
   for (uint64_t loop = 0; loop < loops_here; ++loop) {
     SCOPED_TRACE(absl::StrCat("loop ", loop, "; replay with --seed ", seed));
     Loop();

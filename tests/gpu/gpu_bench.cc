@@ -10,6 +10,7 @@
 
 #include "absl/time/clock.h"
 #include "ballast/kernels/cuda/cuda_kernels.h"
+#include "ballast/proto/model/mutexes.h"
 #include "ballast/storage/tier/dram_tier.h"
 #include "ballast/storage/tier/hbm_tier.h"
 
@@ -164,6 +165,7 @@ void Reads(HbmTier* tier, const DramTier& dram) {
 }
 
 int Main() {
+  model::StopDeadlockSearch();
   int devices = 0;
   if (const cudaError_t error = cudaGetDeviceCount(&devices); error != cudaSuccess || devices == 0) {
     std::printf("SKIPPED: no GPU (%s)\n", cudaGetErrorString(error));

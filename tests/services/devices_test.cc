@@ -256,8 +256,9 @@ TEST_F(ServerDevicesTest, AJobWithoutRoomIsToldOfTheDeviceThatIsNotThere) {
   Devices({{server_.directory(), 16 * kMiB}, {b_, 32 * kMiB}});
   const absl::Status refused = spared.Join(server_);
   EXPECT_EQ(model::ReasonOf(refused), model::kBudget) << refused;
-  EXPECT_THAT(refused.message(), AllOf(HasSubstr("There is less room than before"), HasSubstr("of job 'struck'"),
-                                       HasSubstr(b_ + "/nvme.tier"), HasSubstr("Bring the disk back")));
+  EXPECT_THAT(refused.message(),
+              AllOf(HasSubstr("the nvme tier has less room than before"), HasSubstr("of job 'struck'"),
+                    HasSubstr(b_ + "/nvme.tier"), HasSubstr("Bring the disk back")));
   server_.End();
   fs::rename(directory_ / "aside", b_);
   Devices({{server_.directory(), 128 * kMiB}, {b_, 32 * kMiB}});

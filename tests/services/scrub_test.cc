@@ -269,7 +269,7 @@ TEST_F(ScrubTest, MomentsThatOnlyTheDiskHadAreNamedWhileTheMasterIsServed) {
   EXPECT_THAT(scrub.damage(0), HasSubstr("chunk 1 of job 'job', version 2: "));
   EXPECT_THAT(scrub.damage(0), HasSubstr("cannot be mended: its moments, which only the disk has since the restart, "));
   EXPECT_THAT(scrub.damage(0), HasSubstr("chunk 1: moment2 in"));
-  EXPECT_THAT(scrub.damage(0), HasSubstr("the next step stops the job here: restore a kept version"));
+  EXPECT_THAT(scrub.damage(0), HasSubstr("which stops the job: restore a kept version"));
   EXPECT_EQ(Masters(), before);
   EXPECT_EQ(Job().failure(), "");
   ASSERT_EQ(group_->Finish(RestoreOf(1)).status(), absl::OkStatus());

@@ -13,12 +13,12 @@ namespace ballast::services {
 HttpAnswer Ask(const std::string& address, const std::string& request) {
   const int fd = ConnectTo(address);
   if (fd < 0) return {};
+  // Rings that are taken down interrupt calls of the thread that used them: hence the retries.
   const timeval wait_max = {.tv_sec = 10, .tv_usec = 0};
   (void)::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait_max, sizeof wait_max);
-  (void)::send(fd, request.data(), request.size(), MSG_NOSIGNAL);
+  (void)TEMP_FAILURE_RETRY(::send(fd, request.data(), request.size(), MSG_NOSIGNAL));
   std::string bytes;
   char piece[4096];
-  // Rings that are taken down interrupt calls of the thread that used them.
   for (ssize_t n = 0; (n = TEMP_FAILURE_RETRY(::recv(fd, piece, sizeof piece, 0))) > 0;) bytes.append(piece, n);
   ::close(fd);
   const size_t end = bytes.find("\r\n\r\n");

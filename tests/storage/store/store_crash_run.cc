@@ -264,7 +264,7 @@ class StoreRun {
       if (!absl::IsDataLoss(piece.found)) return Explain(piece.found);
       if (!rotten_) return absl::StrCat("the scrub found what is not there: ", piece.found.ToString());
       must_find_ = false;
-      if (!piece.checked->in_memory || LacksMoments(*piece.checked)) continue;
+      if (!piece.checked->in_memory || CannotReadMoments(*piece.checked)) continue;
       const absl::Status mended = Mend(*piece.checked);
       if (!mended.ok()) return Explain(mended);
       rotten_ = false;
@@ -276,8 +276,8 @@ class StoreRun {
     return "";
   }
 
-  // The rest of a state without moments, which are perhaps what is rotten.
-  bool LacksMoments(const ScrubbedExtent& extent) const {
+  // Reads moments that are on the disk alone; they may be what is rotten.
+  bool CannotReadMoments(const ScrubbedExtent& extent) {
     return extent.moments_unread && absl::IsDataLoss(store_->LoadMoments(extent.chunk)) &&
            rotten_at_ >= extent.entry.offset + StateLayout().ArrayAt(StateArray::kMoment1, extent.entry.elements);
   }

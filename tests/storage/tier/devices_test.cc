@@ -175,9 +175,11 @@ TEST_F(DevicesTest, PartsThatDoNotFitSwappedDisksNameTheSwap) {
     }
   }
   Swap(tier_a_, tier_b_);
-  const absl::Status status = TryOpen().status();
-  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat(tier_b_, " was at ", tier_a_)));
+  for (int start = 0; start < 2; ++start) {  // the second is told no less
+    const absl::Status status = TryOpen().status();
+    EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat(tier_b_, " was at ", tier_a_)));
+  }
 }
 
 TEST_F(DevicesTest, AMissingDeviceIsNamedAndNothingTakesItsPlace) {
