@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <utility>
 
 namespace ballast::storage {
@@ -29,6 +30,7 @@ uint64_t PlacedBytes(const LogRecord& record) { return AlignUp(record.payload.si
 
 LogMemory MakeLogMemory(uint64_t bytes) {
   auto* memory = static_cast<std::byte*>(std::aligned_alloc(kLogBlock, bytes));
+  if (memory == nullptr) throw std::bad_alloc();
   std::memset(memory, 0, bytes);
   return {memory, std::free};
 }

@@ -23,7 +23,7 @@ class MemoryDisk : public storage::Disk {
   bool Exists(const std::string& path) const override;
   absl::Status Remove(const std::string& path) override;
   absl::StatusOr<std::unique_ptr<storage::IoQueue>> MakeQueue(const storage::IoQueueOptions& options) override;
-  // Of reads, writes and discards, by all threads: bytes, and nanoseconds in copies and in the kernel's work for new
+  // Reads, writes and discards by all threads: bytes, and nanoseconds in copies and in the kernel's work for new
   // memory.
   struct Totals {
     std::atomic<uint64_t> nanoseconds{0}, bytes{0};

@@ -17,13 +17,18 @@ namespace ballast {
 namespace {
 
 // The last number that `pattern` captures, -1 if it never does.
-int LastNumber(const std::string& text, const char* pattern) {
+std::vector<int> Numbers(const std::string& text, const char* pattern) {
   const std::regex regex(pattern);
-  int number = -1;
+  std::vector<int> numbers;
   for (auto match = std::sregex_iterator(text.begin(), text.end(), regex); match != std::sregex_iterator(); ++match) {
-    number = std::stoi((*match)[1].str());
+    numbers.push_back(std::stoi((*match)[1].str()));
   }
-  return number;
+  return numbers;
+}
+
+int LastNumber(const std::string& text, const char* pattern) {
+  const std::vector<int> numbers = Numbers(text, pattern);
+  return numbers.empty() ? -1 : numbers.back();
 }
 
 }  // namespace
@@ -118,6 +123,9 @@ Fleet::Status Fleet::AskStatus() const {
   status.answered = finished.code == 0;
   status.committed_min = LastNumber(finished.out, "\"committed_min\":(-?[0-9]+)");
   status.committed_max = LastNumber(finished.out, "\"committed_max\":(-?[0-9]+)");
+  for (const int bytes : Numbers(finished.out, "\"part\":\"log\",\"bytes\":\"([0-9]+)")) {
+    status.log_bytes_max = std::max(status.log_bytes_max, bytes);
+  }
   return status;
 }
 

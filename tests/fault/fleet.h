@@ -59,6 +59,7 @@ class Fleet {
     bool answered = false;
     int committed_min = -1;
     int committed_max = -1;
+    int log_bytes_max = -1;  // of the servers' gradient logs, the largest
     std::string text;
   };
   Status AskStatus() const;

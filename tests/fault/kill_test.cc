@@ -29,6 +29,9 @@ constexpr int kSteps = 120;  // four seconds undisturbed, so that ten loops or s
 constexpr int kDelayMsMax = 700;
 constexpr int kRecoveryMsMax = 120;
 constexpr int kSurvivorMsMax = 200;
+constexpr int kMiB = 1 << 20;
+// Five steps are eleven segments of 4 MiB. A restart adds what is missing to six free segments.
+constexpr int kShortLogBytesMax = (44 + 6 * 4 + 4) * kMiB;
 
 enum Victims { kOneServer, kBothServers, kOneRank, kBothRanks, kServerAndRank, kEverything, kVictimsEnd };
 constexpr const char* kVictimNames[] = {"a server",      "both servers",         "a trainer",
@@ -74,6 +77,12 @@ bool KillTest::RunEnded(const std::vector<services::Finished>& finished) const {
 
 void KillTest::FinishRun(const std::vector<services::Finished>& finished) {
   EXPECT_EQ(Fleet::DigestIn(finished[0].out), reference_);
+  if (GetParam().log_steps > 0) {
+    const Fleet::Status status = fleet_.AskStatus();
+    EXPECT_GT(status.log_bytes_max, kMiB) << status.text;
+    EXPECT_LT(status.log_bytes_max, kShortLogBytesMax) << "restarts made it longer: " << status.text;
+    tally_["MiB of log"] = std::max(tally_["MiB of log"], status.log_bytes_max / kMiB);
+  }
   ASSERT_EQ(fleet_.Drop(), 0);
   acknowledged_ = -1;
   ++tally_["runs compared"];
