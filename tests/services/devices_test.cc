@@ -154,6 +154,15 @@ class ServerDevicesTest : public ::testing::Test {
     for (const storage::NvmeDevice& device : devices) server_.options().budget.nvme += device.budget;
     server_.Restart();
   }
+  // Three steps of a job that has everything in the data directory, as an earlier version would. A short log would be
+  // cut after a restart, by flushes to any device.
+  void BeginAtHome(Training& training) {
+    server_.options().log_steps = 16;
+    server_.Restart();
+    ASSERT_EQ(training.Join(server_), absl::OkStatus());
+    training.Steps(3);
+    training.Leave();
+  }
   // Bytes used and the budget, as the server's status tells.
   std::pair<uint64_t, uint64_t> Told(const std::string& directory) {
     const v1::TierStatus nvme = server_.get()->Status().tiers(2);
@@ -198,13 +207,7 @@ TEST_F(ServerDevicesTest, RestartsChangeNoBit) {
 
 TEST_F(ServerDevicesTest, ALostDeviceIsNamedAndOtherJobsGoOn) {
   Training spared("spared"), struck("struck");
-  // Everything of this job is in the data directory, as an earlier version would have it. A short log would be cut
-  // after a restart, by flushes to any device.
-  server_.options().log_steps = 16;
-  server_.Restart();
-  ASSERT_EQ(spared.Join(server_), absl::OkStatus());
-  spared.Steps(3);
-  spared.Leave();
+  ASSERT_NO_FATAL_FAILURE(BeginAtHome(spared));
   Devices({{server_.directory(), 128 * kMiB}, {a_, 32 * kMiB}, {b_, 32 * kMiB}});
   ASSERT_EQ(spared.Join(server_), absl::OkStatus());
   ASSERT_EQ(struck.Join(server_), absl::OkStatus());
@@ -242,11 +245,7 @@ TEST_F(ServerDevicesTest, ALostDeviceIsNamedAndOtherJobsGoOn) {
 // All of the job's own extents are there, and the budget left to it is too small.
 TEST_F(ServerDevicesTest, AJobWithoutRoomIsToldOfTheDeviceThatIsNotThere) {
   Training spared("spared"), struck("struck");
-  server_.options().log_steps = 16;
-  server_.Restart();
-  ASSERT_EQ(spared.Join(server_), absl::OkStatus());
-  spared.Steps(3);
-  spared.Leave();
+  ASSERT_NO_FATAL_FAILURE(BeginAtHome(spared));
   Devices({{server_.directory(), 128 * kMiB}, {b_, 32 * kMiB}});
   ASSERT_EQ(struck.Join(server_), absl::OkStatus());
   struck.Steps(3);
