@@ -1,8 +1,11 @@
-"""One rank of test_shard*.py: shard_main.py SCRIPT[,SCRIPT...] FOLDER, as rank_main.py."""
+"""One rank of test_shard*.py and test_gpu_shard.py: shard_main.py SCRIPT[,SCRIPT...] FOLDER, as rank_main.py.
+BALLAST_TEST_DEVICE: cpu or cuda."""
+import contextlib
 import copy
 import ctypes
 import gc
 import io
+import os
 import sys
 import time
 import warnings
@@ -15,12 +18,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+import ballast
 import ballast.torch as bt
 from ballast.torch.sharding import pulls, pushes
+from ballast.torch.stepping import background
 
 # Gradients of the keys' bias are nothing but rounding: eps keeps an update of it small.
 ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1, 'eps': 1e-4}
 VOCABULARY = 17
+DEVICE = os.environ.get('BALLAST_TEST_DEVICE', 'cpu')
 SCRIPTS = {}
 
 
@@ -87,9 +93,9 @@ def theirs(parameters):
 
 def batches(count):
     """Of this rank."""
-    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    generator = torch.Generator('cpu').manual_seed(5 + dist.get_rank())
     for _ in range(count):
-        yield torch.randint(16, (4, 8), generator=generator)
+        yield torch.randint(16, (4, 8), generator=generator, device='cpu').to(DEVICE)
 
 
 def loss_of(model, tokens):
@@ -188,6 +194,61 @@ def early():
     return both('early', push_early=True)
 
 
+@contextlib.contextmanager
+def elsewhere():
+    """Gradients go the way of a GPU's, by a copy and a thread that waits for it, also on CPUs."""
+    kept = pushes.is_elsewhere
+    pushes.is_elsewhere = lambda gradient: True
+    try:
+        yield
+    finally:
+        pushes.is_elsewhere = kept
+
+
+@script
+def early_copied():
+    with elsewhere():
+        return both('early_copied', push_early=True)
+
+
+@script
+def push_failed():
+    """What step() is told where the second of a step's pushes failed behind backward, and losses of training that goes on; a twin's."""
+    twin, model = plain(made()), bt.shard(made())
+    other, optimizer = theirs(twin.parameters()), ours(model)
+    push, failing = background._push, []
+
+    def fails(*arguments):
+        if failing:
+            failing.pop()
+            if not failing:
+                raise ballast.Error('the push failed', 'SERVER_DOWN')
+        push(*arguments)
+    background._push = fails
+    losses, refusal = [], None
+    try:
+        with elsewhere():
+            for i, tokens in enumerate(batches(6)):
+                if i == 3:
+                    failing[:] = [1, 1]
+                    optimizer.zero_grad()
+                    loss_of(model, tokens).backward()
+                    refusal = told(optimizer.step)
+                    optimizer.zero_grad()
+                pair = []
+                for each, its in ((twin, other), (model, optimizer)):
+                    its.zero_grad()
+                    loss = loss_of(each, tokens)
+                    loss.backward()
+                    its.step()
+                    pair.append(loss.item())
+                losses.append(pair)
+    finally:
+        background._push = push
+    optimizer.close()
+    return refusal, torch.tensor(losses)
+
+
 @script
 def early_accumulation():
     return both('early_accumulation', push_early=True, micro=2)
@@ -199,7 +260,7 @@ def early_synced():
 
 
 def hybrid_mesh():
-    return init_device_mesh('cpu', (2, dist.get_world_size() // 2), mesh_dim_names=('replicate', 'shard'))
+    return init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=('replicate', 'shard'))
 
 
 @script
@@ -440,6 +501,22 @@ def memory():
     return grown
 
 
+@script
+def memory_of_a_gpu():
+    """The most that training 32 units of 16 MiB took there, in MiB, and the pinned memory that it took of the host."""
+    with torch.device('meta'):
+        model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32)))
+    bt.shard(model, units=list(model), prefetch_bytes=32 << 20)
+    optimizer = bt.SGD(model.named_parameters(), lr=0.1, name='memory_of_a_gpu', dram='2GiB', threads=2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2048)).sum().backward()
+        optimizer.step()
+    taken = torch.cuda.max_memory_allocated(), torch.cuda.host_memory_stats()['allocated_bytes.peak']
+    optimizer.close()
+    return [each >> 20 for each in taken]
+
+
 def told(function):
     try:
         function()
@@ -637,7 +714,9 @@ def evaluation(model):
 def main(barrier=True):
     """barrier: ranks wait for each other behind each script."""
     torch.set_num_threads(1)
-    dist.init_process_group('gloo')
+    torch.set_default_device(DEVICE)
+    dist.init_process_group('gloo' if DEVICE == 'cpu' else 'cpu:gloo,cuda:nccl')
+    torch.use_deterministic_algorithms(DEVICE == 'cuda')
     for name in sys.argv[1].split(','):
         torch.save(SCRIPTS[name](), f'{sys.argv[2]}/{name}-{dist.get_rank()}.pt')
         if barrier:

@@ -12,8 +12,9 @@ HERE = pathlib.Path(__file__).parent
 UNITS, GATHERS, STEPS = 4, 7, 30
 
 BITS = ['uneven', 'even', 'recompute_reentrant', 'recompute', 'accumulation', 'accumulation_synced', 'no_reshard', 'bf16', 'wrapped']
-EARLY = ['early', 'early_accumulation', 'early_synced', 'frozen']
-REST = ['clipped', 'discarded', 'skipped', 'late_pulls', 'evaluated', 'alive', 'refused', 'inside', 'meta', 'after_close', 'changed']
+EARLY = ['early', 'early_copied', 'early_accumulation', 'early_synced', 'frozen']
+REST = ['clipped', 'discarded', 'skipped', 'late_pulls', 'evaluated', 'alive', 'refused', 'inside', 'meta', 'after_close', 'changed',
+        'push_failed']
 NAMED = ['first_half', 'second_half', 'rolled_back']
 
 
@@ -152,6 +153,13 @@ def test_a_step_that_is_skipped(pair):
         assert not any(torch.equal(one, other) for one, other in zip(after, later))
 
 
+def test_a_push_that_fails_behind_backward(pair):
+    """The step is refused, and gradients that come again are taken."""
+    for refusal, losses in pair['push_failed']:
+        assert 'the push failed' in refusal
+        torch.testing.assert_close(losses[:, 1], losses[:, 0], rtol=0, atol=1e-5)
+
+
 def test_gradients_leave_the_trainer(pair):
     for most, after, real in pair['alive']:
         assert most <= 2
@@ -250,7 +258,7 @@ def test_resume_from_meta(over_two_servers):
     for losses, (steps, later, values, expected, parameters) in zip(over_two_servers['first_half'], over_two_servers['second_half']):
         assert steps == 5
         torch.testing.assert_close(torch.cat([losses, later]), expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(values, parameters, rtol=0, atol=1e-5)
+        torch.testing.assert_close(values, [each.cpu() for each in parameters], rtol=0, atol=1e-5)
 
 
 def test_rollback(over_two_servers):

@@ -36,7 +36,8 @@ def one_thread():
 @pytest.fixture
 def small_staging(monkeypatch):
     """Little stays in staging memory by chance."""
-    monkeypatch.setattr(activations, '_STAGING', 8 * MIB)
+    for name in ('_STAGING', '_STAGING_BESIDE_GPU'):
+        monkeypatch.setattr(activations, name, 8 * MIB)
 
 
 @pytest.fixture(params=['host', 'copied', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU'))])

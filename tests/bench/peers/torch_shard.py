@@ -11,6 +11,7 @@ Usage: torch_shard.py [--json FILE] [--directory DIR] [--rounds N] [--turn N] [-
   --dram SIZE       the server's memory where its state is on NVMe (default 1GiB)
   --systems A,B     some of the systems below
   --profile DIR     rank 0 of each system writes cProfile's account of its turns there
+  --device cuda     one rank and its GPU, all processors; masters, moments and gathered units go to it from the host's memory
   --return-memory   trainers' malloc gives freed memory above 1 MiB back at once, so that peaks are what systems need and not what
                     glibc keeps between allocations; page faults take time then
 
@@ -21,9 +22,13 @@ fp32 masters and moments. They take turns, so that a drift of the machine meets 
   deepspeed       ZeRO-3 with parameters and optimizer on the CPU
   ballast_nvme    shard() whose server keeps its state on NVMe
   deepspeed_nvme  ZeRO-Infinity: parameters and optimizer on NVMe, pipelined, aio tuned
+On a GPU: all on the GPU; then parameters and state on the host, by shard() over its own server in the process and over a ballastd, by
+FSDP2, by DeepSpeed ZeRO-3; then parameters on the GPU and state on the host, by ballast.torch.AdamW and by DeepSpeed ZeRO-2.
+  hbm, ballast, ballast_served, fsdp2, deepspeed, ballast_state, deepspeed_state
 
-Rows: tokens/s by the median step of rank 0; peak resident set of a trainer in its turns after the first; CPU seconds of a step, of both
-trainers (user, system) and of the server; seconds of a step in which gathers waited for pulls, and of the call that updates.
+Rows: tokens/s by the median step of rank 0; peak resident set of a trainer in its turns after the first, and on a GPU the most that torch
+had allocated there; CPU seconds of a step, of all trainers (user, system) and of the server; seconds of a step in which gathers waited for
+pulls, and of the call that updates.
 """
 import argparse
 import contextlib
@@ -42,12 +47,16 @@ import time
 
 from workers import HYPER, Ranks, Trainer, deepspeed_engine, median, status_bytes
 
-WORLD, MAX_NORM = 2, 1.0
+MAX_NORM = 1.0
 HYPER = {**HYPER, 'lr': 3e-4}
 LOSSES_APART = 0.05  # of systems that do the same in bf16; the losses fall by 2 and more
-NAMES = {'dram': ('ballast', 'fsdp2', 'deepspeed'), 'nvme': ('ballast_nvme', 'deepspeed_nvme')}
-GOALS = (('ballast', 'fsdp2', 'tokens', 0.9), ('ballast', 'fsdp2', 'peak', 0.6), ('ballast', 'deepspeed', 'tokens', 1.3),
-         ('ballast_nvme', 'deepspeed_nvme', 'tokens', 2.0))
+NAMES = {'cpu': {'dram': ('ballast', 'fsdp2', 'deepspeed'), 'nvme': ('ballast_nvme', 'deepspeed_nvme')},
+         'cuda': {'hbm': ('hbm',), 'dram': ('ballast', 'ballast_served', 'fsdp2', 'deepspeed'),
+                  'state': ('ballast_state', 'deepspeed_state')}}
+GOALS = {'cpu': (('ballast', 'fsdp2', 'tokens', 0.9), ('ballast', 'fsdp2', 'peak', 0.6), ('ballast', 'deepspeed', 'tokens', 1.3),
+                 ('ballast_nvme', 'deepspeed_nvme', 'tokens', 2.0)),
+         'cuda': (('ballast', 'fsdp2', 'tokens', 1.0), ('ballast', 'deepspeed', 'tokens', 1.0), ('ballast', 'hbm', 'tokens', 0.5),
+                  ('ballast', 'fsdp2', 'gpu', 1.0), ('ballast_state', 'deepspeed_state', 'tokens', 1.0))}
 
 
 def parse():
@@ -56,14 +65,16 @@ def parse():
     parser.add_argument('--directory', default='.')
     parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--turn', type=int, default=2)
-    parser.add_argument('--only', choices=NAMES)
+    parser.add_argument('--device', choices=NAMES, default='cpu')
+    parser.add_argument('--only', choices=[only for names in NAMES.values() for only in names])
     parser.add_argument('--systems')
     parser.add_argument('--layers', type=int)
     parser.add_argument('--parameters', type=int, default=203_000_000)
     parser.add_argument('--width', type=int, default=1024)
     parser.add_argument('--length', type=int, default=128)
     parser.add_argument('--dram', default='1GiB')
-    parser.add_argument('--threads', type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument('--rows', type=int, default=1, help='of a rank in a step')
+    parser.add_argument('--threads', type=int, help=argparse.SUPPRESS)
     parser.add_argument('--profile')
     parser.add_argument('--return-memory', action='store_true')
     parser.add_argument('--server', help=argparse.SUPPRESS)
@@ -73,6 +84,9 @@ def parse():
     args.block = 4 * args.width ** 2 + 3 * args.width * args.hidden
     if args.layers is None:
         args.layers = max(1, round(args.parameters / args.block))
+    args.world = 2 if args.device == 'cpu' else 1
+    if args.threads is None:
+        args.threads = 1 if args.device == 'cpu' else os.cpu_count()
     return args
 
 
@@ -86,24 +100,30 @@ class Rank(Trainer):
         torch.set_num_threads(self.args.threads)
         self.join()
         self.rank = torch.distributed.get_rank()
-        self.batches = Batches(WORLD, 1, self.args.length)
+        self.batches = Batches(self.args.world, self.args.rows, self.args.length)
         sizes = {'width': self.args.width, 'layers': self.args.layers, 'heads': self.args.width // 64, 'hidden': self.args.hidden}
-        self.model = self.wrap(make_model(torch.bfloat16, **sizes))
+        model = make_model(torch.bfloat16, **sizes).to(self.args.device)
+        torch.set_default_device(self.args.device)
+        self.model = self.wrap(model)
         self.update_seconds = 0.0
         self.profile = cProfile.Profile() if self.args.profile and self.rank == 0 else None
 
     def join(self):
         import torch
-        torch.distributed.init_process_group('gloo')
+        torch.distributed.init_process_group('gloo' if self.args.device == 'cpu' else 'cpu:gloo,cuda:nccl')
 
     def one(self):
         """A step: its seconds, and its loss."""
+        import torch
         start = time.perf_counter()
-        tokens, targets = self.batches.next()[self.rank]
+        with torch.device('cpu'):
+            tokens, targets = (each.to(self.args.device) for each in self.batches.next()[self.rank])
         loss = self.model(tokens, targets)
         self.backward(loss)
         before = time.perf_counter()
         self.update()
+        if self.args.device == 'cuda':
+            torch.cuda.synchronize()
         end = time.perf_counter()
         self.update_seconds += end - before
         return end - start, loss.item()
@@ -129,9 +149,14 @@ class Rank(Trainer):
         gc.collect()
         ctypes.CDLL('libc.so.6').malloc_trim(0)  # what the whole model took before it was divided is no system's
         super().reset_peak()
+        if self.args.device == 'cuda':
+            import torch
+            torch.cuda.reset_peak_memory_stats()
 
     def resident(self):
-        return {'bytes': status_bytes('VmHWM'), 'swapped': status_bytes('VmSwap')}
+        import torch
+        return {'bytes': status_bytes('VmHWM'), 'swapped': status_bytes('VmSwap'),
+                'gpu': torch.cuda.max_memory_allocated() if self.args.device == 'cuda' else 0}
 
     def stop(self):
         if self.profile is not None:
@@ -143,11 +168,19 @@ class Ballast(Rank):
 
     def wrap(self, model):
         import ballast.torch
-        ballast.torch.shard(model)
-        self.optimizer = ballast.torch.AdamW(model.named_parameters(), servers=self.args.server, durability='none', max_norm=MAX_NORM,
-                                             name=self.args.worker, step_timeout=600.0, **HYPER)
+        self.place(model)
+        where = {'servers': self.args.server} if self.args.server else {'dram': memory_of(self.args)}
+        self.optimizer = ballast.torch.AdamW(model.named_parameters(), durability='none', max_norm=MAX_NORM, name=self.args.worker,
+                                             step_timeout=600.0, **where, **self.more(model), **HYPER)
         self.optimizer.resume()
         return model
+
+    def place(self, model):
+        import ballast.torch
+        ballast.torch.shard(model)
+
+    def more(self, model):
+        return {}
 
     def backward(self, loss):
         loss.backward()
@@ -164,15 +197,32 @@ class Ballast(Rank):
         self.optimizer.close()
 
 
+class BallastState(Ballast):
+    """Parameters and gradients stay where they are."""
+
+    def place(self, model):
+        pass
+
+    def more(self, model):
+        return {'overlap': model}
+
+    def waited(self):
+        return 0.0
+
+
 class Fsdp2(Rank):
     """The sharded parameters are fp32 masters on the CPU. There CPUOffloadPolicy changes nothing but where tensors would be pinned:
     shards are on the CPU already, and FSDP2's copies to the device and back give the tensors themselves."""
 
+    def policy(self):
+        from torch.distributed.fsdp import CPUOffloadPolicy
+        return {'offload_policy': CPUOffloadPolicy(pin_memory=self.args.device == 'cuda')}
+
     def wrap(self, model):
         import torch
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-        policy = {'mesh': torch.distributed.init_device_mesh('cpu', (WORLD,)),
-                  'mp_policy': MixedPrecisionPolicy(param_dtype=torch.bfloat16), 'offload_policy': CPUOffloadPolicy(pin_memory=False)}
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        policy = {'mesh': torch.distributed.init_device_mesh(self.args.device, (self.args.world,)),
+                  'mp_policy': MixedPrecisionPolicy(param_dtype=torch.bfloat16), **self.policy()}
         model.float()
         for block in model.blocks:
             fully_shard(block, **policy)
@@ -190,19 +240,28 @@ class Fsdp2(Rank):
         self.optimizer.zero_grad()
 
 
+class Hbm(Fsdp2):
+    """All of it stays on the GPU."""
+
+    def policy(self):
+        return {'reshard_after_forward': False}
+
+
 class DeepSpeed(Rank):
     """As it comes: ZeRO-3 keeps up to 1e9 parameters gathered that it will use again soon, which is faster and takes memory."""
 
     def join(self):
         import deepspeed
-        deepspeed.init_distributed('gloo')
+        deepspeed.init_distributed('gloo' if self.args.device == 'cpu' else 'nccl')
 
     def wrap(self, model):
         return deepspeed_engine(model, self.zero(), HYPER, MAX_NORM)
 
     def zero(self):
-        return {'stage': 3, 'offload_param': {'device': 'cpu', 'pin_memory': False},
-                'offload_optimizer': {'device': 'cpu', 'pin_memory': False}}
+        return {'stage': 3, 'offload_param': self.host(), 'offload_optimizer': self.host()}
+
+    def host(self):
+        return {'device': 'cpu', 'pin_memory': self.args.device == 'cuda'}
 
     def backward(self, loss):
         self.model.backward(loss)
@@ -215,15 +274,31 @@ class DeepSpeedNvme(DeepSpeed):
     def zero(self):
         largest = 2 * self.args.hidden * self.args.width
         nvme = {'device': 'nvme', 'nvme_path': os.path.join(self.args.directory, 'deepspeed'), 'pin_memory': False}
-        return {'stage': 3, 'sub_group_size': self.args.block // WORLD,
-                'offload_param': {**nvme, 'buffer_count': 16, 'buffer_size': -(-largest // WORLD // 1024) * 1024},
+        return {'stage': 3, 'sub_group_size': self.args.block // self.args.world,
+                'offload_param': {**nvme, 'buffer_count': 16, 'buffer_size': -(-largest // self.args.world // 1024) * 1024},
                 'offload_optimizer': {**nvme, 'buffer_count': 12, 'pipeline_read': True, 'pipeline_write': True}}
 
 
-WORKERS = {'ballast': Ballast, 'fsdp2': Fsdp2, 'deepspeed': DeepSpeed, 'ballast_nvme': Ballast, 'deepspeed_nvme': DeepSpeedNvme}
+class DeepSpeedState(DeepSpeed):
+    def zero(self):
+        return {'stage': 2, 'offload_optimizer': self.host()}
+
+
+WORKERS = {'hbm': Hbm, 'ballast_served': Ballast, 'ballast_state': BallastState, 'deepspeed_state': DeepSpeedState,
+           'ballast': Ballast, 'fsdp2': Fsdp2, 'deepspeed': DeepSpeed, 'ballast_nvme': Ballast, 'deepspeed_nvme': DeepSpeedNvme}
 
 
 # ---- the main process
+
+
+def tokens_of(args):
+    """Of a step, all ranks together."""
+    return args.world * args.rows * args.length
+
+
+def memory_of(args):
+    """What a server without NVMe is given: masters, moments and working copies, and room for gradients and buffers."""
+    return f'{args.layers * args.block * 20 + (2 << 30) >> 20}MiB'
 
 
 class Server:
@@ -232,7 +307,7 @@ class Server:
     def __init__(self, name, args, directory):
         from ballast.embedded_daemon import Daemon
         on_disk = name.endswith('_nvme')
-        self.daemon = Daemon(os.path.join(directory, f'{name}_server'), args.dram if on_disk else '6GiB', '16GiB' if on_disk else 0,
+        self.daemon = Daemon(os.path.join(directory, f'{name}_server'), args.dram if on_disk else memory_of(args), '16GiB' if on_disk else 0,
                              os.cpu_count())
         self.address = self.daemon.address
 
@@ -253,12 +328,14 @@ class System:
     """A system's ranks, its server if it has one, and its measurements."""
 
     def __init__(self, name, args, directory):
-        self.server = Server(name, args, directory) if name.startswith('ballast') else None
+        # The only rank of a GPU has its server in its process.
+        is_served = name.startswith('ballast') and (args.world > 1 or name == 'ballast_served')
+        self.server = Server(name, args, directory) if is_served else None
         # The arguments of a rank.
-        given = {key: getattr(args, key) for key in ('layers', 'width', 'length', 'turn', 'threads', 'profile')}
+        given = {key: getattr(args, key) for key in ('layers', 'width', 'length', 'rows', 'device', 'turn', 'threads', 'profile')}
         given = argparse.Namespace(**given, server=self.server.address if self.server else None)
         malloc = {'MALLOC_MMAP_THRESHOLD_': str(1 << 20)} if args.return_memory else {}
-        self.ranks = Ranks(__file__, name, given, directory, WORLD, **malloc)
+        self.ranks = Ranks(__file__, name, given, directory, args.world, DS_ACCELERATOR=args.device, **malloc)
         self.turns, self.server_cpu = [], []
 
     def turn(self):
@@ -283,9 +360,10 @@ class System:
 
         def one(key):
             return median([answers[0][key] for answers in self.turns])
-        row = {'name': name, 'tokens': WORLD * args.length / median(steps), 'steps': steps, 'peak': max(peak['bytes'] for peak in peaks),
+        row = {'name': name, 'tokens': tokens_of(args) / median(steps), 'steps': steps, 'peak': max(peak['bytes'] for peak in peaks),
                'swapped': max(peak['swapped'] for peak in peaks), 'user': both('user'), 'system': both('system'), 'waited': one('waited'),
-               'update': one('update'), 'loss': sum(answer['loss'] for answer in self.turns[-1]) / WORLD}
+               'update': one('update'), 'loss': sum(answer['loss'] for answer in self.turns[-1]) / args.world,
+               'gpu': max(peak['gpu'] for peak in peaks)}
         if self.server:
             row['server_cpu'] = [median(each) for each in zip(*self.server_cpu)]
             row['server_peak'] = self.server.peak()
@@ -330,7 +408,7 @@ def names_of(args):
     if not set(wanted) <= set(WORKERS):
         sys.exit(f'--systems {args.systems}: expected some of {",".join(WORKERS)}')
     return [[name for name in names if name in wanted and name.partition('_')[0] not in missing]
-            for group, names in NAMES.items() if args.only in (None, group)]
+            for group, names in NAMES[args.device].items() if args.only in (None, group)]
 
 
 def versions():
@@ -342,26 +420,26 @@ def versions():
 
 
 def show(rows, args):
-    print(f'{args.layers} blocks, {args.layers * args.block / 1e6:.0f}M parameters, {WORLD} ranks, {WORLD * args.length} tokens a step; '
+    print(f'{args.layers} blocks, {args.layers * args.block / 1e6:.0f}M parameters, {args.world} ranks, {tokens_of(args)} tokens a step; '
           + ', '.join(f'{name} {version}' for name, version in versions().items()))
     print(f'{"system":15} {"tokens/s":>8} {"step s":>7} {"min":>6} {"max":>6} {"peak MiB":>8} {"server":>7} {"user":>6} {"system":>6} '
-          f'{"server CPU":>13} {"waited":>7} {"update":>7} {"loss":>6}')
+          f'{"server CPU":>13} {"waited":>7} {"update":>7} {"loss":>6}' + (f' {"GPU MiB":>8}' if args.device == 'cuda' else ''))
     for row in rows:
         served = f'{row["server_peak"] >> 20:7} ' if 'server_peak' in row else ' ' * 8
         cpu = '{:6.2f} {:6.2f}'.format(*row['server_cpu']) if 'server_cpu' in row else ''
         print(f'{row["name"]:15} {row["tokens"]:8.1f} {median(row["steps"]):7.3f} {min(row["steps"]):6.3f} {max(row["steps"]):6.3f} '
               f'{row["peak"] >> 20:8} {served}{row["user"]:6.2f} {row["system"]:6.2f} {cpu:>13} {row["waited"]:7.3f} {row["update"]:7.3f} '
-              f'{row["loss"]:6.3f}')
+              f'{row["loss"]:6.3f}' + (f' {row["gpu"] >> 20:8}' if args.device == 'cuda' else ''))
 
 
-def compare(rows):
+def compare(rows, args):
     """Ratios that are aimed at, and whether the systems trained the same."""
     by_name = {row['name']: row for row in rows}
     ratios = []
-    for ours, peer, what, goal in GOALS:
+    for ours, peer, what, goal in GOALS[args.device]:
         if ours in by_name and peer in by_name:
             ratio = by_name[ours][what] / by_name[peer][what]
-            most = what == 'peak'
+            most = what in ('peak', 'gpu')
             print(f'{what} of {ours} over those of {peer}: {ratio:.3f}; goal: at {"most" if most else "least"} {goal}'
                   f'{"" if (ratio <= goal) == most else ", NOT MET"}')
             ratios.append({'name': f'{ours}/{peer}/{what}', 'ratio': ratio, 'goal': goal})
@@ -378,6 +456,12 @@ def main():
     if importlib.util.find_spec('torch') is None:
         print('skipped: torch is not installed (pip install torch==2.13.0 numpy)')
         return 0
+    if args.device == 'cuda':
+        import torch
+        if not torch.cuda.is_available():
+            print('skipped: no GPU')
+            return 0
+        print(torch.cuda.get_device_name(), f'{args.threads} processors')
     directory = tempfile.mkdtemp(prefix='torch_shard.', dir=args.directory)
     try:
         rows = []
@@ -386,7 +470,7 @@ def main():
             show(rows, args)
     finally:
         shutil.rmtree(directory)
-    ratios = compare(rows)
+    ratios = compare(rows, args)
     if args.json:
         with open(args.json, 'w', encoding='utf-8') as file:
             json.dump({'rows': rows, 'ratios': ratios, 'versions': versions(), 'parameters': args.layers * args.block}, file, indent=1)

@@ -121,9 +121,10 @@ class Worker:
         flags = [f'--{flag.replace("_", "-")}={value}' for flag, value in vars(args).items()
                  if value is not None and flag not in ('json', 'rounds', 'directory', 'worker', 'parameters')]
         # DeepSpeed wants its rendezvous by environment. ninja is beside this interpreter in a venv.
-        environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), DS_ACCELERATOR='cpu', RANK=str(rank), LOCAL_RANK=str(rank),
-                           WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port),
-                           PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH'], **variables)
+        environment = {**os.environ, 'OMP_NUM_THREADS': str(args.threads), 'DS_ACCELERATOR': 'cpu', 'RANK': str(rank),
+                       'LOCAL_RANK': str(rank), 'WORLD_SIZE': str(world), 'LOCAL_WORLD_SIZE': str(world), 'MASTER_ADDR': '127.0.0.1',
+                       'MASTER_PORT': str(port),
+                       'PATH': os.path.dirname(sys.executable) + os.pathsep + os.environ['PATH'], **variables}
         self.name = name
         self.log = os.path.join(directory, f'{name}.{rank}.log')
         with open(self.log, 'w', encoding='utf-8') as log:

@@ -18,9 +18,12 @@ class Memory:
     def __init__(self) -> None:
         self._free: dict[int, list[mmap.mmap]] = {}  # by bytes
 
-    def take(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of one dimension, its elements whatever the buffer had."""
+    def take(self, elements: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
+        """A tensor of one dimension, its elements whatever the buffer had. pinned: page-locked, for copies to and from a GPU, in buffers
+        that torch keeps: it gives one out again once the copies that were enqueued are over."""
         size = elements * dtype.itemsize
+        if pinned:
+            return torch.empty(elements, dtype=dtype, device='cpu', pin_memory=True)
         if size < _BYTES_MIN:
             return torch.empty(elements, dtype=dtype, device='cpu')
         free = self._free.setdefault(size, [])

@@ -112,7 +112,7 @@ class Pulls:
     def _begin(self, unit: Unit, job: Job) -> _Pull:
         dtype = _DTYPES[job.options.optimizer.working]
         size = unit.bytes(dtype.itemsize)
-        pieces = unit.pieces(self._memory.take(size // dtype.itemsize, dtype))
+        pieces = unit.pieces(self._memory.take(size // dtype.itemsize, dtype, unit.device.type == 'cuda'))
         places = [piece[:part.elements] for part, piece in zip(unit.parts, pieces)]
         self.count += 1
         self.bytes += size

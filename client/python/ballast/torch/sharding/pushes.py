@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,12 +14,18 @@ import torch
 from ballast.errors import Error
 from ballast.torch.modes import plainly
 from ballast.torch.sharding.remote import GoneGradient, Remote, remote_of
+from ballast.torch.stepping import background
+from ballast.torch.stepping.host_memory import current_streams, is_elsewhere
 from ballast.torch.stepping.members import Member, digest_of, gradient_of, local, on_host
 from ballast.torch.stepping.sketch import sketch
 
 if TYPE_CHECKING:
     from ballast import _native
     from ballast.torch.job.job import Job
+    from ballast.torch.sharding.memory import Memory
+
+# Units whose gradients are on their way from a GPU at one time: backward waits for the older ones.
+_UNDER_WAY_MAX = 2
 
 
 class Pushes:
@@ -24,9 +33,11 @@ class Pushes:
     way, since the servers clip. COLLECTIVE without a message: FSDP2 reduces in one order on all ranks. Threads: the loop's and
     autograd's, one at a time."""
 
-    def __init__(self, backwards: int) -> None:
-        """backwards: reductions of a gradient that make a step's."""
-        self._backwards = backwards
+    def __init__(self, backwards: int, memory: Memory) -> None:
+        """backwards: reductions of a gradient that make a step's. memory: for gradients of a GPU on their way."""
+        self._backwards, self._memory = backwards, memory
+        self._background: background.Background | None = None
+        self._under_way: collections.deque[tuple[int, concurrent.futures.Future]] = collections.deque()  # of this step, oldest first
         self._session: _native.Session | None = None
         self._job: weakref.ref[Job] | None = None
         self._members: list[Member] = []
@@ -51,6 +62,10 @@ class Pushes:
 
     def leave(self) -> None:
         """The session is over, with all that went to it."""
+        self._forget_under_way()
+        if self._background is not None:
+            self._background.close()
+            self._background = None
         for hook in self._hooks.values():
             hook.remove()
         self._session, self._members, self._units, self._unit_of, self._hooks = None, [], [], {}, {}
@@ -76,16 +91,52 @@ class Pushes:
         gradients = [gradient_of(member) for member in members]
         if any(remote_of(gradient) is not None for gradient in gradients):
             return
-        self._session.push_early(unit, [None if gradient is None else on_host(gradient) for gradient in gradients],
-                                 let_go=True)
+        self._push(unit, gradients)
         self._gone.add(unit)
         job = self._job()
         for j, member, gradient in zip(tensors, members, gradients):
             if gradient is not None:
                 _replace(member, gradient, len(job.roster.replicas[j]) > 1 and member.is_due(job.progress.steps, job.debug))
 
+    def _push(self, unit: int, gradients: list[torch.Tensor | None]) -> None:
+        there = [gradient for gradient in gradients if gradient is not None]
+        if not any(is_elsewhere(gradient) for gradient in there):
+            self._session.push_early(unit, [None if gradient is None else on_host(gradient) for gradient in gradients], let_go=True)
+            return
+        if len(self._under_way) >= _UNDER_WAY_MAX:  # its error is the step's: in backward other ranks would wait for this one
+            concurrent.futures.wait([self._under_way[-_UNDER_WAY_MAX][1]])
+        if self._background is None:
+            self._background = background.Background()
+        memory = [None if gradient is None else self._copy(gradient) for gradient in gradients]
+        copied = [stream.record_event(torch.cuda.Event(blocking=True)) for stream in current_streams(there)]
+        self._under_way.append((unit, self._background.push(self._session, unit, memory, copied, let_go=True)))
+
+    def _copy(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Enqueues a copy to the host, on the current stream, which made the gradient."""
+        of = local(gradient).detach()
+        if of.is_cuda:
+            of.record_stream(torch.cuda.current_stream(of.device))  # the trainer may let go of it now
+        return self._memory.take(of.numel(), of.dtype, of.is_cuda).view(of.shape).copy_(of, non_blocking=True)
+
+    def _wait(self) -> None:
+        """Until all pushes are over. Errors: a push's; its unit has not gone then."""
+        while self._under_way:
+            unit, future = self._under_way.popleft()
+            try:
+                background.wait(future, self._session)
+            except BaseException:
+                self._gone.discard(unit)
+                raise
+
+    def _forget_under_way(self) -> None:
+        """What went counts no more, and errors of it neither."""
+        while self._under_way:
+            with contextlib.suppress(Error):
+                self._wait()
+
     def discard(self) -> None:
         """No step will take what went. COLLECTIVE."""
+        self._forget_under_way()
         if self._gone:
             self._session.drop()
         self._begin()
@@ -103,6 +154,7 @@ class Pushes:
 
     def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Refuses a step with these gradients, by member, that are neither those that went nor, all of those that went, set to None."""
+        self._wait()
         went = self._went()
         if went and all(gradients[i] is None for i in went):
             return
@@ -123,6 +175,7 @@ class Pushes:
 
     def stepped(self) -> None:
         """A step is over: the servers have taken what went, or dropped it."""
+        self._forget_under_way()
         self._begin()
 
 

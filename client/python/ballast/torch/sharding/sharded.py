@@ -39,7 +39,7 @@ class Sharded:
         self.values = Values(seed)
         self.memory = Memory()
         self.pulls = Pulls(self.open, prefetch_bytes, self.memory)
-        self.pushes = Pushes(backwards) if push_early else None
+        self.pushes = Pushes(backwards, self.memory) if push_early else None
         self.wire = collections.Counter(dict.fromkeys(WAYS, 0))  # bytes that this rank received
         self.how = how
         self.frozen = frozen

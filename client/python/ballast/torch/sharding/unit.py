@@ -19,7 +19,7 @@ class Unit:
 
     def __init__(self, name: str, parts: Sequence[Part], device: torch.device, model: Sharded) -> None:
         """device: where gathers take place."""
-        self.name, self.parts, self._device, self.model = name, list(parts), device, model
+        self.name, self.parts, self.device, self.model = name, list(parts), device, model
         self.gathers = 0  # so far: the same on all ranks that gather together
         self._gathered_at: object = None  # Sharded.now() of the last pull
         self._pieces: dict[Part, torch.Tensor] = {}  # of the pull that is being taken, until its gather has them
@@ -52,9 +52,9 @@ class Unit:
                 self.gathers += 1
             self._asked.add(part)
             if self.gather is not None and self.gather.has_second:
-                return torch.empty(part.padded, dtype=dtype, device=self._device)  # which the gather does not read
+                return torch.empty(part.padded, dtype=dtype, device=self.device)  # which the gather does not read
             if part not in self._pieces or self._gathered_at != self.model.now():
                 self._pieces = dict(zip(self.parts, self.model.pulls.take(self)))
                 self._gathered_at = self.model.now()
             piece = self._pieces.pop(part)
-            return piece.to(device=self._device, dtype=dtype).view(part.padded)
+            return piece.to(self.device, non_blocking=True).to(dtype).view(part.padded)

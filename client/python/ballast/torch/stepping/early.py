@@ -13,13 +13,12 @@ import torch
 
 from ballast.errors import Error, warn
 from ballast.torch.modes import plainly
+from ballast.torch.stepping import background
 from ballast.torch.stepping.host_memory import HostMemory
 from ballast.torch.stepping.members import Member, digest_of, gradient_of, in_host, is_elsewhere, is_sharded, local, mark_of
 
 if TYPE_CHECKING:
     from ballast import _native
-
-_GRACE_SECONDS = 2.0
 
 
 class _Sent(NamedTuple):
@@ -64,7 +63,7 @@ class Early:
         self._lock = threading.Lock()  # autograd has a thread per GPU
         self.session: _native.Session | None = None  # the one that gradients go to
         self._host: HostMemory | None = None
-        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._background: background.Background | None = None
         self._pushes = False
         self._members: list[Member] = []
         self._units: list[list[int]] = []
@@ -123,9 +122,9 @@ class Early:
             return  # the step under way may read their places in the host's memory
         memory = [in_host(self._host, member, 'gradient', gradient) for member, gradient in zip(members, there)]
         gradients = [member.parameter.grad for member in members]
-        if self._pool is None:
-            self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-push')
-        future = self._pool.submit(_push, self.session, unit, memory, self._host.enqueued())
+        if self._background is None:
+            self._background = background.Background()
+        future = self._background.push(self.session, unit, memory, self._host.enqueued())
         self._sent[unit] = _Sent(gradients, [_Mark(local(gradient), self._debug) for gradient in gradients], memory, future)
 
     def stands(self, taken: Sequence[torch.Tensor | None]) -> bool:
@@ -134,7 +133,7 @@ class Early:
             if self._spoilt:
                 break
             try:
-                self._await(sent.future)
+                background.wait(sent.future, self.session)
             except Error:
                 self._spoilt = True  # the step sends it again, and tells what is wrong if it still is
             for i, gradient, mark in zip(self._units[unit], sent.gradients, sent.marks):
@@ -152,15 +151,6 @@ class Early:
                  'push_early out, or clip by max_norm= and scale by LossScaler, which change none')
         self._warned = True
 
-    def _await(self, future: concurrent.futures.Future) -> None:
-        """Waits as a call of the session does: Ctrl-C leaves it two seconds, then ends the session."""
-        try:
-            future.result()
-        except KeyboardInterrupt:
-            if not concurrent.futures.wait([future], _GRACE_SECONDS).done:
-                self.session.interrupt()
-            raise
-
     def withdraw(self) -> None:
         """Nothing goes before the next step, and servers forget what went."""
         if not self._sent:
@@ -168,7 +158,7 @@ class Early:
         self._spoilt = True
         for sent in self._sent.values():
             with contextlib.suppress(Error):
-                self._await(sent.future)
+                background.wait(sent.future, self.session)
         self.session.drop()
         self._sent = {}
 
@@ -209,14 +199,8 @@ class Early:
 
     def close(self) -> None:
         self._forget()
-        if self._pool is not None:
-            self._pool.shutdown()
-
-
-def _push(session: _native.Session, unit: int, memory: list[torch.Tensor], copied: list[torch.cuda.Event]) -> None:
-    for event in copied:
-        event.synchronize()
-    session.push_early(unit, memory)
+        if self._background is not None:
+            self._background.close()
 
 
 class _Hook:
