@@ -125,7 +125,8 @@ def train(model, optimizer, steps=30, micro=1, sync_all=False):
 
 
 def whole(model):
-    return [p.detach().full_tensor().float() for p in model.parameters()]
+    """On the host."""
+    return [p.detach().full_tensor().float().cpu() for p in model.parameters()]
 
 
 def whole_of(model):

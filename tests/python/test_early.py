@@ -24,9 +24,9 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self._session, name)
 
-    def push_early(self, unit, gradients):
+    def push_early(self, unit, gradients, let_go=False):
         self.pushed += 1
-        return self._session.push_early(unit, gradients)
+        return self._session.push_early(unit, gradients, let_go=let_go)
 
     def drop(self):
         self.dropped += 1

@@ -258,7 +258,7 @@ def test_resume_from_meta(over_two_servers):
     for losses, (steps, later, values, expected, parameters) in zip(over_two_servers['first_half'], over_two_servers['second_half']):
         assert steps == 5
         torch.testing.assert_close(torch.cat([losses, later]), expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(values, [each.cpu() for each in parameters], rtol=0, atol=1e-5)
+        torch.testing.assert_close(values, parameters, rtol=0, atol=1e-5)
 
 
 def test_rollback(over_two_servers):

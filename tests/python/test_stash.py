@@ -21,7 +21,7 @@ MIB = 1 << 20
 WIDTH = 64
 TENSOR = 8 * 64 * WIDTH * 4  # bytes of batch_of(WIDTH)
 
-PLACES = {'dram': {'dram': '1GiB'}, 'nvme': {'nvme': '1GiB'}, 'both': {'dram': '1MiB', 'nvme': '1GiB'}}
+PLACES = {'dram': {'dram': '1GiB'}, 'nvme': {'dram': 0, 'nvme': '1GiB'}, 'both': {'dram': '1MiB', 'nvme': '1GiB'}}
 
 
 @pytest.fixture(autouse=True)

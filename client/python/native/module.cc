@@ -99,8 +99,8 @@ std::string ServersError(const std::vector<std::string>& servers) {
 
 void BindServer(nb::module_& m) {
   nb::class_<PythonServer>(m, "Server")
-      .def(nb::init<const std::string&, uint64_t, uint64_t, int>(), "directory"_a, "dram"_a, "nvme"_a, "threads"_a,
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(nb::init<const std::string&, uint64_t, uint64_t, int, bool>(), "directory"_a, "dram"_a, "nvme"_a,
+           "threads"_a, "working_copies"_a = false, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &PythonServer::Stop, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("jobs", &PythonServer::Jobs, nb::call_guard<nb::gil_scoped_release>())
       .def("drop", &PythonServer::Drop, "job"_a, nb::call_guard<nb::gil_scoped_release>())

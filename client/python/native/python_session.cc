@@ -172,7 +172,8 @@ void LetForkedChildrenExit() {
 
 }  // namespace
 
-PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, int threads) : pid_(getpid()) {
+PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, int threads, bool working_copies)
+    : pid_(getpid()) {
   LetForkedChildrenExit();
   std::error_code error;
   std::filesystem::create_directories(directory, error);
@@ -186,7 +187,7 @@ PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t
   options.budget.nvme = nvme;
   options.compute_threads = threads;
   options.read_threads = threads;
-  options.working_copies = false;  // the trainer's parameters are
+  options.working_copies = working_copies;
   server_ = Take(services::StateServer::Start(options));
 }
 

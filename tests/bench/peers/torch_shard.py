@@ -12,12 +12,15 @@ Usage: torch_shard.py [--json FILE] [--directory DIR] [--rounds N] [--turn N] [-
   --systems A,B     some of the systems below
   --profile DIR     rank 0 of each system writes cProfile's account of its turns there
   --device cuda     one rank and its GPU, all processors; masters, moments and gathered units go to it from the host's memory
+  --ranks N         default 2, on a GPU 1
+  --rows N          rows of a rank in a step (default 1)
   --return-memory   trainers' malloc gives freed memory above 1 MiB back at once, so that peaks are what systems need and not what
                     glibc keeps between allocations; page faults take time then
 
-All train one GPT on the same batches with AdamW and clipping (norm 1), as two ranks over gloo, on the CPU, one thread each, in bf16 with
+All train one GPT on the same batches with AdamW and clipping (norm 1), as ranks over gloo, on the CPU, one thread each, in bf16 with
 fp32 masters and moments. They take turns, so that a drift of the machine meets all of them.
-  ballast         shard() with push_early and one ballastd, durability none, state in DRAM
+  ballast         shard() with push_early and one ballastd (in the process of a single rank), durability none, state in DRAM
+  ballast_served  of a single rank: a ballastd beside it
   fsdp2           fully_shard of the same units with CPUOffloadPolicy, and torch's fused AdamW
   deepspeed       ZeRO-3 with parameters and optimizer on the CPU
   ballast_nvme    shard() whose server keeps its state on NVMe
@@ -50,7 +53,7 @@ from workers import HYPER, Ranks, Trainer, deepspeed_engine, median, status_byte
 MAX_NORM = 1.0
 HYPER = {**HYPER, 'lr': 3e-4}
 LOSSES_APART = 0.05  # of systems that do the same in bf16; the losses fall by 2 and more
-NAMES = {'cpu': {'dram': ('ballast', 'fsdp2', 'deepspeed'), 'nvme': ('ballast_nvme', 'deepspeed_nvme')},
+NAMES = {'cpu': {'dram': ('ballast', 'ballast_served', 'fsdp2', 'deepspeed'), 'nvme': ('ballast_nvme', 'deepspeed_nvme')},
          'cuda': {'hbm': ('hbm',), 'dram': ('ballast', 'ballast_served', 'fsdp2', 'deepspeed'),
                   'state': ('ballast_state', 'deepspeed_state')}}
 GOALS = {'cpu': (('ballast', 'fsdp2', 'tokens', 0.9), ('ballast', 'fsdp2', 'peak', 0.6), ('ballast', 'deepspeed', 'tokens', 1.3),
@@ -73,7 +76,8 @@ def parse():
     parser.add_argument('--width', type=int, default=1024)
     parser.add_argument('--length', type=int, default=128)
     parser.add_argument('--dram', default='1GiB')
-    parser.add_argument('--rows', type=int, default=1, help='of a rank in a step')
+    parser.add_argument('--ranks', type=int)
+    parser.add_argument('--rows', type=int, default=1)
     parser.add_argument('--threads', type=int, help=argparse.SUPPRESS)
     parser.add_argument('--profile')
     parser.add_argument('--return-memory', action='store_true')
@@ -84,7 +88,7 @@ def parse():
     args.block = 4 * args.width ** 2 + 3 * args.width * args.hidden
     if args.layers is None:
         args.layers = max(1, round(args.parameters / args.block))
-    args.world = 2 if args.device == 'cpu' else 1
+    args.world = args.ranks or (2 if args.device == 'cpu' else 1)
     if args.threads is None:
         args.threads = 1 if args.device == 'cpu' else os.cpu_count()
     return args
@@ -307,8 +311,8 @@ class Server:
     def __init__(self, name, args, directory):
         from ballast.embedded_daemon import Daemon
         on_disk = name.endswith('_nvme')
-        self.daemon = Daemon(os.path.join(directory, f'{name}_server'), args.dram if on_disk else memory_of(args), '16GiB' if on_disk else 0,
-                             os.cpu_count())
+        self.daemon = Daemon(os.path.join(directory, f'{name}_server'), args.dram if on_disk else memory_of(args),
+                             '16GiB' if on_disk else 0, os.cpu_count())
         self.address = self.daemon.address
 
     def cpu(self):
@@ -328,11 +332,10 @@ class System:
     """A system's ranks, its server if it has one, and its measurements."""
 
     def __init__(self, name, args, directory):
-        # The only rank of a GPU has its server in its process.
-        is_served = name.startswith('ballast') and (args.world > 1 or name == 'ballast_served')
+        is_served = name in ('ballast_served', 'ballast_nvme') or (name == 'ballast' and args.world > 1)
         self.server = Server(name, args, directory) if is_served else None
         # The arguments of a rank.
-        given = {key: getattr(args, key) for key in ('layers', 'width', 'length', 'rows', 'device', 'turn', 'threads', 'profile')}
+        given = {key: getattr(args, key) for key in ('layers', 'width', 'length', 'ranks', 'rows', 'device', 'turn', 'threads', 'profile')}
         given = argparse.Namespace(**given, server=self.server.address if self.server else None)
         malloc = {'MALLOC_MMAP_THRESHOLD_': str(1 << 20)} if args.return_memory else {}
         self.ranks = Ranks(__file__, name, given, directory, args.world, DS_ACCELERATOR=args.device, **malloc)
@@ -407,6 +410,8 @@ def names_of(args):
     wanted = args.systems.split(',') if args.systems else list(WORKERS)
     if not set(wanted) <= set(WORKERS):
         sys.exit(f'--systems {args.systems}: expected some of {",".join(WORKERS)}')
+    if args.world > 1:
+        wanted = [name for name in wanted if name != 'ballast_served']  # as ballast
     return [[name for name in names if name in wanted and name.partition('_')[0] not in missing]
             for group, names in NAMES[args.device].items() if args.only in (None, group)]
 

@@ -17,7 +17,7 @@ from ballast.torch.group.together import alike, together
 from ballast.torch.job import private_server
 
 if TYPE_CHECKING:
-    from ballast.torch.job.private_server import PrivateServer
+    from ballast.torch.job.private_server import PrivateServer, ServerOfOne
     from ballast.torch.job.registration import Fit
 
 
@@ -34,7 +34,7 @@ class Connection:
                         'give one or the other', 'BAD_CONFIG')
         self._budgets = {**budgets, 'directory': place.parse_directory(budgets['directory'])}
         self._use: embedded.Use | None = None  # of the embedded server
-        self._private: PrivateServer | None = None
+        self._private: PrivateServer | ServerOfOne | None = None
         self._found = False  # the job was there before
         self.was_used = False  # the job was open in another optimizer of this process
         self._pid = os.getpid()
@@ -55,7 +55,8 @@ class Connection:
 
     def open(self, options: _native.OpenOptions, look: Callable[[], Fit], apart: bool = False) -> tuple[_native.Session, Fit]:
         """The session, and the tensors that the job has; all ranks. Starts a server where none is named. look(): a registration.Fit,
-        or the error that all ranks get before any server is asked. apart: not in this process, where a server keeps no parameters."""
+        or the error that all ranks get before any server is asked. apart: the trainer has no parameters, so that the server of this
+        process that several optimizers share, which keeps none, will not do."""
         private, self.was_used = None, False
         embed = contextlib.nullcontext()
         options.rank, options.world_size = ranks.rank(), ranks.world_size()
@@ -68,13 +69,14 @@ class Connection:
             options.host = ranks.own_address()
             if not self._servers:
                 private = private_server.start(exchange, self._budgets, options.step_timeout)
-                options.servers = [private.address]
+                options.servers = [] if private.address is None else [private.address]
         elif not self._servers:
             self.was_used = embedded.is_used(options.job)
             embed = embedded.opening(options.job, options.durability != 'none', **self._budgets)
         with embed as local:
             try:
-                session = self._open_session(options, fit, local, exchange)
+                within = local.server if local is not None else private.server if private is not None else None
+                session = self._open_session(options, fit, within, exchange)
             except BaseException:
                 if private is not None:
                     private.end()
@@ -88,12 +90,13 @@ class Connection:
         servers = f'one of {len(self._servers)}' if self._servers else 'none'
         return [("the job's name", repr(options.job)), ('the list of servers', servers)]
 
-    def _open_session(self, options: _native.OpenOptions, fit: Fit, local: embedded.Use | None,
+    def _open_session(self, options: _native.OpenOptions, fit: Fit, within: _native.Server | None,
                       exchange: ranks.Exchange) -> _native.Session:
+        """within: this process's server; None: options name others."""
         while True:
             store = ranks.Store() if ranks.active() else None
             try:
-                return _native.Session.open(options, fit.tensors, None if local is None else local.server, store)
+                return _native.Session.open(options, fit.tensors, within, store)
             except Error as error:
                 if error.reason != 'TENSORS_DIFFER':
                     raise
@@ -120,7 +123,7 @@ class Connection:
         embedded.want(self, self._budgets['directory'])
 
 
-def _finish(session: _native.Session, local: embedded.Use | None, private: PrivateServer | None, pid: int) -> None:
+def _finish(session: _native.Session, local: embedded.Use | None, private: PrivateServer | ServerOfOne | None, pid: int) -> None:
     if os.getpid() != pid:
         return
     session.close()

@@ -1,4 +1,5 @@
-"""The state server of several ranks of one host that name none: rank 0 starts it, and ends it once no rank needs it."""
+"""The state server of ranks of one host that name none. Of several, rank 0 starts a process, and ends it once no rank needs it; the only
+rank has it within its own process."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-from ballast import embedded_daemon
+from ballast import _native, embedded_daemon, place, temporary
 from ballast.errors import Error, warn
 from ballast.torch.group import ranks
 from ballast.torch.group.together import everyone
@@ -22,9 +23,45 @@ _POLL_SECONDS = 0.02
 _servers = itertools.count()  # the same on all ranks, which start theirs in one order
 
 
+class ServerOfOne:
+    """The only rank's server, in its process: parameters and gradients go by copies within its memory. It keeps parameters, unlike that
+    of embedded.server(), and nobody shares it. Ends with the session."""
+
+    address = None
+
+    def __init__(self, directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None,
+                 threads: int | None) -> None:
+        self._pid = os.getpid()
+        self._place = place.make(directory, dram, nvme)
+        try:
+            self.server = _native.Server(self._place.directory, self._place.dram, self._place.nvme, threads or place.processors(),
+                                         working_copies=True)
+        except BaseException:
+            self._remove()
+            raise
+        self._exit = weakref.finalize(self, self.leave)  # keeps this object; the session's finalizer is newer, and runs before
+
+    def leave(self) -> None:
+        """The session is over, or was never opened."""
+        if os.getpid() == self._pid and self._exit.detach() is not None:
+            self.server.stop()
+            self._remove()
+
+    end = leave
+
+    def wait(self) -> None:
+        """Nobody else has it."""
+
+    def _remove(self) -> None:
+        if self._place.is_temporary:
+            temporary.remove(self._place.directory)
+
+
 class PrivateServer:
     """One rank's hold of the server. Rank 0's ends the server: when every other rank has left it or its process is gone, when `seconds`
     have passed since rank 0 left, or at once where rank 0 has failed or is interrupted."""
+
+    server = None  # in another process
 
     def __init__(self, address: str, daemon: embedded_daemon.Daemon | None, processes: list[int], store: ranks.Store,
                  seconds: float) -> None:
@@ -107,8 +144,10 @@ def _lives(process: int) -> bool:
         return False
 
 
-def start(exchange: ranks.Exchange, budgets: dict[str, Any], seconds: float) -> PrivateServer:
+def start(exchange: ranks.Exchange, budgets: dict[str, Any], seconds: float) -> PrivateServer | ServerOfOne:
     """COLLECTIVE. seconds: see PrivateServer."""
+    if not ranks.active():
+        return ServerOfOne(**budgets)
     said = [each.decode().rpartition(' ') for each in exchange(f'{socket.gethostname()} {os.getpid()}'.encode())]
     hosts = sorted({host for host, _, _ in said})
     if len(hosts) > 1:
