@@ -8,6 +8,8 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/norm_tree.h"
 #include "ballast/kernels/optimizer.h"
@@ -16,8 +18,31 @@ struct CUstream_st;  // cudaStream_t, without CUDA's headers
 
 namespace ballast::kernels::cuda {
 
-absl::Status Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span,
-                    CUstream_st* stream);
+// One of the spans that are updated by one optimizer, like a chunk's tensors.
+struct UpdatePart {
+  Coefficients coefficients;
+  RandomKey key;
+  UpdateSpan span;
+};
+// Spans of one call must not overlap each other. Neighbours in `parts` share launches, up to kUpdatePartsMax each, as
+// long as their coefficients ask for the same loop. Returns the number of launches.
+absl::StatusOr<uint64_t> Update(const OptimizerSpec& spec, absl::Span<const UpdatePart> parts, CUstream_st* stream);
+// One span, in one launch.
+inline absl::Status Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key,
+                           const UpdateSpan& span, CUstream_st* stream) {
+  const UpdatePart part{.coefficients = c, .key = key, .span = span};
+  return Update(spec, {&part, 1}, stream).status();
+}
+
+// The parameters of a launch, in the 4 KiB that every GPU takes.
+inline constexpr unsigned kUpdatePartsMax = 24;
+template <unsigned kParts>
+struct UpdateTable {
+  Dtype gradient, working;
+  uint32_t ends[kParts];  // of each part, in blocks of 256 elements, counted over all parts; behind the last part alike
+  UpdatePart parts[kParts];
+};
+static_assert(sizeof(UpdateTable<kUpdatePartsMax>) <= 4096);
 
 struct DeviceNorm {
   double squared_norm;

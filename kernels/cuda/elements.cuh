@@ -127,6 +127,12 @@ __device__ inline void StoreAs(Dtype dtype, const float (&x)[kEach], std::byte* 
   StoreRaw<2>(raw, base, i, count);
 }
 
+// The lane's first element in a block of 256 elements, and how many of its elements `n` has.
+__device__ inline uint64_t LaneAt(uint64_t block) { return block * kBlock + threadIdx.x % kWarp * kEach; }
+__device__ inline unsigned LaneCount(uint64_t n, uint64_t i) {
+  return i >= n ? 0 : n - i < kEach ? static_cast<unsigned>(n - i) : kEach;
+}
+
 // body(block, first element of the lane, its elements in `n`) for the lane's part of every block of 256 elements; all
 // lanes of a warp together, those without elements too.
 template <typename Body>
@@ -134,9 +140,8 @@ __device__ inline void ForBlocks(uint64_t n, Body body) {
   const uint64_t blocks = (n + kBlock - 1) / kBlock, stride = uint64_t{gridDim.x} * (kThreads / kWarp);
   const uint64_t first = uint64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
   for (uint64_t block = first; block < blocks; block += stride) {
-    const uint64_t i = block * kBlock + threadIdx.x % kWarp * kEach;
-    const unsigned count = i >= n ? 0 : n - i < kEach ? static_cast<unsigned>(n - i) : kEach;
-    body(block, i, count);
+    const uint64_t i = LaneAt(block);
+    body(block, i, LaneCount(n, i));
   }
 }
 

@@ -1,6 +1,7 @@
 // Update() on the GPU: a warp takes a block of moments; a lane's eight elements have one counter of Philox.
 #include <cuda_runtime.h>
 
+#include "absl/algorithm/container.h"
 #include "ballast/kernels/cuda/cuda_kernels.h"
 #include "ballast/kernels/cuda/elements.cuh"
 #include "ballast/kernels/cuda/launch.cuh"
@@ -133,81 +134,130 @@ __device__ void StoreMoment(const RandomKey& key, uint32_t number, float (&x)[kE
 }
 
 template <Rule kRule, MomentFormat kFormat>
-__global__ void __launch_bounds__(kThreads)
-    UpdateKernel(Coefficients c, RandomKey key, Dtype gradient, Dtype working, UpdateSpan span) {
+__device__ void UpdateBlock(Dtype gradient, Dtype working, const UpdatePart& part, uint64_t block, uint64_t i,
+                            unsigned count) {
   constexpr int kMoments = MomentsOf(kRule);
   constexpr bool kFirst = !IsSecondMoment(kRule, 0);
+  const UpdateSpan& span = part.span;
   auto* master = reinterpret_cast<std::byte*>(span.master);
-  ForBlocks(span.n, [&](uint64_t block, uint64_t i, unsigned count) {
-    float g[kEach], p[kEach], a[kEach] = {}, b[kEach] = {}, x[kEach] = {};
-    LoadAs(gradient, span.gradient, i, count, g);
-    LoadAs(Dtype::kF32, master, i, count, p);
-    if constexpr (kMoments > 0) LoadMoment<kFormat, kFirst>(span.moments[0], block, i, count, a);
-    if constexpr (kMoments > 1) LoadMoment<kFormat, false>(span.moments[1], block, i, count, b);
-    if constexpr (kMoments > 2) LoadMoment<kFormat, false>(span.moments[2], block, i, count, x);
+  float g[kEach], p[kEach], a[kEach] = {}, b[kEach] = {}, x[kEach] = {};
+  LoadAs(gradient, span.gradient, i, count, g);
+  LoadAs(Dtype::kF32, master, i, count, p);
+  if constexpr (kMoments > 0) LoadMoment<kFormat, kFirst>(span.moments[0], block, i, count, a);
+  if constexpr (kMoments > 1) LoadMoment<kFormat, false>(span.moments[1], block, i, count, b);
+  if constexpr (kMoments > 2) LoadMoment<kFormat, false>(span.moments[2], block, i, count, x);
 #pragma unroll
-    for (unsigned k = 0; k < kEach; ++k) {
-      Step<kRule, kFormat == MomentFormat::kF8, DeviceLanes>(c, g[k], p[k], a[k], b[k], x[k]);
-      p[k] = OneNan(p[k]);
-    }
-    StoreAs(Dtype::kF32, p, master, i, count);
-    StoreAs(working, p, span.working, i, count);
-    // The scale is stored when all lanes have loaded it: the reduction of the largest value lies between.
-    if constexpr (kMoments > 0) StoreMoment<kFormat, kFirst>(key, 0, a, span.moments[0], block, i, count);
-    if constexpr (kMoments > 1) StoreMoment<kFormat, false>(key, 1, b, span.moments[1], block, i, count);
-    if constexpr (kMoments > 2) StoreMoment<kFormat, false>(key, 2, x, span.moments[2], block, i, count);
-  });
+  for (unsigned k = 0; k < kEach; ++k) {
+    Step<kRule, kFormat == MomentFormat::kF8, DeviceLanes>(part.coefficients, g[k], p[k], a[k], b[k], x[k]);
+    p[k] = OneNan(p[k]);
+  }
+  StoreAs(Dtype::kF32, p, master, i, count);
+  StoreAs(working, p, span.working, i, count);
+  // The scale is stored when all lanes have loaded it: the reduction of the largest value lies between.
+  if constexpr (kMoments > 0) StoreMoment<kFormat, kFirst>(part.key, 0, a, span.moments[0], block, i, count);
+  if constexpr (kMoments > 1) StoreMoment<kFormat, false>(part.key, 1, b, span.moments[1], block, i, count);
+  if constexpr (kMoments > 2) StoreMoment<kFormat, false>(part.key, 2, x, span.moments[2], block, i, count);
 }
 
-using Kernel = void (*)(Coefficients, RandomKey, Dtype, Dtype, UpdateSpan);
+// A launch of one part finds everything at fixed places of its parameters, a launch of several searches for the part of
+// each block: a lane compares the block with the end of one part.
+template <Rule kRule, MomentFormat kFormat, unsigned kParts>
+__global__ void __launch_bounds__(kThreads) UpdateKernel(const __grid_constant__ UpdateTable<kParts> table) {
+  if constexpr (kParts == 1) {
+    ForBlocks(table.parts[0].span.n, [&](uint64_t block, uint64_t i, unsigned count) {
+      UpdateBlock<kRule, kFormat>(table.gradient, table.working, table.parts[0], block, i, count);
+    });
+  } else {
+    static_assert(kParts < kWarp);
+    const unsigned lane = threadIdx.x % kWarp;
+    const uint32_t end = table.ends[min(lane, kParts - 1)];
+    ForBlocks(table.ends[kParts - 1] * kBlock, [&](uint64_t block, uint64_t, unsigned) {
+      const unsigned before = __popc(__ballot_sync(0xffffffffu, lane < kParts && end <= block));
+      const UpdatePart& part = table.parts[before];
+      if (before > 0) block -= table.ends[before - 1];
+      const uint64_t i = LaneAt(block);
+      UpdateBlock<kRule, kFormat>(table.gradient, table.working, part, block, i, LaneCount(part.span.n, i));
+    });
+  }
+}
+
+// Launches the update of parts with one rule.
+template <Rule kRule, MomentFormat kFormat, unsigned kParts>
+absl::Status LaunchParts(const OptimizerSpec& spec, absl::Span<const UpdatePart> parts, CUstream_st* stream) {
+  UpdateTable<kParts> table{.gradient = spec.gradient, .working = spec.working, .ends = {}, .parts = {}};
+  uint64_t blocks = 0;
+  for (size_t k = 0; k < kParts; ++k) {
+    if (k < parts.size()) {
+      table.parts[k] = parts[k];
+      blocks += (parts[k].span.n + kBlock - 1) / kBlock;
+    }
+    table.ends[k] = static_cast<uint32_t>(blocks);
+  }
+  return Launch("Update", UpdateKernel<kRule, kFormat, kParts>, GridOf(blocks * kWarp), kThreads, stream, table);
+}
+
+using Launcher = absl::Status (*)(const OptimizerSpec&, absl::Span<const UpdatePart>, CUstream_st*);
+
+template <Rule kRule, MomentFormat kFormat>
+Launcher LauncherOf(bool single) {
+  return single ? LaunchParts<kRule, kFormat, 1> : LaunchParts<kRule, kFormat, kUpdatePartsMax>;
+}
 
 template <Rule kRule>
-Kernel KernelOf(MomentFormat format) {
+Launcher LauncherOf(MomentFormat format, bool single) {
   switch (format) {
     case MomentFormat::kF32:
-      return UpdateKernel<kRule, MomentFormat::kF32>;
+      return LauncherOf<kRule, MomentFormat::kF32>(single);
     case MomentFormat::kBf16:
-      return UpdateKernel<kRule, MomentFormat::kBf16>;
+      return LauncherOf<kRule, MomentFormat::kBf16>(single);
     case MomentFormat::kI8:
-      return UpdateKernel<kRule, MomentFormat::kI8>;
+      return LauncherOf<kRule, MomentFormat::kI8>(single);
     case MomentFormat::kF8:
-      return UpdateKernel<kRule, MomentFormat::kF8>;
+      return LauncherOf<kRule, MomentFormat::kF8>(single);
   }
   return nullptr;
 }
 
-Kernel KernelOf(Rule rule, MomentFormat format) {
+Launcher LauncherOf(Rule rule, MomentFormat format, bool single) {
   switch (rule) {
     case Rule::kAdamw:
-      return KernelOf<Rule::kAdamw>(format);
+      return LauncherOf<Rule::kAdamw>(format, single);
     case Rule::kAdamwAmsgrad:
-      return KernelOf<Rule::kAdamwAmsgrad>(format);
+      return LauncherOf<Rule::kAdamwAmsgrad>(format, single);
     case Rule::kAdam:
-      return KernelOf<Rule::kAdam>(format);
+      return LauncherOf<Rule::kAdam>(format, single);
     case Rule::kAdamAmsgrad:
-      return KernelOf<Rule::kAdamAmsgrad>(format);
+      return LauncherOf<Rule::kAdamAmsgrad>(format, single);
     case Rule::kSgd:
-      return KernelOf<Rule::kSgd>(format);
+      return LauncherOf<Rule::kSgd>(format, single);
     case Rule::kSgdMomentum:
-      return KernelOf<Rule::kSgdMomentum>(format);
+      return LauncherOf<Rule::kSgdMomentum>(format, single);
     case Rule::kSgdNesterov:
-      return KernelOf<Rule::kSgdNesterov>(format);
+      return LauncherOf<Rule::kSgdNesterov>(format, single);
     case Rule::kAdagrad:
-      return KernelOf<Rule::kAdagrad>(format);
+      return LauncherOf<Rule::kAdagrad>(format, single);
     case Rule::kLion:
-      return KernelOf<Rule::kLion>(format);
+      return LauncherOf<Rule::kLion>(format, single);
   }
   return nullptr;
 }
 
 }  // namespace
 
-absl::Status Update(const OptimizerSpec& spec, const Coefficients& c, const RandomKey& key, const UpdateSpan& span,
-                    CUstream_st* stream) {
-  if (span.n == 0) return absl::OkStatus();
-  const uint64_t threads = (span.n + kBlock - 1) / kBlock * kWarp;
-  return Launch("Update", KernelOf(RuleOf(spec, c), spec.moments), GridOf(threads), kThreads, stream, c, key,
-                spec.gradient, spec.working, span);
+absl::StatusOr<uint64_t> Update(const OptimizerSpec& spec, absl::Span<const UpdatePart> parts, CUstream_st* stream) {
+  uint64_t launches = 0;
+  for (size_t first = 0, next = 0; first < parts.size(); first = next) {
+    const Rule rule = RuleOf(spec, parts[first].coefficients);
+    for (next = first + 1; next < parts.size() && next - first < kUpdatePartsMax; ++next) {
+      if (RuleOf(spec, parts[next].coefficients) != rule) break;
+    }
+    const absl::Span<const UpdatePart> together = parts.subspan(first, next - first);
+    if (absl::c_all_of(together, [](const UpdatePart& part) { return part.span.n == 0; })) continue;
+    const absl::Status launched = LauncherOf(rule, spec.moments, together.size() == 1)(spec, together, stream);
+    if (!launched.ok()) return launched;
+    ++launches;
+  }
+  return launches;
 }
 
 }  // namespace ballast::kernels::cuda

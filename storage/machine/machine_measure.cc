@@ -326,8 +326,7 @@ void Measuring::Gpu() {
 
 absl::Status Measuring::GpuLink() {
   constexpr uint64_t kBytes = uint64_t{64} << 20;
-  constexpr uint64_t kScratchBytes = uint64_t{8} << 20;  // the tier's own
-  Ledger ledger({.hbm = kBytes + kScratchBytes, .dram = 0, .nvme = 0});
+  Ledger ledger({.hbm = kBytes + kHbmScratchBytes, .dram = 0, .nvme = 0});
   BALLAST_ASSIGN_OR_RETURN(const auto tier, OpenHbmTier(options_.hbm_device, &ledger));
   BALLAST_ASSIGN_OR_RETURN(const HbmBlock block, tier->Allocate(kBytes, "iotune"));
   // As the slices of a step, and the answers to pulls, beside a GPU.

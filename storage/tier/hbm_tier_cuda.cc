@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -86,13 +87,16 @@ class CudaQueue : public HbmQueue {
     BALLAST_RETURN_IF_ERROR(CheckSpan(elements));
     BALLAST_RETURN_IF_ERROR(CopyIn({gradients, elements * gradient_width}, gradient_));
     const uint64_t width = ElementBytes(optimizer.working);
+    std::vector<kernels::cuda::UpdatePart> parts;
+    parts.reserve(segments.size());
     for (const HbmSegment& segment : segments) {
-      kernels::UpdateSpan span = segment.span;
+      parts.push_back({.coefficients = segment.coefficients, .key = segment.random, .span = segment.span});
+      kernels::UpdateSpan& span = parts.back().span;
       span.gradient = gradient_ + at(segment) * gradient_width;
       span.working = segment.working.device != nullptr ? segment.working.device : working_ + at(segment) * width;
-      ++counters_->kernels;
-      BALLAST_RETURN_IF_ERROR(kernels::cuda::Update(optimizer, segment.coefficients, segment.random, span, stream_));
     }
+    BALLAST_ASSIGN_OR_RETURN(const uint64_t launches, kernels::cuda::Update(optimizer, parts, stream_));
+    counters_->kernels += launches;
     // Delivers neighbours without a gap together: a gap may hold elements that the update does not touch.
     for (size_t first = 0, next = 0; first < segments.size(); first = next) {
       uint64_t n = 0;

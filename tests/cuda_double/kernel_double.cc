@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "ballast/kernels/cuda/cuda_kernels.h"
 #include "ballast/kernels/kernels.h"
@@ -51,22 +52,41 @@ int TemplateArgument(const std::string& name, const std::string& type) {
   return std::stoi(name.substr(name.find(type + "E") + type.size() + 1));
 }
 
+// The arrays of a part in the host's memory.
+UpdateSpan Reached(const OptimizerSpec& spec, const UpdateSpan& span, const Reach& reach) {
+  UpdateSpan host = span;
+  host.gradient = At(reach, span.gradient, span.n * ElementBytes(spec.gradient));
+  host.master = At(reach, span.master, span.n);
+  host.working = At(reach, span.working, span.n * ElementBytes(spec.working));
+  for (size_t k = 0; k < static_cast<size_t>(MomentCount(spec)); ++k) {
+    host.moments[k].values = At(reach, span.moments[k].values, MomentBytes(spec.moments, span.n));
+    const uint64_t scales = MomentScaleBytes(spec.moments, span.n) / sizeof(float);
+    if (scales > 0) host.moments[k].scales = At(reach, span.moments[k].scales, scales);
+  }
+  return host;
+}
+
+template <unsigned kParts>
+std::function<void()> UpdateCalled(OptimizerSpec spec, void** a, const Reach& reach) {
+  const auto table = Argument<cuda::UpdateTable<kParts>>(a, 0);
+  spec.gradient = table.gradient, spec.working = table.working;
+  // The parts that have blocks, as the kernel finds them.
+  std::vector<cuda::UpdatePart> parts;
+  for (unsigned k = 0; k < kParts; ++k) {
+    if (table.ends[k] > (k == 0 ? 0 : table.ends[k - 1])) parts.push_back(table.parts[k]);
+  }
+  return [=] {
+    for (const cuda::UpdatePart& part : parts) {
+      Update(spec, part.coefficients, part.key, Reached(spec, part.span, reach));
+    }
+  };
+}
+
 std::function<void()> UpdateCalled(const std::string& name, void** a, const Reach& reach) {
   OptimizerSpec spec = SpecOf(TemplateArgument(name, "4Rule"));
   spec.moments = static_cast<MomentFormat>(TemplateArgument(name, "12MomentFormat"));
-  spec.gradient = Argument<Dtype>(a, 2), spec.working = Argument<Dtype>(a, 3);
-  return [=, c = Argument<Coefficients>(a, 0), key = Argument<RandomKey>(a, 1), span = Argument<UpdateSpan>(a, 4)] {
-    UpdateSpan host = span;
-    host.gradient = At(reach, span.gradient, span.n * ElementBytes(spec.gradient));
-    host.master = At(reach, span.master, span.n);
-    host.working = At(reach, span.working, span.n * ElementBytes(spec.working));
-    for (size_t k = 0; k < static_cast<size_t>(MomentCount(spec)); ++k) {
-      host.moments[k].values = At(reach, span.moments[k].values, MomentBytes(spec.moments, span.n));
-      const uint64_t scales = MomentScaleBytes(spec.moments, span.n) / sizeof(float);
-      if (scales > 0) host.moments[k].scales = At(reach, span.moments[k].scales, scales);
-    }
-    Update(spec, c, key, host);
-  };
+  const bool single = name.find("Lj1E") != std::string::npos;
+  return single ? UpdateCalled<1>(spec, a, reach) : UpdateCalled<cuda::kUpdatePartsMax>(spec, a, reach);
 }
 
 std::function<void()> ConvertCalled(void** a, const Reach& reach) {

@@ -1,13 +1,16 @@
-// Measures a GPU's work for a server: its link, the kernels alone, whole updates, many small tensors, reads beside
-// updates. Prints rows of a markdown table. Exit code 77 without a GPU.
+// Measures a GPU's work for a server: its link, the kernels alone, whole updates by one and by several threads, many
+// small tensors, reads beside updates. Prints rows of a markdown table. Exit code 77 without a GPU.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/kernels/cuda/cuda_kernels.h"
 #include "ballast/proto/model/mutexes.h"
@@ -32,6 +35,11 @@ T OrDie(absl::StatusOr<T> result) {
     std::exit(1);
   }
   return *std::move(result);
+}
+void OrDie(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  std::printf("FAILED: %s\n", cudaGetErrorString(error));
+  std::exit(1);
 }
 void OrDie(const absl::Status& status) { OrDie(status.ok() ? absl::StatusOr<int>(0) : absl::StatusOr<int>(status)); }
 
@@ -60,12 +68,55 @@ void Link(HbmTier* tier, const DramTier& dram) {
   }
 }
 
-// A chunk's state and working copy in HBM, its gradient in page-locked memory.
+// Copies of page-locked memory alone, in GB/s: what no update by way of the link can surpass.
+struct Ceilings {
+  double in = 0;           // to the GPU
+  double both = 0;         // in each direction, while the other direction copies too
+  double device_copy = 0;  // memory traffic of copies within the device: a byte read and a byte written count as two
+};
+
+Ceilings MeasureCeilings(HbmTier* tier, const DramTier& dram) {
+  constexpr uint64_t kBytes = 128 * kMiB;
+  const HbmBlock device[] = {OrDie(tier->Allocate(kBytes, "ceiling")), OrDie(tier->Allocate(kBytes, "ceiling"))};
+  const Arena host[] = {OrDie(dram.Map(kBytes)), OrDie(dram.Map(kBytes))};
+  cudaStream_t streams[2];
+  for (cudaStream_t& stream : streams) OrDie(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const auto in = [&] {
+    OrDie(cudaMemcpyAsync(device[0].data(), host[0].bytes().data(), kBytes, cudaMemcpyHostToDevice, streams[0]));
+  };
+  const auto out = [&] {
+    OrDie(cudaMemcpyAsync(host[1].bytes().data(), device[1].data(), kBytes, cudaMemcpyDeviceToHost, streams[1]));
+  };
+  const auto within = [&] {
+    OrDie(cudaMemcpyAsync(device[0].data(), device[1].data(), kBytes, cudaMemcpyDeviceToDevice, streams[0]));
+  };
+  const auto rate = [&](const auto& queue) {
+    constexpr int kTimes = 10;
+    return kTimes * kBytes / 1e9 / Seconds(3, [&] {
+             for (int i = 0; i < kTimes; ++i) queue();
+             OrDie(cudaDeviceSynchronize());
+           });
+  };
+  const Ceilings ceilings{.in = rate(in), .both = rate([&] { in(), out(); }), .device_copy = 2 * rate(within)};
+  for (const cudaStream_t stream : streams) OrDie(cudaStreamDestroy(stream));
+  Row("ceiling: copies to the GPU", "page-locked", ceilings.in, "GB/s");
+  Row("ceiling: copies in both directions at once", "page-locked, each direction", ceilings.both, "GB/s");
+  Row("ceiling: copies within the device", "read and written", ceilings.device_copy, "GB/s");
+  return ceilings;
+}
+
+// A chunk's state in HBM, its gradient in page-locked memory. Its working copy is in HBM, or in page-locked memory.
 struct Chunk {
-  Chunk(HbmTier* tier, const DramTier& dram, const kernels::OptimizerSpec& s) : spec(s) {
+  Chunk(HbmTier* tier, const DramTier& dram, const kernels::OptimizerSpec& s, TierKind working_on = TierKind::kHbm)
+      : spec(s) {
     bytes = kChunk * sizeof(float) + kernels::MomentCount(spec) * MomentBytes();
     state = OrDie(tier->Allocate(bytes, "state"));
-    working = OrDie(tier->Allocate(kChunk * kernels::ElementBytes(spec.working), "working"));
+    const uint64_t working_bytes = kChunk * kernels::ElementBytes(spec.working);
+    if (working_on == TierKind::kHbm) {
+      working = OrDie(tier->Allocate(working_bytes, "working"));
+    } else {
+      host_working = OrDie(dram.Map(working_bytes));
+    }
     gradient = OrDie(dram.Map(kChunk * kernels::ElementBytes(spec.gradient)));
   }
   uint64_t MomentBytes() const {
@@ -79,7 +130,13 @@ struct Chunk {
                                 .master = reinterpret_cast<float*>(state.data()) + at,
                                 .moments = {},
                                 .working = nullptr},
-                       .working = {.device = working.data() + at * kernels::ElementBytes(spec.working)}};
+                       .working = {}};
+    const uint64_t working_at = at * kernels::ElementBytes(spec.working);
+    if (working.data() != nullptr) {
+      segment.working.device = working.data() + working_at;
+    } else {
+      segment.working.host = host_working.bytes().data() + working_at;
+    }
     std::byte* moment = state.data() + kChunk * sizeof(float);
     for (int k = 0; k < kernels::MomentCount(spec); ++k, moment += MomentBytes()) {
       auto* const scales = reinterpret_cast<float*>(moment + kernels::MomentBytes(spec.moments, kChunk));
@@ -91,10 +148,47 @@ struct Chunk {
   const kernels::OptimizerSpec spec;
   uint64_t bytes = 0;
   HbmBlock state, working;
-  Arena gradient;
+  Arena gradient, host_working;
 };
 
-void Updates(HbmTier* tier, const DramTier& dram) {
+void UpdateAll(HbmTier* tier, const Chunk& chunk, absl::Span<const HbmSegment> segments) {
+  OrDie(tier->Run([&](HbmQueue& queue) { return queue.Update(chunk.spec, segments); }));
+}
+
+// The kernel without copies: on one chunk, which the cache of some GPUs holds, and on many chunks by turns.
+void Kernels(HbmTier* tier, const DramTier& dram, const Ceilings& ceilings, const char* name,
+             kernels::MomentFormat format) {
+  constexpr int kChunks = 64, kTurns = 4;
+  std::vector<std::unique_ptr<Chunk>> chunks;
+  std::vector<HbmBlock> gradients;
+  std::vector<kernels::cuda::UpdatePart> parts;
+  for (int i = 0; i < kChunks; ++i) {
+    chunks.push_back(std::make_unique<Chunk>(tier, dram, kernels::OptimizerSpec{.moments = format}));
+    gradients.push_back(OrDie(tier->Allocate(2 * kChunk, "gradient")));
+    const HbmSegment segment = chunks[i]->Segment(0, kChunk);
+    parts.push_back({.coefficients = segment.coefficients, .key = segment.random, .span = segment.span});
+    parts[i].span.gradient = gradients[i].data();
+    parts[i].span.working = segment.working.device;
+  }
+  for (const bool many : {false, true}) {
+    const double seconds = Seconds(3,
+                                   [&] {
+                                     for (int i = 0; i < kTurns * kChunks; ++i) {
+                                       const auto& part = parts[many ? i % kChunks : 0];
+                                       OrDie(kernels::cuda::Update(chunks[0]->spec, {&part, 1}, nullptr).status());
+                                     }
+                                     OrDie(cudaDeviceSynchronize());
+                                   }) /
+                           (kTurns * kChunks);
+    const double traffic = (2.0 * chunks[0]->bytes + 4 * kChunk) / 1e9 / seconds;
+    const std::string how = absl::StrCat(name, many ? ", 64 chunks by turns" : ", one chunk");
+    Row("AdamW, the kernel alone", how.c_str(), kChunk / 1e9 / seconds, "G elements/s");
+    Row("AdamW, the kernel alone, memory traffic", how.c_str(), traffic, "GB/s");
+    Row("AdamW, the kernel alone, of a device copy's traffic", how.c_str(), traffic / ceilings.device_copy, "");
+  }
+}
+
+void Updates(HbmTier* tier, const DramTier& dram, const Ceilings& ceilings) {
   const std::pair<const char*, kernels::MomentFormat> formats[] = {{"f32 moments", kernels::MomentFormat::kF32},
                                                                    {"bf16 moments", kernels::MomentFormat::kBf16},
                                                                    {"8-bit moments (i8)", kernels::MomentFormat::kI8},
@@ -106,24 +200,43 @@ void Updates(HbmTier* tier, const DramTier& dram) {
         kChunk / 1e9 /
             Seconds(kRounds,
                     [&] {
-                      OrDie(tier->Run([&](HbmQueue& queue) { return queue.Update(chunk.spec, {&segment, 1}); }));
+                      UpdateAll(tier, chunk, {&segment, 1});
                     }),
         "G elements/s");
-    const HbmBlock on_device = OrDie(tier->Allocate(2 * kChunk, "gradient"));
-    kernels::UpdateSpan span = segment.span;
-    span.gradient = on_device.data();
-    span.working = chunk.working.data();
-    const double seconds =
-        Seconds(3,
-                [&] {
-                  for (int i = 0; i < kRounds; ++i) {
-                    OrDie(kernels::cuda::Update(chunk.spec, segment.coefficients, segment.random, span, nullptr));
-                  }
-                  cudaDeviceSynchronize();
-                }) /
-        kRounds;
-    Row("AdamW, the kernel alone", name, kChunk / 1e9 / seconds, "G elements/s");
-    Row("AdamW, the kernel alone, memory traffic", name, (2.0 * chunk.bytes + 4 * kChunk) / 1e9 / seconds, "GB/s");
+    Kernels(tier, dram, ceilings, name, format);
+  }
+}
+
+// Several jobs' updates at once. The link's own rates bound them: 2 bytes of gradient an element go to the GPU, and 2
+// of working copy come back where that is in host memory.
+void ManyChunks(HbmTier* tier, const DramTier& dram, const Ceilings& ceilings) {
+  constexpr int kChunks = 16, kUpdates = 480;
+  for (const TierKind working : {TierKind::kHbm, TierKind::kDram}) {
+    std::vector<std::unique_ptr<Chunk>> chunks;
+    for (int i = 0; i < kChunks; ++i) {
+      chunks.push_back(std::make_unique<Chunk>(tier, dram, kernels::OptimizerSpec(), working));
+    }
+    const double ceiling = (working == TierKind::kHbm ? ceilings.in : ceilings.both) / 2;
+    for (const int threads : {1, 2, 4}) {
+      const double seconds = Seconds(3, [&] {
+        std::vector<std::thread> workers;
+        for (int thread = 0; thread < threads; ++thread) {
+          workers.emplace_back([&, thread] {
+            for (int i = thread; i < kUpdates; i += threads) {
+              const Chunk& chunk = *chunks[i % kChunks];
+              const HbmSegment segment = chunk.Segment(0, kChunk);
+              UpdateAll(tier, chunk, {&segment, 1});
+            }
+          });
+        }
+        for (std::thread& worker : workers) worker.join();
+      });
+      const double rate = kUpdates * kChunk / 1e9 / seconds;
+      const std::string how = absl::StrCat(threads, " threads, working copies ",
+                                           working == TierKind::kHbm ? "on the device" : "in page-locked memory");
+      Row("AdamW of 16 chunks of 2^20", how.c_str(), rate, "G elements/s");
+      Row("AdamW of 16 chunks of 2^20, of the link's ceiling", how.c_str(), rate / ceiling, "");
+    }
   }
 }
 
@@ -133,9 +246,7 @@ void SmallTensors(HbmTier* tier, const DramTier& dram) {
   std::vector<HbmSegment> segments;
   for (uint64_t i = 0; i < kTensors; ++i) segments.push_back(chunk.Segment(i * kPlace, kPlace - 48));
   Row("500 tensors of 2000 elements in one chunk", "AdamW",
-      1e6 * Seconds(kRounds,
-                    [&] { OrDie(tier->Run([&](HbmQueue& queue) { return queue.Update(chunk.spec, segments); })); }),
-      "us");
+      1e6 * Seconds(kRounds, [&] { UpdateAll(tier, chunk, segments); }), "us");
 }
 
 void Reads(HbmTier* tier, const DramTier& dram) {
@@ -145,9 +256,7 @@ void Reads(HbmTier* tier, const DramTier& dram) {
   for (const bool beside : {false, true}) {
     std::atomic<bool> stop = false;
     std::thread updates([&] {
-      while (beside && !stop) {
-        OrDie(tier->Run([&](HbmQueue& queue) { return queue.Update(chunk.spec, {&segment, 1}); }));
-      }
+      while (beside && !stop) UpdateAll(tier, chunk, {&segment, 1});
     });
     std::vector<double> times_us;
     for (int i = 0; i < 2000; ++i) {
@@ -177,7 +286,9 @@ int Main() {
   Row("opening the tier, with its self-test", "", absl::ToDoubleMilliseconds(absl::Now() - begin), "ms");
   const DramTier dram(&ledger, 0);
   Link(tier.get(), dram);
-  Updates(tier.get(), dram);
+  const Ceilings ceilings = MeasureCeilings(tier.get(), dram);
+  Updates(tier.get(), dram, ceilings);
+  ManyChunks(tier.get(), dram, ceilings);
   SmallTensors(tier.get(), dram);
   Reads(tier.get(), dram);
   return 0;

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <random>
 #include <vector>
@@ -69,6 +70,12 @@ class UpdateOnDevice {
 
 class CudaUpdateParityTest : public CudaParityTest {
  protected:
+  RandomKey AnyKey() {
+    return {.seed = random_(),
+            .unit = static_cast<uint32_t>(random_() >> 34),
+            .step = random_(),
+            .first_element = (random_() >> 12) * kMomentBlock};
+  }
   // Two updates of the same arrays on both, the second of what the first wrote.
   void Compare(const NamedSpec& named, uint64_t n) {
     UpdateArrays cpu(named.spec, n);
@@ -77,10 +84,7 @@ class CudaUpdateParityTest : public CudaParityTest {
     const UpdateOnDevice device(&gpu, named.spec);
     for (uint64_t t = 1; t <= 2; ++t) {
       const Coefficients c = MakeCoefficients(named.spec, AnyHyper(random_), t, t == 1 ? 1.0f : 0.37f);
-      const RandomKey key{.seed = random_(),
-                          .unit = static_cast<uint32_t>(random_() >> 34),
-                          .step = random_(),
-                          .first_element = (random_() >> 12) * kMomentBlock};
+      const RandomKey key = AnyKey();
       Update(named.spec, c, key, cpu.span());
       const absl::Status status = cuda::Update(named.spec, c, key, device.span(n), nullptr);
       ASSERT_TRUE(status.ok()) << status;
@@ -98,6 +102,42 @@ TEST_F(CudaUpdateParityTest, EveryRuleAndMomentFormat) {
       constexpr uint64_t kEach = 250'007;
       for (uint64_t done = 0; done < kTuples; done += 2 * kEach) ASSERT_NO_FATAL_FAILURE(Compare(rule, kEach));
       for (const uint64_t n : {1, 7, 8, 255, 256, 257, 1025}) ASSERT_NO_FATAL_FAILURE(Compare(rule, n));
+    }
+  }
+}
+
+// The tensors of a chunk, in one call: more than a launch takes, of odd lengths, empty ones too, with coefficients of
+// their own. Those without momentum ask for another loop than their neighbours.
+TEST_F(CudaUpdateParityTest, ManySpansOfOneCall) {
+  for (NamedSpec rule : Rules()) {
+    for (const MomentFormat format : kFormats) {
+      rule.spec.moments = format;
+      std::vector<UpdateArrays> cpu, gpu;
+      for (size_t i = 0; i < 2 * cuda::kUpdatePartsMax + 9; ++i) {
+        cpu.emplace_back(rule.spec, i == 5 ? 100'003 : i % 7 == 0 ? i % 2 : random_() % 3000).Fill(random_);
+      }
+      gpu = cpu;
+      std::deque<UpdateOnDevice> device;
+      for (UpdateArrays& arrays : gpu) device.emplace_back(&arrays, rule.spec);
+      for (uint64_t t = 1; t <= 2; ++t) {
+        std::vector<cuda::UpdatePart> parts;
+        for (size_t i = 0; i < cpu.size(); ++i) {
+          Hyper hyper = AnyHyper(random_);
+          hyper.beta1 = i >= 30 && i < 35 ? 0 : 0.9;
+          const UpdateSpan span = cpu[i].span();
+          parts.push_back({.coefficients = MakeCoefficients(rule.spec, hyper, t + i, t == 1 ? 1.0f : 0.37f),
+                           .key = AnyKey(),
+                           .span = device[i].span(span.n)});
+          Update(rule.spec, parts[i].coefficients, parts[i].key, span);
+        }
+        const absl::StatusOr<uint64_t> launches = cuda::Update(rule.spec, parts, nullptr);
+        ASSERT_TRUE(launches.ok()) << launches.status();
+        EXPECT_EQ(*launches, rule.spec.momentum ? 4u : 3u) << "the loop changes twice, within the second launch";
+      }
+      for (size_t i = 0; i < cpu.size(); ++i) {
+        device[i].Read();
+        ASSERT_NO_FATAL_FAILURE(ExpectSameBits(cpu[i], gpu[i], rule.name + (" span " + std::to_string(i))));
+      }
     }
   }
 }

@@ -15,12 +15,11 @@ namespace ballast::services {
 namespace {
 
 constexpr uint64_t kCopiedBytes = uint64_t{64} << 20;
-constexpr uint64_t kScratchBytes = uint64_t{8} << 20;  // the tier's own
 constexpr int kRounds = 8;
 
 // Copies to the GPU and back: "12.3 GB/s in, 13.1 GB/s out".
 absl::StatusOr<std::string> TryLink(int device) {
-  storage::Ledger ledger({.hbm = kCopiedBytes + kScratchBytes, .dram = 0, .nvme = 0});
+  storage::Ledger ledger({.hbm = kCopiedBytes + storage::kHbmScratchBytes, .dram = 0, .nvme = 0});
   BALLAST_ASSIGN_OR_RETURN(const auto tier, storage::OpenHbmTier(device, &ledger));
   BALLAST_ASSIGN_OR_RETURN(const storage::HbmBlock block, tier->Allocate(kCopiedBytes, "doctor"));
   BALLAST_ASSIGN_OR_RETURN(storage::Arena host, storage::Arena::Map(kCopiedBytes));
