@@ -155,7 +155,8 @@ void UpdateAll(HbmTier* tier, const Chunk& chunk, absl::Span<const HbmSegment> s
   OrDie(tier->Run([&](HbmQueue& queue) { return queue.Update(chunk.spec, segments); }));
 }
 
-// The kernel without copies: on one chunk, which the cache of some GPUs holds, and on many chunks by turns.
+// The kernel without copies: on one chunk, which the cache of some GPUs holds, on many chunks by turns, and on many in
+// one launch, which begins and ends less often.
 void Kernels(HbmTier* tier, const DramTier& dram, const Ceilings& ceilings, const char* name,
              kernels::MomentFormat format) {
   constexpr int kChunks = 64, kTurns = 4;
@@ -170,22 +171,29 @@ void Kernels(HbmTier* tier, const DramTier& dram, const Ceilings& ceilings, cons
     parts[i].span.gradient = gradients[i].data();
     parts[i].span.working = segment.working.device;
   }
-  for (const bool many : {false, true}) {
+  const auto measure = [&](const char* how, const auto& turn) {
     const double seconds = Seconds(3,
                                    [&] {
-                                     for (int i = 0; i < kTurns * kChunks; ++i) {
-                                       const auto& part = parts[many ? i % kChunks : 0];
-                                       OrDie(kernels::cuda::Update(chunks[0]->spec, {&part, 1}, nullptr).status());
-                                     }
+                                     for (int i = 0; i < kTurns; ++i) turn();
                                      OrDie(cudaDeviceSynchronize());
                                    }) /
                            (kTurns * kChunks);
     const double traffic = (2.0 * chunks[0]->bytes + 4 * kChunk) / 1e9 / seconds;
-    const std::string how = absl::StrCat(name, many ? ", 64 chunks by turns" : ", one chunk");
-    Row("AdamW, the kernel alone", how.c_str(), kChunk / 1e9 / seconds, "G elements/s");
-    Row("AdamW, the kernel alone, memory traffic", how.c_str(), traffic, "GB/s");
-    Row("AdamW, the kernel alone, of a device copy's traffic", how.c_str(), traffic / ceilings.device_copy, "");
-  }
+    const std::string which = absl::StrCat(name, ", ", how);
+    Row("AdamW, the kernel alone", which.c_str(), kChunk / 1e9 / seconds, "G elements/s");
+    Row("AdamW, the kernel alone, memory traffic", which.c_str(), traffic, "GB/s");
+    Row("AdamW, the kernel alone, of a device copy's traffic", which.c_str(), traffic / ceilings.device_copy, "");
+  };
+  const auto update = [&](absl::Span<const kernels::cuda::UpdatePart> some) {
+    OrDie(kernels::cuda::Update(chunks[0]->spec, some, nullptr).status());
+  };
+  measure("one chunk", [&] {
+    for (int i = 0; i < kChunks; ++i) update({&parts[0], 1});
+  });
+  measure("64 chunks by turns", [&] {
+    for (const auto& part : parts) update({&part, 1});
+  });
+  measure("64 chunks, up to 24 a launch", [&] { update(parts); });
 }
 
 void Updates(HbmTier* tier, const DramTier& dram, const Ceilings& ceilings) {
