@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/cuda/cuda_kernels.h"
 #include "ballast/kernels/cuda/outcome.h"
@@ -60,6 +62,32 @@ class Call {
   std::vector<Array> arrays_;
 };
 
+// Elements [begin, end) of an update. `begin`: a multiple of kMomentBlock.
+UpdatePart PartOf(const OptimizerSpec& spec, const UpdatePart& whole, uint64_t begin, uint64_t end) {
+  UpdatePart part = whole;
+  part.key.first_element += begin;
+  part.span.n = end - begin;
+  part.span.gradient += begin * ElementBytes(spec.gradient);
+  part.span.master += begin;
+  part.span.working += begin * ElementBytes(spec.working);
+  for (size_t k = 0; k < static_cast<size_t>(MomentCount(spec)); ++k) {
+    part.span.moments[k].values += MomentBytes(spec.moments, begin);
+    if (MomentScaleBytes(spec.moments, begin) > 0) part.span.moments[k].scales += begin / kMomentBlock;
+  }
+  return part;
+}
+
+// Both kernels, that of one span and that of several: the first block by itself, then the rest in two pieces.
+absl::Status UpdateByBothKernels(const OptimizerSpec& spec, const UpdatePart& whole) {
+  const uint64_t first = std::min<uint64_t>(kMomentBlock, whole.span.n);
+  const uint64_t second = std::max(first, whole.span.n / 2 / kMomentBlock * kMomentBlock);
+  const UpdatePart parts[] = {PartOf(spec, whole, 0, first), PartOf(spec, whole, first, second),
+                              PartOf(spec, whole, second, whole.span.n)};
+  const absl::StatusOr<uint64_t> single = Update(spec, {parts, 1}, nullptr);
+  if (!single.ok() || first == whole.span.n) return single.status();
+  return Update(spec, {parts + 1, 2}, nullptr).status();
+}
+
 }  // namespace
 
 Processor DeviceProcessor(absl::Status* status) {
@@ -78,7 +106,7 @@ Processor DeviceProcessor(absl::Status* status) {
       span.moments[k].values = static_cast<std::byte*>(call.InOut(from.values, MomentBytes(spec.moments, host.n)));
       span.moments[k].scales = static_cast<float*>(call.InOut(from.scales, MomentScaleBytes(spec.moments, host.n)));
     }
-    if (call.ok()) call.Finish(Update(spec, c, key, span, nullptr));
+    if (call.ok()) call.Finish(UpdateByBothKernels(spec, {.coefficients = c, .key = key, .span = span}));
   };
   processor.squared_norm = [status](Dtype dtype, const std::byte* x, uint64_t n) {
     Call call(status);
