@@ -212,7 +212,7 @@ namespace {
 // As a JSON object, or null.
 std::string BoundJson(const JobView& job) {
   if (!job.bound.has_value()) return "null";
-  return absl::StrFormat("{\"stage\":%s,\"words\":%s,\"share\":%.17g,\"server\":%s}", Quote(job.bound->stage),
+  return absl::StrFormat("{\"stage\":%s,\"words\":%s,\"share\":%.4f,\"server\":%s}", Quote(job.bound->stage),
                          Quote(WordsOf(job.bound->stage)), job.bound->share, Quote(job.bound_at));
 }
 

@@ -34,7 +34,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-constexpr int kSteps = 400;  // twice as long as the changes of certificates take
+constexpr int kSteps = 400;  // held back, as below, these take longer than the changes of certificates
 
 std::string Slurp(const std::string& path) {
   std::ifstream file(path);
@@ -109,10 +109,16 @@ TEST_F(SecurityTest, LeavesAndCaChangeUnderTrainingAndNoStepFails) {
   for (int i = 0; i < 2; ++i) StartServer(i, TlsKeys());
   const auto rank0 = Rank(0, 2, kSteps, ByCertificate()), rank1 = Rank(1, 2, kSteps, ByCertificate());
   for (int i = 0; i < 3000 && Version() < 2; ++i) absl::SleepFor(absl::Milliseconds(20));
-  // Longer than a connection lives, and than servers and trainers take to look.
-  const auto settle = [this] {
+  // Longer than a connection lives, and than servers and trainers take to look. A trainer is held back meanwhile, so
+  // that the run outlasts the changes on a fast machine too.
+  const auto settle = [&] {
     for (const auto& server : servers_) server->Signal(SIGHUP);
-    absl::SleepFor(absl::Milliseconds(3500));
+    for (int i = 0; i < 10; ++i) {
+      rank0->Signal(SIGSTOP);
+      absl::SleepFor(absl::Milliseconds(250));
+      rank0->Signal(SIGCONT);
+      absl::SleepFor(absl::Milliseconds(100));
+    }
   };
   Authority next("ca-2");
   InstallServer(authority_.IssueServer("server-2"));
