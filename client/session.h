@@ -67,6 +67,9 @@ class PendingPull {
   ~PendingPull() { (void)Await(); }
   // Blocks until no place is written any more. Valid while the session is.
   absl::Status Await();
+  // A call that blocks as long, on any thread, beside other calls of the session. It may outlive this pull, whose Await
+  // does not block after it.
+  std::function<void()> Waiter() const;
 
  private:
   friend class Session;

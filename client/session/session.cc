@@ -303,6 +303,12 @@ absl::Status PendingPull::Await() {
   return session_->impl_->Conclude(session_->impl_->parameters.AwaitPull(*tally));
 }
 
+std::function<void()> PendingPull::Waiter() const {
+  return [tally = tally_] {
+    if (tally != nullptr) (void)tally->WaitUntil(absl::InfiniteFuture());
+  };
+}
+
 absl::Status Session::Pin() {
   BALLAST_RETURN_IF_ERROR(impl_->CheckReadable(0));
   v1::PinRequest request;

@@ -251,6 +251,58 @@ def push_failed():
 
 
 @script
+def only_push_failed():
+    """What step() is told where the model has one unit and its push failed, and steps made after that."""
+    model = bt.shard(nn.Linear(4, 4))
+    optimizer = ours(model)
+    push = background._push
+
+    def fails(*arguments):
+        raise ballast.Error('the push failed', 'SERVER_DOWN')
+    with elsewhere():
+        background._push = fails
+        try:
+            model(torch.ones(1, 4)).sum().backward()
+            refusal = told(optimizer.step)
+        finally:
+            background._push = push
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    steps = optimizer.stats()['steps']
+    dist.barrier()
+    optimizer.close()
+    return refusal, steps
+
+
+@script
+def own_folder():
+    """Of one rank: the durability of a job without a folder, beside an optimizer that has one; the step that a job in that folder goes on
+    from, when another server of the process had the folder last."""
+    folder = f'{sys.argv[2]}/kept'
+    plain_model = nn.Linear(4, 4)
+    beside = bt.SGD(plain_model.named_parameters(), lr=0.1, name='beside', directory=folder, dram='128MiB', nvme='4GiB', threads=2)
+    plain_model(torch.ones(1, 4)).sum().backward()
+    beside.step()
+    optimizer = ours(bt.shard(nn.Linear(4, 4)))
+    optimizer.resume()
+    durability = optimizer.job.options.durability
+    optimizer.close()
+    beside.close()
+    steps = []
+    for _ in range(2):
+        model = bt.shard(nn.Linear(4, 4))
+        optimizer = ours(model, directory=folder, nvme='4GiB', resume='auto')
+        steps.append(optimizer.resume().step)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+        assert sorted(ballast.jobs(folder)) == ['beside', 'own_folder']
+    return durability, steps
+
+
+@script
 def early_accumulation():
     return both('early_accumulation', push_early=True, micro=2)
 

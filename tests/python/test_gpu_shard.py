@@ -20,6 +20,7 @@ from test_shard import (  # noqa: F401
     test_passes_without_a_step,
     test_resume_from_meta,
     test_rollback,
+    test_the_only_push_fails,
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')

@@ -131,6 +131,13 @@ def want(owner: object, directory: str | None) -> None:
         _wanted[owner] = directory
 
 
+def give_way(directory: str | None) -> None:
+    """Ends the process's server if nobody uses it and it has this folder, which another server of the process wants."""
+    with _lock:
+        if _running is not None and _running.is_free and _running.place.directory == directory:
+            _stop()
+
+
 def is_used(job: str) -> bool:
     """An optimizer of this process has it open, or is about to."""
     running = _running

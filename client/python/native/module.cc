@@ -117,7 +117,7 @@ void BindEstimate(nb::module_& m) {
       .def_ro("rank_bytes_sharded", &EstimateReport::rank_bytes_sharded);
   m.def("staging", &StagingBytes, "dram"_a);
   m.def("estimate", &EstimateFor, "tensors"_a, "options"_a, "dram"_a, "nvme"_a, "threads"_a, "servers"_a, "profile"_a,
-        nb::call_guard<nb::gil_scoped_release>());
+        "working_copies"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 void BindOptions(nb::module_& m) {

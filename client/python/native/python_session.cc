@@ -198,15 +198,14 @@ uint64_t StagingBytes(uint64_t dram) {
 }
 
 EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
-                           int threads, uint32_t servers, const std::string& profile) {
+                           int threads, uint32_t servers, const std::string& profile, bool working_copies) {
   services::EstimateRequest request;
   request.ranks = static_cast<uint32_t>(std::max(options.world_size, 0));
   request.servers = std::max<uint32_t>(servers, 1);
   request.server.budget = {.hbm = 0, .dram = dram, .nvme = nvme};
   request.server.compute_threads = threads;
   request.server.machine_profile = profile;
-  // With several ranks, the server is a private ballastd, which keeps working copies.
-  request.server.working_copies = servers > 0 || options.world_size > 1;
+  request.server.working_copies = working_copies;
   v1::JobSpec& spec = request.spec;
   spec.set_name("estimate");
   spec.set_chunk_elements(options.chunk_elements);
@@ -452,6 +451,14 @@ uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<c
 }
 
 void PythonSession::AwaitPull(uint64_t pull) {
+  std::vector<std::function<void()>> waiters;
+  {
+    const Using session = Use();
+    const auto it = under_way_.find(pull);
+    if (it == under_way_.end()) return;
+    for (const client::PendingPull& each : it->second.pulls) waiters.push_back(each.Waiter());
+  }
+  for (const auto& wait : waiters) wait();  // without the session's lock: gradients go meanwhile
   const Using session = Use();
   auto found = under_way_.extract(pull);
   if (found.empty()) return;

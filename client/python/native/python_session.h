@@ -289,8 +289,8 @@ std::vector<std::pair<uint64_t, uint64_t>> BoxOf(const Placement& placement, con
 uint64_t StagingBytes(uint64_t dram);
 
 // `servers`: 0 for an embedded server. Budgets of each server, in bytes; `profile`: from `ballastctl iotune`, empty for
-// none.
+// none. working_copies: as PythonServer's.
 EstimateReport EstimateFor(const std::vector<Tensor>& tensors, const OpenOptions& options, uint64_t dram, uint64_t nvme,
-                           int threads, uint32_t servers, const std::string& profile);
+                           int threads, uint32_t servers, const std::string& profile, bool working_copies);
 
 }  // namespace ballast::python

@@ -407,6 +407,8 @@ def names_of(args):
     for module in missing:
         print(f'skipped: {module} is not installed (pip install ./client/python; '
               'DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8; apt-get install libaio-dev)')
+    if args.only is not None and args.only not in NAMES[args.device]:
+        sys.exit(f'--only {args.only}: expected one of {", ".join(NAMES[args.device])} with --device {args.device}')
     wanted = args.systems.split(',') if args.systems else list(WORKERS)
     if not set(wanted) <= set(WORKERS):
         sys.exit(f'--systems {args.systems}: expected some of {",".join(WORKERS)}')
@@ -442,6 +444,8 @@ def compare(rows, args):
     by_name = {row['name']: row for row in rows}
     ratios = []
     for ours, peer, what, goal in GOALS[args.device]:
+        if what == 'peak' and args.world == 1:
+            continue  # the server is in the trainer's process
         if ours in by_name and peer in by_name:
             ratio = by_name[ours][what] / by_name[peer][what]
             most = what in ('peak', 'gpu')

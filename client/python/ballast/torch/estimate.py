@@ -50,7 +50,8 @@ def estimate(params: torch.nn.Module | ParamsT, *, optimizer: str = 'adamw', mom
 
     params: a model, also on the device 'meta', or what an optimizer takes. servers: how many state servers, alike; 0 for the one
     inside the trainer, or of several ranks beside them. momentum: SGD keeps a buffer.
-    frozen: as shard()'s, of parameters that want no gradient; None: the optimizer without shard(), whose servers have none of these.
+    frozen: as shard()'s, of parameters that want no gradient (give one for any model of shard()'s, whose servers keep its parameters);
+    None: the optimizer without shard(), whose servers have none of these.
     dram, nvme, threads: each server's, as an optimizer's arguments. profile: what `ballastctl iotune` wrote; else
     ballast-profile.yaml in the directory, if it is there: without one no time is told.
     Returns an object with fits, text (for people), step_seconds (0: not known), tiers [(name, bytes of the fullest
@@ -71,4 +72,6 @@ def estimate(params: torch.nn.Module | ParamsT, *, optimizer: str = 'adamw', mom
     dram, nvme = place.budgets(directory, dram, nvme)
     if profile is None and directory is not None and os.path.exists(os.path.join(directory, _PROFILE)):
         profile = os.path.join(directory, _PROFILE)
-    return _native.estimate(tensors, options, dram, nvme, threads or place.processors(), servers, profile or '')
+    # A server keeps parameters, but for the one inside a trainer that has them.
+    keeps = servers > 0 or ranks > 1 or frozen is not None
+    return _native.estimate(tensors, options, dram, nvme, threads or place.processors(), servers, profile or '', keeps)

@@ -1,4 +1,5 @@
-"""How an optimizer reaches its servers: named ones, a private one of several ranks, or one inside this process."""
+"""How an optimizer reaches its servers: named ones, a private one of several ranks or of shard()'s single rank, or the one inside this
+process that its optimizers share."""
 
 from __future__ import annotations
 
@@ -40,9 +41,10 @@ class Connection:
         self._pid = os.getpid()
         self._finish: weakref.finalize | None = None
 
-    @property
-    def default_durability(self) -> str:
-        stays = self._budgets['directory'] is not None or (not ranks.active() and embedded.directory_in_use() is not None)
+    def default_durability(self, apart: bool) -> str:
+        """apart: as open()'s."""
+        shares = not ranks.active() and not apart and embedded.directory_in_use() is not None
+        stays = self._budgets['directory'] is not None or shares
         return 'step' if self._servers or stays else 'none'
 
     def check_process(self) -> None:

@@ -85,7 +85,7 @@ class Job:
     @property
     def durability_to_be(self) -> str:
         """The durability that the job will have once it is open."""
-        return self._durability or self.connection.default_durability
+        return self._durability or self.connection.default_durability(self.sharded is not None)
 
     @property
     def gives_moments(self) -> bool:

@@ -13,7 +13,7 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-from ballast import _native, embedded_daemon, place, temporary
+from ballast import _native, embedded, embedded_daemon, place, temporary
 from ballast.errors import Error, warn
 from ballast.torch.group import ranks
 from ballast.torch.group.together import everyone
@@ -32,6 +32,7 @@ class ServerOfOne:
     def __init__(self, directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None,
                  threads: int | None) -> None:
         self._pid = os.getpid()
+        embedded.give_way(directory)
         self._place = place.make(directory, dram, nvme)
         try:
             self.server = _native.Server(self._place.directory, self._place.dram, self._place.nvme, threads or place.processors(),

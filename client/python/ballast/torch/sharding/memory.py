@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Sequence
 
 import torch
 
 # Smaller buffers are malloc's.
 _BYTES_MIN = 1 << 20
+# Of tensors that share a buffer.
+_ALIGNMENT = 64
+
+
+def held(size: int, pinned: bool) -> int:
+    """Bytes of a buffer for so many: torch rounds page-locked ones up to a power of two."""
+    return 1 << (size - 1).bit_length() if pinned and size > 0 else size
 
 
 class Memory:
@@ -32,3 +40,10 @@ class Memory:
         view = memoryview(memory)
         weakref.finalize(view, free.append, memory).atexit = False
         return torch.frombuffer(view, dtype=dtype)
+
+    def take_alike(self, tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
+        """Tensors of the same shapes and dtypes, contiguous, in one buffer."""
+        sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        pieces = self.take(sum(sizes), torch.uint8, pinned).split(sizes)
+        return [piece[:tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+                for piece, tensor in zip(pieces, tensors)]

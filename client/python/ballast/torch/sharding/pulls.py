@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ballast.errors import Error
+from ballast.torch.sharding.memory import held
 
 if TYPE_CHECKING:
     from ballast import _native
@@ -28,7 +29,7 @@ class _Pull(NamedTuple):
     version: int
     number: int
     pieces: list[torch.Tensor]  # by part of the unit; the session keeps their memory until the pull was awaited
-    size: int  # bytes
+    size: int  # bytes that it holds
 
     def end(self) -> None:
         self.session.await_pull(self.number)
@@ -112,12 +113,12 @@ class Pulls:
     def _begin(self, unit: Unit, job: Job) -> _Pull:
         dtype = _DTYPES[job.options.optimizer.working]
         size = unit.bytes(dtype.itemsize)
-        pieces = unit.pieces(self._memory.take(size // dtype.itemsize, dtype, unit.device.type == 'cuda'))
+        pieces = unit.pieces(self._memory.take(size // dtype.itemsize, dtype, unit.is_pinned))
         places = [piece[:part.elements] for part, piece in zip(unit.parts, pieces)]
         self.count += 1
         self.bytes += size
         version = job.session.version
-        return _Pull(job.session, version, job.session.start_pull(self._indices[unit], places), pieces, size)
+        return _Pull(job.session, version, job.session.start_pull(self._indices[unit], places), pieces, held(size, unit.is_pinned))
 
     def _follow(self, unit: Unit) -> None:
         """The order goes on behind this gather: at its place that is the nearest to the expected one."""
@@ -145,7 +146,7 @@ class Pulls:
             there = self._under_way.setdefault(unit, [])
             if ahead[unit] <= len(there):
                 continue
-            if used and used + unit.bytes(width) > self._bytes_max:
+            if used and used + held(unit.bytes(width), unit.is_pinned) > self._bytes_max:
                 break
             there.append(self._begin(unit, job))
             used += there[-1].size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
 import weakref
@@ -37,7 +36,6 @@ class Pushes:
         """backwards: reductions of a gradient that make a step's. memory: for gradients of a GPU on their way."""
         self._backwards, self._memory = backwards, memory
         self._background: background.Background | None = None
-        self._under_way: collections.deque[tuple[int, concurrent.futures.Future]] = collections.deque()  # of this step, oldest first
         self._session: _native.Session | None = None
         self._job: weakref.ref[Job] | None = None
         self._members: list[Member] = []
@@ -45,7 +43,8 @@ class Pushes:
         self._unit_of: dict[int, int] = {}
         self._hooks: dict[int, Any] = {}  # by member
         self._came: dict[int, int] = {}  # by member: reductions since the last step
-        self._gone: set[int] = set()  # units
+        self._made: dict[int, torch.cuda.Event] = {}  # by member: behind its last reduction
+        self._gone: dict[int, concurrent.futures.Future | None] = {}  # units, the oldest first; None: that push is over
 
     def follow(self, job: Job) -> None:
         """Takes up the session and members that the job has now."""
@@ -62,7 +61,7 @@ class Pushes:
 
     def leave(self) -> None:
         """The session is over, with all that went to it."""
-        self._forget_under_way()
+        self._settle()
         if self._background is not None:
             self._background.close()
             self._background = None
@@ -78,6 +77,9 @@ class Pushes:
         if unit in self._gone or (self._gone and all(self._members[j].parameter.grad is None for j in self._went())):
             self.discard()
         self._came[i] = self._came.get(i, 0) + 1
+        gradient = self._members[i].parameter.grad
+        if gradient is not None and gradient.is_cuda:
+            self._made[i] = torch.cuda.current_stream(gradient.device).record_event()
         tensors = self._units[unit]
         wanted = [j for j in tensors if self._members[j].parameter.requires_grad]
         tied = self._job().tied
@@ -91,52 +93,61 @@ class Pushes:
         gradients = [gradient_of(member) for member in members]
         if any(remote_of(gradient) is not None for gradient in gradients):
             return
-        self._push(unit, gradients)
-        self._gone.add(unit)
+        self._gone[unit] = self._push(unit, gradients)
         job = self._job()
         for j, member, gradient in zip(tensors, members, gradients):
             if gradient is not None:
                 _replace(member, gradient, len(job.roster.replicas[j]) > 1 and member.is_due(job.progress.steps, job.debug))
 
-    def _push(self, unit: int, gradients: list[torch.Tensor | None]) -> None:
+    def _push(self, unit: int, gradients: list[torch.Tensor | None]) -> concurrent.futures.Future | None:
+        """What fails behind backward is the step's error: raised here, it would leave other ranks waiting in theirs."""
         there = [gradient for gradient in gradients if gradient is not None]
         if not any(is_elsewhere(gradient) for gradient in there):
             self._session.push_early(unit, [None if gradient is None else on_host(gradient) for gradient in gradients], let_go=True)
-            return
-        if len(self._under_way) >= _UNDER_WAY_MAX:  # its error is the step's: in backward other ranks would wait for this one
-            concurrent.futures.wait([self._under_way[-_UNDER_WAY_MAX][1]])
-        if self._background is None:
-            self._background = background.Background()
-        memory = [None if gradient is None else self._copy(gradient) for gradient in gradients]
-        copied = [stream.record_event(torch.cuda.Event(blocking=True)) for stream in current_streams(there)]
-        self._under_way.append((unit, self._background.push(self._session, unit, memory, copied, let_go=True)))
+            return None
+        earlier = list(self._gone.values())[:-_UNDER_WAY_MAX + 1]
+        concurrent.futures.wait([future for future in earlier if future is not None])
+        try:
+            if self._background is None:
+                self._background = background.Background()
+            copies = iter(self._copied(unit, [local(gradient).detach() for gradient in there]))
+            memory = [None if gradient is None else next(copies) for gradient in gradients]
+            copied = [stream.record_event(torch.cuda.Event(blocking=True)) for stream in current_streams(there)]
+            return self._background.push(self._session, unit, memory, copied, let_go=True)
+        except RuntimeError as error:
+            failed = concurrent.futures.Future()
+            failed.set_exception(Error(f'gradients of a unit could not be copied to the host: {error}', 'IO'))
+            return failed
 
-    def _copy(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Enqueues a copy to the host, on the current stream, which made the gradient."""
-        of = local(gradient).detach()
-        if of.is_cuda:
-            of.record_stream(torch.cuda.current_stream(of.device))  # the trainer may let go of it now
-        return self._memory.take(of.numel(), of.dtype, of.is_cuda).view(of.shape).copy_(of, non_blocking=True)
+    def _copied(self, unit: int, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies on the host, enqueued on the current stream, behind the streams that made the gradients."""
+        is_cuda = any(gradient.is_cuda for gradient in gradients)
+        for j in self._units[unit]:
+            if j in self._made:
+                torch.cuda.current_stream(gradients[0].device).wait_event(self._made.pop(j))
+        places = self._memory.take_alike(gradients, is_cuda)
+        for place, gradient in zip(places, gradients):
+            place.copy_(gradient, non_blocking=True)
+            if gradient.is_cuda:
+                gradient.record_stream(torch.cuda.current_stream(gradient.device))  # the trainer may let go of it now
+        return places
 
     def _wait(self) -> None:
-        """Until all pushes are over. Errors: a push's; its unit has not gone then."""
-        while self._under_way:
-            unit, future = self._under_way.popleft()
-            try:
+        """Until all pushes are over. Errors: the first of theirs."""
+        for future in self._gone.values():
+            if future is not None:
                 background.wait(future, self._session)
-            except BaseException:
-                self._gone.discard(unit)
-                raise
 
-    def _forget_under_way(self) -> None:
-        """What went counts no more, and errors of it neither."""
-        while self._under_way:
-            with contextlib.suppress(Error):
-                self._wait()
+    def _settle(self) -> None:
+        """Until all pushes are over, whatever becomes of them."""
+        for future in self._gone.values():
+            if future is not None:
+                with contextlib.suppress(Error):
+                    background.wait(future, self._session)
 
     def discard(self) -> None:
         """No step will take what went. COLLECTIVE."""
-        self._forget_under_way()
+        self._settle()
         if self._gone:
             self._session.drop()
         self._begin()
@@ -146,7 +157,7 @@ class Pushes:
         return bool(self._gone)
 
     def _begin(self) -> None:
-        self._gone, self._came = set(), {}
+        self._gone, self._came, self._made = {}, {}, {}
 
     def _went(self) -> list[int]:
         """Members, by index, whose gradients went."""
@@ -175,7 +186,7 @@ class Pushes:
 
     def stepped(self) -> None:
         """A step is over: the servers have taken what went, or dropped it."""
-        self._forget_under_way()
+        self._settle()
         self._begin()
 
 

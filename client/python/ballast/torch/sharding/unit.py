@@ -33,6 +33,11 @@ class Unit:
         """What was gathered last is not the job's version."""
         return self._gathered_at is not None and self._gathered_at != self.model.now()
 
+    @property
+    def is_pinned(self) -> bool:
+        """A pull comes into page-locked memory, on its way to a GPU."""
+        return self.device.type == 'cuda'
+
     def bytes(self, width: int) -> int:
         """Of one pull. width: of an element."""
         return width * sum(part.padded.numel() for part in self.parts)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ballast.errors import Error
+
 if TYPE_CHECKING:
     from ballast import _native
 
@@ -18,7 +20,8 @@ class Background:
     """A thread that waits for copies and pushes, in the order of push(). Threads: one at a time."""
 
     def __init__(self) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-push')
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-push', _use, (device,))
 
     def push(self, session: _native.Session, unit: int, memory: Sequence[torch.Tensor | None], copied: Sequence[torch.cuda.Event],
              let_go: bool = False) -> concurrent.futures.Future:
@@ -30,10 +33,19 @@ class Background:
         self._pool.shutdown()
 
 
+def _use(device: int | None) -> None:
+    """A thread that chooses none is on GPU 0, and makes a context there for whatever it asks of CUDA."""
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
 def _push(session: _native.Session, unit: int, memory: Sequence[torch.Tensor | None], copied: Sequence[torch.cuda.Event],
           let_go: bool) -> None:
-    for event in copied:
-        event.synchronize()
+    try:
+        for event in copied:
+            event.synchronize()
+    except RuntimeError as error:
+        raise Error(f'a copy of gradients from the GPU failed: {error}', 'IO') from error
     session.push_early(unit, memory, let_go=let_go)
 
 
