@@ -65,8 +65,9 @@ class PendingPull {
   PendingPull(PendingPull&&) noexcept = default;
   PendingPull& operator=(PendingPull&&) = delete;
   ~PendingPull() { (void)Await(); }
-  // Blocks until no place is written any more. Valid while the session is.
-  absl::Status Await();
+  // Blocks until no place is written any more. Valid while the session is. `waited`: what the caller spent in
+  // Waiter()'s calls, for the session's times.
+  absl::Status Await(absl::Duration waited = absl::ZeroDuration());
   // A call that blocks as long, on any thread, beside other calls of the session. It may outlive this pull, whose Await
   // does not block after it.
   std::function<void()> Waiter() const;

@@ -297,10 +297,10 @@ absl::StatusOr<PendingPull> Session::StartPull(uint32_t unit, absl::Span<const P
   return PendingPull(this, impl_->parameters.StartPull(unit, runs));
 }
 
-absl::Status PendingPull::Await() {
+absl::Status PendingPull::Await(absl::Duration waited) {
   if (tally_ == nullptr) return absl::OkStatus();
   const std::shared_ptr<Tally> tally = std::exchange(tally_, nullptr);
-  return session_->impl_->Conclude(session_->impl_->parameters.AwaitPull(*tally));
+  return session_->impl_->Conclude(session_->impl_->parameters.AwaitPull(*tally, waited));
 }
 
 std::function<void()> PendingPull::Waiter() const {

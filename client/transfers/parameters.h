@@ -46,7 +46,11 @@ class Parameters {
   void Prefetch(uint32_t unit);
   // Pulls each run of `unit` at the seat's version to its place; ends with the tally. Does not block.
   std::shared_ptr<Tally> StartPull(uint32_t unit, absl::Span<const PullRun> runs);
-  absl::Status AwaitPull(Tally& tally) { return Wait(tally); }
+  // `waited`: as PendingPull::Await's.
+  absl::Status AwaitPull(Tally& tally, absl::Duration waited) {
+    pull_seconds_ += absl::ToDoubleSeconds(waited);
+    return Wait(tally);
+  }
   // Pulls this rank's own ranges, laid end to end. Here and below: in the job's working dtype.
   absl::Status PullOwned(uint32_t unit, absl::Span<std::byte> to);
   // COLLECTIVE. Gathers the whole unit; give the buffer back with Return().

@@ -98,13 +98,16 @@ else
 fi
 if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
   if python3 -c 'import ballast' 2>/dev/null; then
-    echo "== tests/python/test_gpu.py"
-    if python3 -m pytest -q tests/python/test_gpu.py >$build/python.log 2>&1; then
-      row tests/python/test_gpu.py "$(tail -1 $build/python.log)" -
-    else
-      row tests/python/test_gpu.py "**failed**: $(tail -1 $build/python.log)" -
-      failed=1
-    fi
+    for file in tests/python/test_{gpu,gpu_shard,stash}.py; do
+      echo "== $file"
+      if timeout 300 python3 -m pytest -q "$file" >"$build/python.log" 2>&1; then
+        row "$file" "$(tail -1 $build/python.log)" -
+      else
+        row "$file" "**failed**: $(tail -1 $build/python.log)" -
+        failed=1
+      fi
+      cp $build/python.log "$build/$(basename "$file").log"
+    done
   else
     skip tests/python/test_gpu.py "the package ballast is not installed, and building it needs gRPC, protobuf and RocksDB"
   fi

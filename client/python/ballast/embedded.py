@@ -132,9 +132,10 @@ def want(owner: object, directory: str | None) -> None:
 
 
 def give_way(directory: str | None) -> None:
-    """Ends the process's server if nobody uses it and it has this folder, which another server of the process wants."""
+    """Ends the process's server if nobody uses it or will come back, and it has this folder, which another server of the process wants."""
     with _lock:
-        if _running is not None and _running.is_free and _running.place.directory == directory:
+        is_wanted = directory in list(_wanted.values())
+        if _running is not None and _running.is_free and not is_wanted and _running.place.directory == directory:
             _stop()
 
 

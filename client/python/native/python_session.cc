@@ -458,12 +458,16 @@ void PythonSession::AwaitPull(uint64_t pull) {
     if (it == under_way_.end()) return;
     for (const client::PendingPull& each : it->second.pulls) waiters.push_back(each.Waiter());
   }
+  const absl::Time began = absl::Now();
   for (const auto& wait : waiters) wait();  // without the session's lock: gradients go meanwhile
+  absl::Duration waited = absl::Now() - began;
   const Using session = Use();
   auto found = under_way_.extract(pull);
   if (found.empty()) return;
   absl::Status status;
-  for (client::PendingPull& each : found.mapped().pulls) status.Update(each.Await());
+  for (client::PendingPull& each : found.mapped().pulls) {
+    status.Update(each.Await(std::exchange(waited, absl::ZeroDuration())));
+  }
   Check(status);
 }
 

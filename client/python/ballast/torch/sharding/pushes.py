@@ -44,7 +44,7 @@ class Pushes:
         self._hooks: dict[int, Any] = {}  # by member
         self._came: dict[int, int] = {}  # by member: reductions since the last step
         self._made: dict[int, torch.cuda.Event] = {}  # by member: behind its last reduction
-        self._gone: dict[int, concurrent.futures.Future | None] = {}  # units, the oldest first; None: that push is over
+        self._gone: dict[int, concurrent.futures.Future] = {}  # units, the oldest first
 
     def follow(self, job: Job) -> None:
         """Takes up the session and members that the job has now."""
@@ -62,9 +62,7 @@ class Pushes:
     def leave(self) -> None:
         """The session is over, with all that went to it."""
         self._settle()
-        if self._background is not None:
-            self._background.close()
-            self._background = None
+        self._end_background()
         for hook in self._hooks.values():
             hook.remove()
         self._session, self._members, self._units, self._unit_of, self._hooks = None, [], [], {}, {}
@@ -99,25 +97,24 @@ class Pushes:
             if gradient is not None:
                 _replace(member, gradient, len(job.roster.replicas[j]) > 1 and member.is_due(job.progress.steps, job.debug))
 
-    def _push(self, unit: int, gradients: list[torch.Tensor | None]) -> concurrent.futures.Future | None:
-        """What fails behind backward is the step's error: raised here, it would leave other ranks waiting in theirs."""
+    def _push(self, unit: int, gradients: list[torch.Tensor | None]) -> concurrent.futures.Future:
+        """What fails is the step's error: raised here, within backward, it would leave other ranks waiting in theirs."""
         there = [gradient for gradient in gradients if gradient is not None]
-        if not any(is_elsewhere(gradient) for gradient in there):
-            self._session.push_early(unit, [None if gradient is None else on_host(gradient) for gradient in gradients], let_go=True)
-            return None
-        earlier = list(self._gone.values())[:-_UNDER_WAY_MAX + 1]
-        concurrent.futures.wait([future for future in earlier if future is not None])
+        earlier = list(self._gone.values())[:1 - _UNDER_WAY_MAX]
         try:
+            if not any(is_elsewhere(gradient) for gradient in there):
+                memory = [None if gradient is None else on_host(gradient) for gradient in gradients]
+                self._session.push_early(unit, memory, let_go=True)
+                return _over()
+            concurrent.futures.wait(earlier)
             if self._background is None:
                 self._background = background.Background()
             copies = iter(self._copied(unit, [local(gradient).detach() for gradient in there]))
             memory = [None if gradient is None else next(copies) for gradient in gradients]
             copied = [stream.record_event(torch.cuda.Event(blocking=True)) for stream in current_streams(there)]
             return self._background.push(self._session, unit, memory, copied, let_go=True)
-        except RuntimeError as error:
-            failed = concurrent.futures.Future()
-            failed.set_exception(Error(f'gradients of a unit could not be copied to the host: {error}', 'IO'))
-            return failed
+        except Exception as error:
+            return _over(error)
 
     def _copied(self, unit: int, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the host, enqueued on the current stream, behind the streams that made the gradients."""
@@ -133,17 +130,27 @@ class Pushes:
         return places
 
     def _wait(self) -> None:
-        """Until all pushes are over. Errors: the first of theirs."""
-        for future in self._gone.values():
-            if future is not None:
+        """Until all pushes are over. Errors: the first of theirs, after which no thread goes on with others."""
+        try:
+            for future in self._gone.values():
                 background.wait(future, self._session)
+        except Exception as error:
+            self._end_background()
+            if isinstance(error, Error):
+                raise
+            raise Error(f'gradients did not come to the host: {error}; call zero_grad() of the optimizer, and run forward and backward '
+                        'again, on all ranks', 'IO') from error
 
     def _settle(self) -> None:
         """Until all pushes are over, whatever becomes of them."""
         for future in self._gone.values():
-            if future is not None:
-                with contextlib.suppress(Error):
-                    background.wait(future, self._session)
+            with contextlib.suppress(Exception):
+                background.wait(future, self._session)
+
+    def _end_background(self) -> None:
+        if self._background is not None:
+            self._background.close()
+            self._background = None
 
     def discard(self) -> None:
         """No step will take what went. COLLECTIVE."""
@@ -165,10 +172,10 @@ class Pushes:
 
     def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Refuses a step with these gradients, by member, that are neither those that went nor, all of those that went, set to None."""
-        self._wait()
         went = self._went()
         if went and all(gradients[i] is None for i in went):
-            return
+            return  # settle() drops them
+        self._wait()
         for i, gradient in enumerate(gradients):
             gone = gradient is not None and remote_of(gradient) is not None
             if gone and i not in went:
@@ -198,6 +205,16 @@ def _replace(member: Member, gradient: torch.Tensor, compares: bool) -> None:
     gone = Remote(GoneGradient(member.name, *told), local(grad).shape, grad.dtype, grad.device)
     member.parameter.grad = type(grad).from_local(gone, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape,
                                                   stride=grad.stride())
+
+
+def _over(error: Exception | None = None) -> concurrent.futures.Future:
+    """A push that is over, or has failed."""
+    future = concurrent.futures.Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    return future
 
 
 class _Hook:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ballast.errors import Error
-
 if TYPE_CHECKING:
     from ballast import _native
 
@@ -20,32 +18,26 @@ class Background:
     """A thread that waits for copies and pushes, in the order of push(). Threads: one at a time."""
 
     def __init__(self) -> None:
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-push', _use, (device,))
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-push')
 
     def push(self, session: _native.Session, unit: int, memory: Sequence[torch.Tensor | None], copied: Sequence[torch.cuda.Event],
              let_go: bool = False) -> concurrent.futures.Future:
         """memory: the host's, filled once `copied` are over; it may be used again when the future is, or with let_go when the session has
         let go of it."""
-        return self._pool.submit(_push, session, unit, memory, copied, let_go)
+        return self._pool.submit(_push, self._device, session, unit, memory, copied, let_go)
 
     def close(self) -> None:
-        self._pool.shutdown()
+        """Pushes that have not begun do not."""
+        self._pool.shutdown(cancel_futures=True)
 
 
-def _use(device: int | None) -> None:
-    """A thread that chooses none is on GPU 0, and makes a context there for whatever it asks of CUDA."""
+def _push(device: int | None, session: _native.Session, unit: int, memory: Sequence[torch.Tensor | None],
+          copied: Sequence[torch.cuda.Event], let_go: bool) -> None:
     if device is not None:
-        torch.cuda.set_device(device)
-
-
-def _push(session: _native.Session, unit: int, memory: Sequence[torch.Tensor | None], copied: Sequence[torch.cuda.Event],
-          let_go: bool) -> None:
-    try:
-        for event in copied:
-            event.synchronize()
-    except RuntimeError as error:
-        raise Error(f'a copy of gradients from the GPU failed: {error}', 'IO') from error
+        torch.cuda.set_device(device)  # a thread that chooses none is on GPU 0, and makes a context there
+    for event in copied:
+        event.synchronize()
     session.push_early(unit, memory, let_go=let_go)
 
 

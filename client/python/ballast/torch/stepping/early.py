@@ -134,7 +134,7 @@ class Early:
                 break
             try:
                 background.wait(sent.future, self.session)
-            except Error:
+            except Exception:
                 self._spoilt = True  # the step sends it again, and tells what is wrong if it still is
             for i, gradient, mark in zip(self._units[unit], sent.gradients, sent.marks):
                 member = self._members[i]
@@ -157,7 +157,7 @@ class Early:
             return
         self._spoilt = True
         for sent in self._sent.values():
-            with contextlib.suppress(Error):
+            with contextlib.suppress(Exception):
                 background.wait(sent.future, self.session)
         self.session.drop()
         self._sent = {}
