@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import ballast
 import ballast.torch as bt
 from ballast.torch.sharding import pulls, pushes
-from ballast.torch.stepping import background
+from ballast.torch.stepping import background, members
 
 # Gradients of the keys' bias are nothing but rounding: eps keeps an update of it small.
 ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1, 'eps': 1e-4}
@@ -274,6 +274,37 @@ def only_push_failed():
     dist.barrier()
     optimizer.close()
     return refusal, steps
+
+
+@script
+def step_not_begun():
+    """What step() is told that fails before the session is asked, and losses of training that goes on; a twin's."""
+    twin, model = plain(made()), bt.shard(made())
+    other, optimizer = theirs(twin.parameters()), ours(model)
+    wait = members.Memory.wait
+
+    def fails(self):
+        raise ballast.Error('no memory', 'IO')
+    losses, refusal = [], None
+    for i, tokens in enumerate(batches(6)):
+        if i == 3:
+            optimizer.zero_grad()
+            loss_of(model, tokens).backward()
+            members.Memory.wait = fails
+            try:
+                refusal = told(optimizer.step)
+            finally:
+                members.Memory.wait = wait
+        pair = []
+        for each, its in ((twin, other), (model, optimizer)):
+            its.zero_grad()
+            loss = loss_of(each, tokens)
+            loss.backward()
+            its.step()
+            pair.append(loss.item())
+        losses.append(pair)
+    optimizer.close()
+    return refusal, torch.tensor(losses)
 
 
 @script

@@ -7,6 +7,7 @@ from conftest import two_state_servers
 from test_shard import (  # noqa: F401
     test_16_bits_come_of_what_is_gathered_in_bf16,
     test_a_push_that_fails_behind_backward,
+    test_a_step_that_does_not_begin,
     test_a_step_that_is_skipped,
     test_bad_uses_are_named,
     test_bits_of_fsdp2,

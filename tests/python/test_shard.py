@@ -14,7 +14,7 @@ UNITS, GATHERS, STEPS = 4, 7, 30
 BITS = ['uneven', 'even', 'recompute_reentrant', 'recompute', 'accumulation', 'accumulation_synced', 'no_reshard', 'bf16', 'wrapped']
 EARLY = ['early', 'early_copied', 'early_accumulation', 'early_synced', 'frozen']
 REST = ['clipped', 'discarded', 'skipped', 'late_pulls', 'evaluated', 'alive', 'refused', 'inside', 'meta', 'after_close', 'changed',
-        'push_failed', 'only_push_failed']
+        'push_failed', 'only_push_failed', 'step_not_begun']
 NAMED = ['first_half', 'second_half', 'rolled_back']
 
 
@@ -157,6 +157,13 @@ def test_a_push_that_fails_behind_backward(pair):
     """The step is refused, and gradients that come again are taken."""
     for refusal, losses in pair['push_failed']:
         assert 'the push failed' in refusal
+        torch.testing.assert_close(losses[:, 1], losses[:, 0], rtol=0, atol=1e-5)
+
+
+def test_a_step_that_does_not_begin(pair):
+    """It leaves no gradient on the servers."""
+    for refusal, losses in pair['step_not_begun']:
+        assert 'no memory' in refusal
         torch.testing.assert_close(losses[:, 1], losses[:, 0], rtol=0, atol=1e-5)
 
 

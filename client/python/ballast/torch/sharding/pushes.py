@@ -196,6 +196,15 @@ class Pushes:
         self._settle()
         self._begin()
 
+    def failed(self, attempt: int | None) -> None:
+        """See Sharded.failed()."""
+        self._settle()
+        if self._gone:
+            with contextlib.suppress(Error):  # the session is over
+                if self._session.attempt == attempt:
+                    self._session.drop()
+        self._begin()
+
 
 def _replace(member: Member, gradient: torch.Tensor, compares: bool) -> None:
     """The gradient leaves the trainer: a Remote stays in its place, so that whoever wants it gets an error and not silence. compares:

@@ -160,14 +160,16 @@ class Sharded:
         if self.pushes is not None:
             self.pushes.discard()
 
-    def failed(self) -> None:
-        """A step is over, and what went to the servers for it counts no more."""
+    def failed(self, attempt: int | None = None) -> None:
+        """A step was not made, and what went to the servers for it counts no more. attempt: the session's, which it has still where it
+        was not asked for the step, so that it is told now; None: it was told."""
         if self.pushes is not None:
-            self.pushes.stepped()
+            self.pushes.failed(attempt)
 
     def stepped(self) -> None:
         """A step was made."""
-        self.failed()
+        if self.pushes is not None:
+            self.pushes.stepped()
         if self._session is not None:
             self.pulls.stepped()
 

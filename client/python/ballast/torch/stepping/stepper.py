@@ -65,11 +65,12 @@ class Stepper:
         if job.overlap is not None:
             job.overlap.start(step, job.members, collected.gradients)
             return
+        attempt = job.session.attempt
         try:
             step.run()
         except BaseException:
             if job.sharded is not None:
-                job.sharded.failed()
+                job.sharded.failed(attempt)
             raise
         finally:
             step.end()
