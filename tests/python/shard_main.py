@@ -195,6 +195,15 @@ def early():
     return both('early', push_early=True)
 
 
+def step(model, optimizer, tokens):
+    """The loss before it."""
+    optimizer.zero_grad()
+    loss = loss_of(model, tokens)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 @contextlib.contextmanager
 def elsewhere():
     """Gradients go the way of a GPU's, by a copy and a thread that waits for it, also on CPUs."""
@@ -236,14 +245,7 @@ def push_failed():
                     loss_of(model, tokens).backward()
                     refusal = told(optimizer.step)
                     optimizer.zero_grad()
-                pair = []
-                for each, its in ((twin, other), (model, optimizer)):
-                    its.zero_grad()
-                    loss = loss_of(each, tokens)
-                    loss.backward()
-                    its.step()
-                    pair.append(loss.item())
-                losses.append(pair)
+                losses.append([step(twin, other, tokens), step(model, optimizer, tokens)])
     finally:
         background._push = push
     optimizer.close()
@@ -295,14 +297,7 @@ def step_not_begun():
                 refusal = told(optimizer.step)
             finally:
                 members.Memory.wait = wait
-        pair = []
-        for each, its in ((twin, other), (model, optimizer)):
-            its.zero_grad()
-            loss = loss_of(each, tokens)
-            loss.backward()
-            its.step()
-            pair.append(loss.item())
-        losses.append(pair)
+        losses.append([step(twin, other, tokens), step(model, optimizer, tokens)])
     optimizer.close()
     return refusal, torch.tensor(losses)
 
