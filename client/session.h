@@ -68,8 +68,8 @@ class PendingPull {
   // Blocks until no place is written any more. Valid while the session is. `waited`: what the caller spent in
   // Waiter()'s calls, for the session's times.
   absl::Status Await(absl::Duration waited = absl::ZeroDuration());
-  // A call that blocks as long, on any thread, beside other calls of the session. It may outlive this pull, whose Await
-  // does not block after it.
+  // A function that blocks until no place is written any more, on any thread, beside other calls of the session. The
+  // function may outlive this pull; Await does not block once the function has returned.
   std::function<void()> Waiter() const;
 
  private:

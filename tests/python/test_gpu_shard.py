@@ -4,10 +4,15 @@ import pytest
 import test_shard
 import torch
 from conftest import two_state_servers
-from test_shard import (  # noqa: F401
-    test_16_bits_come_of_what_is_gathered_in_bf16,
+from test_pushes import (  # noqa: F401
+    SCRIPTS,
     test_a_push_that_fails_behind_backward,
     test_a_step_that_does_not_begin,
+    test_gradients_that_are_copied,
+    test_the_only_push_fails,
+)
+from test_shard import (  # noqa: F401
+    test_16_bits_come_of_what_is_gathered_in_bf16,
     test_a_step_that_is_skipped,
     test_bad_uses_are_named,
     test_bits_of_fsdp2,
@@ -21,7 +26,6 @@ from test_shard import (  # noqa: F401
     test_passes_without_a_step,
     test_resume_from_meta,
     test_rollback,
-    test_the_only_push_fails,
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
@@ -37,6 +41,11 @@ def pair(tmp_path_factory):
     scripts.remove('changed')  # by one rank of two
     scripts.remove('after_close')  # FSDP2 itself, of one rank, cannot make its first pass in inference mode
     return run(scripts, tmp_path_factory.mktemp('alone'))
+
+
+@pytest.fixture(scope='module')
+def pushed(tmp_path_factory):
+    return run(SCRIPTS, tmp_path_factory.mktemp('pushed'), script='pushes_main.py')
 
 
 @pytest.fixture(scope='module')

@@ -30,7 +30,8 @@ namespace ballast::python {
 // `directory` is created; budgets in bytes. `threads`: the number that compute an update.
 class PythonServer {
  public:
-  // working_copies: it keeps parameters too, for a trainer that has none. Without, sessions lend it the trainer's.
+  // working_copies: the server keeps parameters too, for a trainer without parameters. Otherwise sessions lend the
+  // trainer's parameters to the server.
   PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, int threads, bool working_copies);
   ~PythonServer();
   // Ends the server; further calls throw. The directory is free at return, or when the last session with this server
