@@ -67,7 +67,8 @@ void Dequantize(QuantFormat format, const std::byte* quantized, const float* sca
 uint32_t Crc32c(absl::Span<const std::byte> bytes, uint32_t seed = 0);
 // CRC32C of two spans end to end, from the CRC32C of each span (with seed 0) and the size of the second.
 uint32_t Crc32cConcat(uint32_t first, uint32_t second, uint64_t second_bytes);
-// Copies `from` to to[from.size()] and returns the CRC32C of the bytes, in one read.
+// Copies `from` to to[from.size()] and returns the CRC32C of the copy, which holds even if another process writes to
+// `from` meanwhile.
 uint32_t CopyCrc32c(absl::Span<const std::byte> from, std::byte* to, uint32_t seed = 0);
 
 // The instruction set chosen by the vector kernels: "AVX3", "AVX2", "EMU128", ...

@@ -195,8 +195,12 @@ int Serve(const Config& config, const sigset_t& signals) {
   RpcServerOptions rpc_options;
   rpc_options.listen = config.listen;
   rpc_options.guard = guard->get();
+  rpc_options.shared_memory_bytes = config.shared_memory_bytes;
   auto rpc = RpcServer::Start(rpc_options, state->get());
   if (!rpc.ok()) return Complain(rpc.status(), kPortInUse);
+  if (config.shared_memory_bytes > 0 && !(*rpc)->shared_memory_status().ok()) {
+    spdlog::warn("trainers on this host send slices over the network: {}", (*rpc)->shared_memory_status().ToString());
+  }
   (*http)->Serve(state->get(), (*rpc)->address());
 
   if (registration != nullptr) {

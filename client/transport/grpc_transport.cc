@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -15,10 +17,13 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "ballast/client/discovery/discovered_transport.h"
 #include "ballast/client/transport/grpc_channels.h"
+#include "ballast/client/transport/grpc_pull_reader.h"
 #include "ballast/client/transport/grpc_status.h"
-#include "ballast/kernels/kernels.h"
+#include "ballast/client/transport/shared_slots.h"
+#include "ballast/client/transport/sharing.h"
 #include "ballast/proto/model/access.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/mutexes.h"
@@ -96,10 +101,6 @@ class CallSet {
 
 constexpr char kPushMethod[] = "/ballast.v1.StateService/Push";
 constexpr char kPullMethod[] = "/ballast.v1.StateService/Pull";
-constexpr uint32_t kPayloadField = 15;
-constexpr uint8_t kPayloadTag =
-    kPayloadField << 3 | 2;              // length-delimited, field 15: the same in PushRequest and PullResponse
-constexpr uint8_t kCrcTag = 1 << 3 | 5;  // PullResponse.crc32c: fixed32, field 1
 
 // A push under way. The payload is sent from the caller's memory, so the call ends when gRPC has both called back and
 // released the slice. When a connection breaks amid a call, the context may hold the slice.
@@ -149,81 +150,24 @@ grpc::ByteBuffer EncodePush(const v1::PushRequest& header, absl::Span<const std:
   return grpc::ByteBuffer(slices, 2);
 }
 
-// Reads a PullResponse out of gRPC's slices, the payload straight to its place. Fields of later versions are refused:
-// this is our own server's answer to a request that did not ask for them.
-class PullReader {
- public:
-  explicit PullReader(const grpc::ByteBuffer& buffer) { ok_ = buffer.Length() == 0 || buffer.Dump(&slices_).ok(); }
-
-  absl::Status ReadInto(absl::Span<std::byte> to) {
-    uint32_t crc = 0;
-    uint64_t length = 0;
-    uint8_t tag = 0;
-    while (ok_ && Next(&tag, 1)) {
-      if (tag == kCrcTag) {
-        uint8_t bytes[4];
-        ok_ = Next(bytes, 4);
-        crc = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24;
-      } else if (tag == kPayloadTag) {
-        ok_ = NextVarint(&length);
-        if (ok_ && length != to.size()) return WrongLength(to.size(), length);
-        ok_ = ok_ && Next(to.data(), length);
-      } else {
-        ok_ = false;
-      }
-    }
-    if (!ok_) return model::Error(absl::StatusCode::kUnavailable, model::kChecksum, "the answer is no PullResponse");
-    if (length != to.size()) return WrongLength(to.size(), length);
-    if (const uint32_t got = kernels::Crc32c(to); got != crc) {
-      return model::Error(absl::StatusCode::kUnavailable, model::kChecksum,
-                          absl::StrCat("pulled bytes have CRC32C ", got, ", the server sent ", crc));
-    }
-    return absl::OkStatus();
-  }
-
- private:
-  static absl::Status WrongLength(uint64_t expected, uint64_t came) {
-    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
-                        absl::StrCat("expected ", expected, " bytes, the server sent ", came));
-  }
-  bool Next(void* to, uint64_t bytes) {
-    auto* out = static_cast<uint8_t*>(to);
-    while (bytes > 0) {
-      if (slice_ == slices_.size()) return false;
-      const uint64_t n = std::min<uint64_t>(bytes, slices_[slice_].size() - offset_);
-      std::memcpy(out, slices_[slice_].begin() + offset_, n);
-      out += n, bytes -= n, offset_ += n;
-      if (offset_ == slices_[slice_].size()) ++slice_, offset_ = 0;
-    }
-    return true;
-  }
-  bool NextVarint(uint64_t* value) {
-    *value = 0;
-    for (int shift = 0; shift < 64; shift += 7) {
-      uint8_t byte = 0;
-      if (!Next(&byte, 1)) return false;
-      *value |= static_cast<uint64_t>(byte & 0x7f) << shift;
-      if ((byte & 0x80) == 0) return true;
-    }
-    return false;
-  }
-
-  std::vector<grpc::Slice> slices_;
-  size_t slice_ = 0;
-  size_t offset_ = 0;
-  bool ok_ = true;
-};
-
 class GrpcTransport final : public Transport {
  public:
   GrpcTransport(const std::string& address, const model::Access& access, const model::AccessContent& content)
       : address_(address), channels_(address, access, content) {}
-  ~GrpcTransport() override { calls_.CancelAndWait(); }
+  ~GrpcTransport() override {
+    sharing_.Cancel();
+    calls_.CancelAndWait();
+  }
 
   std::string name() const override { return address_; }
-  void Cancel() override { calls_.Cancel(); }
+  void Cancel() override {
+    sharing_.Cancel();
+    calls_.Cancel();
+  }
 
+  // Also begins to share memory, where the server is on this host. Calls back once that is settled.
   void Identify(const v1::IdentifyRequest& request, absl::Time deadline, Callback<v1::IdentifyResponse> done) override {
+    if (sharing_.Begin(/*at_once=*/true)) return IdentifyAndShare(request, deadline, std::move(done));
     Unary(&Async::Identify, request, deadline, std::move(done));
   }
   void GetJob(const v1::GetJobRequest& request, absl::Time deadline, Callback<v1::GetJobResponse> done) override {
@@ -253,6 +197,9 @@ class GrpcTransport final : public Transport {
 
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
             Callback<v1::PushResponse> done) override {
+    if (auto slot = TakeSlot(payload.size())) {
+      return PushShared(header, payload, std::move(slot), deadline, std::move(done));
+    }
     auto* call = new PushCall;
     call->calls = &calls_;
     call->done = std::move(done);
@@ -265,31 +212,134 @@ class GrpcTransport final : public Transport {
 
   void Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline,
             std::function<void(absl::Status)> done) override {
-    struct PullCall {
-      grpc::ClientContext context;
-      grpc::ByteBuffer request;
-      grpc::ByteBuffer response;
-      std::function<void(absl::Status)> done;
-    };
-    auto* call = new PullCall;
-    call->done = std::move(done);
-    const grpc::Slice slice(request.SerializeAsString());
-    call->request = grpc::ByteBuffer(&slice, 1);
-    Begin(&call->context, deadline)
-        ->data()
-        ->UnaryCall(&call->context, kPullMethod, grpc::StubOptions(), &call->request, &call->response,
-                    [this, call, to](grpc::Status status) {
-                      calls_.Erase(&call->context);
-                      absl::Status result = FromGrpc(status);
-                      if (result.ok()) result = PullReader(call->response).ReadInto(to);
-                      call->done(std::move(result));
-                      delete call;
-                      calls_.Leave();
-                    });
+    if (auto slot = TakeSlot(to.size())) {
+      v1::PullRequest sent = request;
+      *sent.mutable_shared() = slot->place();
+      return SlotCall(kPullMethod, sent, std::move(slot), deadline, std::move(done),
+                      [to](const grpc::ByteBuffer& response, absl::Span<const std::byte> shared) {
+                        return PullReader(response).ReadInto(to, shared);
+                      });
+    }
+    DataCall(kPullMethod, request, deadline,
+             [to, done = std::move(done)](const grpc::Status& status, const grpc::ByteBuffer& response) {
+               absl::Status result = FromGrpc(status);
+               if (result.ok()) result = PullReader(response).ReadInto(to);
+               done(std::move(result));
+             });
   }
 
  private:
   using Async = v1::StateService::StubInterface::async_interface;
+  using Slot = std::shared_ptr<SharedSlots::Slot>;
+
+  // Null: the slice goes over the wire. Memory that was lost is replaced in the background.
+  Slot TakeSlot(uint64_t bytes) {
+    if (bytes < SharedSlots::kSliceBytesMin) return nullptr;
+    if (const std::shared_ptr<SharedSlots> slots = sharing_.slots()) return slots->Take(bytes);
+    if (sharing_.Begin(/*at_once=*/false)) {
+      IdentifyAndShare({}, absl::Now() + model::kHandOverMax, [](const absl::StatusOr<v1::IdentifyResponse>&) {});
+    }
+    return nullptr;
+  }
+
+  // REQUIRES: sharing_.Begin().
+  void IdentifyAndShare(v1::IdentifyRequest request, absl::Time deadline, Callback<v1::IdentifyResponse> done) {
+    request.set_shares_memory(true);
+    Unary<v1::IdentifyRequest, v1::IdentifyResponse>(
+        &Async::Identify, request, deadline,
+        [this, deadline, done = std::move(done)](absl::StatusOr<v1::IdentifyResponse> answer) {
+          if (!answer.ok()) {
+            sharing_.End(answer.status());
+            return done(std::move(answer));
+          }
+          v1::MemoryOffer offer;
+          offer.Swap(answer->mutable_memory());
+          answer->clear_memory();  // nobody else's
+          absl::StatusOr<model::Descriptor> socket = SharedSlots::Connect(offer);
+          if (!socket.ok()) {
+            sharing_.End(socket.status());
+            return done(std::move(answer));
+          }
+          HandOver(*std::move(socket), offer, std::min(deadline, absl::Now() + model::kHandOverMax),
+                   [done, answer = std::move(answer)] { done(answer); });
+        });
+  }
+
+  // On a thread of its own: callbacks must not wait, and the server's answers have to be waited for.
+  void HandOver(model::Descriptor socket, const v1::MemoryOffer& offer, absl::Time deadline,
+                const std::function<void()>& done) {
+    auto held = std::make_shared<model::Descriptor>(std::move(socket));
+    calls_.Enter();
+    try {
+      std::thread([this, held, offer, deadline, done] {
+        sharing_.Watch(held->get());
+        auto slots = SharedSlots::HandOver(held.get(), offer, deadline);
+        sharing_.End(std::move(slots));
+        done();
+        calls_.Leave();
+      }).detach();
+    } catch (const std::system_error& error) {
+      sharing_.End(absl::ResourceExhaustedError(error.what()));  // no more threads
+      done();
+      calls_.Leave();
+    }
+  }
+
+  void PushShared(const v1::PushRequest& header, absl::Span<const std::byte> payload, Slot slot, absl::Time deadline,
+                  Callback<v1::PushResponse> done) {
+    std::memcpy(slot->bytes().data(), payload.data(), payload.size());
+    v1::PushRequest sent = header;
+    *sent.mutable_shared() = slot->place();
+    SlotCall(
+        kPushMethod, sent, std::move(slot), deadline,
+        [done = std::move(done)](const absl::Status& status) {
+          if (status.ok()) return done(v1::PushResponse());
+          done(status);
+        },
+        [](const grpc::ByteBuffer&, absl::Span<const std::byte>) { return absl::OkStatus(); });
+  }
+
+  // A call whose payload is in `slot`. `read`: called on OK, with the answer and the slot's bytes.
+  template <typename Request, typename Read>
+  void SlotCall(const char* method, const Request& request, Slot slot, absl::Time deadline,
+                std::function<void(absl::Status)> done, Read read) {
+    DataCall(method, request, deadline,
+             [slot = std::move(slot), done = std::move(done), read](const grpc::Status& status,
+                                                                    const grpc::ByteBuffer& response) mutable {
+               absl::Status result = FromGrpc(status);
+               if (result.ok()) result = read(response, slot->bytes());
+               // An error by gRPC itself does not tell whether the server still works on the call, and so on the slot.
+               if (!status.ok() && status.error_details().empty()) slot->Abandon();
+               if (model::ReasonOf(result) == model::kMemoryGone) slot->EndAll();
+               slot.reset();
+               done(std::move(result));
+             });
+  }
+
+  // A call with raw messages. `ended`: called once.
+  template <typename Request>
+  void DataCall(const char* method, const Request& request, absl::Time deadline,
+                std::function<void(const grpc::Status&, const grpc::ByteBuffer& response)> ended) {
+    struct RawCall {
+      grpc::ClientContext context;
+      grpc::ByteBuffer request;
+      grpc::ByteBuffer response;
+      std::function<void(const grpc::Status&, const grpc::ByteBuffer&)> ended;
+    };
+    auto* call = new RawCall;
+    call->ended = std::move(ended);
+    const grpc::Slice slice(request.SerializeAsString());
+    call->request = grpc::ByteBuffer(&slice, 1);
+    Begin(&call->context, deadline)
+        ->data()
+        ->UnaryCall(&call->context, method, grpc::StubOptions(), &call->request, &call->response,
+                    [this, call](const grpc::Status& status) {
+                      calls_.Erase(&call->context);
+                      call->ended(status, call->response);
+                      delete call;
+                      calls_.Leave();
+                    });
+  }
 
   // Must come last before a call goes to gRPC: the callback begins with Erase, and so sees everything written before
   // Begin.
@@ -331,6 +381,7 @@ class GrpcTransport final : public Transport {
   const std::string address_;
   CallSet calls_;
   FreshChannels channels_;
+  Sharing sharing_;
 };
 
 std::unique_ptr<Transport> MakeTransport(const std::string& address, const model::Access& access,

@@ -64,12 +64,12 @@ uint32_t Crc32cConcat(uint32_t first, uint32_t second, uint64_t second_bytes) {
 }
 
 uint32_t CopyCrc32c(absl::Span<const std::byte> from, std::byte* to, uint32_t seed) {
-  // A piece is read from memory once, by the checksum, and from the first-level cache by the copy.
+  // A piece is read from memory once, by the copy, and from the first-level cache by the checksum.
   constexpr size_t kPieceBytes = 8192;
   while (!from.empty()) {
     const absl::Span<const std::byte> piece = from.first(std::min(from.size(), kPieceBytes));
-    seed = Crc32c(piece, seed);
     std::memcpy(to, piece.data(), piece.size());
+    seed = Crc32c({to, piece.size()}, seed);
     to += piece.size();
     from.remove_prefix(piece.size());
   }

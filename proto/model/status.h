@@ -48,6 +48,7 @@ inline constexpr char kBudget[] = "BUDGET";             // RESOURCE_EXHAUSTED: s
 inline constexpr char kDiskFull[] = "DISK_FULL";        // RESOURCE_EXHAUSTED: within the budget, but the disk is full
 inline constexpr char kBusy[] = "BUSY";                 // UNAVAILABLE: send the same request again
 inline constexpr char kServerDown[] = "SERVER_DOWN";    // UNAVAILABLE
+inline constexpr char kMemoryGone[] = "MEMORY_GONE";    // UNAVAILABLE: the server has lost memory shared with a client
 inline constexpr char kRankMissing[] = "RANK_MISSING";  // DEADLINE_EXCEEDED: names the rank
 inline constexpr char kRankTaken[] = "RANK_TAKEN";      // ALREADY_EXISTS
 inline constexpr char kIo[] = "IO";                     // INTERNAL or DATA_LOSS

@@ -20,6 +20,7 @@
 #include "absl/strings/str_split.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/byte_sizes.h"
+#include "ballast/proto/model/memory_socket.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/registry/registry_url.h"
 #include "ballast/services/durability/log_length.h"
@@ -153,6 +154,14 @@ const std::vector<Key>& Keys() {
       {{"staging", "bytes, such as 512MiB", "a quarter of budget.dram, 52MiB to 100MiB",
         "DRAM buffers through which NVMe state moves, once per job"},
        Bytes([](Config* c) { return &c->server.staging_bytes; })},
+      {{"shared_memory", "bytes from 64MiB, such as 512MiB, or 0", "4GiB",
+        "memory that trainers on this host may share with the server, 64MiB each, instead of sending slices over the "
+        "network; it is the trainers' memory; 0: none may"},
+       [](const std::string& text, Config* c) {
+         const auto bytes = model::ParseBytes(text);
+         c->shared_memory_bytes = bytes.value_or(0);
+         return bytes.ok() && (*bytes == 0 || *bytes >= model::kSharedBytes);
+       }},
       {{"log_steps", "an integer from 3 to 1024, or auto", "auto: 6, and up to 16 while steps wait for flushes",
         "steps of gradients that the log of a durable job holds: fewer take less disk, and flush state more often"},
        [](const std::string& text, Config* c) {

@@ -1,6 +1,7 @@
 // Options of `ballastd`, from flags, environment, a YAML file and defaults, in this order of precedence.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@ struct Config {
   std::string log_level = "info";
   std::string discovery;  // URL of a registry; empty: none
   std::string advertise;  // address in the registry; empty: by `listen`
+  uint64_t shared_memory_bytes = uint64_t{4} << 30;
   GuardOptions guard;
   StateServerOptions server;
 };

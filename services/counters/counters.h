@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
@@ -53,12 +54,22 @@ class ErrorCounts {
   std::map<std::pair<Call, std::string>, uint64_t> counts_ ABSL_GUARDED_BY(mu_);
 };
 
+// Memory that clients on this host share with the server, and payloads that went through it.
+struct SharedMemoryCounters {
+  std::atomic<uint64_t> mapped_bytes{0};
+  std::atomic<uint64_t> mapped_bytes_max{0};
+  std::atomic<uint64_t> in_bytes{0};
+  std::atomic<uint64_t> out_bytes{0};
+};
+
 struct ServerCounters {
   std::array<storage::DurationHistogram, kCalls> calls;
   ErrorCounts errors;
   std::atomic<uint64_t> waiting_requests{0};
   std::atomic<uint64_t> waiting_request_bytes{0};  // without payloads of pushes
   std::atomic<uint64_t> waiting_push_bytes{0};
+  // A client's memory, which counts itself, may outlive the server.
+  const std::shared_ptr<SharedMemoryCounters> shared_memory = std::make_shared<SharedMemoryCounters>();
 };
 
 }  // namespace ballast::services

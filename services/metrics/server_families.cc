@@ -121,6 +121,17 @@ void AddCalls(const ServerCounters& counters, const ServerFigures& figures, Fami
   Gauge(out, "ballast_unsent_bytes", "Answers to pulls that are not sent yet.").Add({}, figures.unsent_bytes.used);
   Gauge(out, "ballast_unsent_bytes_limit", "Bound of ballast_unsent_bytes; beyond it pulls wait.")
       .Add({}, figures.unsent_bytes.max);
+  const SharedMemoryCounters& shared = *counters.shared_memory;
+  Counter(out, "ballast_shared_memory_bytes_total",
+          "Payload bytes that clients on this host pushed (in) and pulled (out) through memory that they share with "
+          "the server, instead of over the network.")
+      .Add({{"direction", "in"}}, shared.in_bytes.load())
+      .Add({{"direction", "out"}}, shared.out_bytes.load());
+  Gauge(out, "ballast_shared_memory_mapped_bytes", "Memory that clients on this host share with the server.")
+      .Add({}, shared.mapped_bytes.load());
+  Gauge(out, "ballast_shared_memory_mapped_bytes_limit",
+        "Bound of ballast_shared_memory_mapped_bytes; beyond it clients send over the network.")
+      .Add({}, shared.mapped_bytes_max.load());
   Gauge(out, "ballast_jobs", "Jobs on this server, lost jobs included.").Add({}, figures.job_places.used);
   Gauge(out, "ballast_jobs_limit", "Bound of ballast_jobs.").Add({}, figures.job_places.max);
 }

@@ -1,7 +1,6 @@
 #include "ballast/services/requests/pushes.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,7 +10,7 @@
 namespace ballast::services {
 namespace {
 
-// Checksummed and copied piece by piece: the second read of a piece comes from the cache.
+// Copied, checksummed and added to the parity piece by piece: all but the first read come from the cache.
 constexpr size_t kCopyBytes = size_t{64} << 10;
 
 absl::Status BadPush(absl::string_view reason, absl::string_view message) {
@@ -33,9 +32,9 @@ absl::Status CopyChecked(absl::Span<const std::byte> from, std::byte* to, uint32
   uint32_t crc = 0;
   for (size_t at = 0; at < from.size(); at += kCopyBytes) {
     const auto piece = from.subspan(at, kCopyBytes);
-    crc = kernels::Crc32c(piece, crc);
-    std::memcpy(to + at, piece.data(), piece.size());
-    if (parity != nullptr) parity->Add(piece);
+    crc = kernels::CopyCrc32c(piece, to + at, crc);
+    // From the copy: a client on this host may write to `from` meanwhile.
+    if (parity != nullptr) parity->Add(absl::MakeConstSpan(to + at, piece.size()));
   }
   if (crc == expected) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnavailable, model::kChecksum,

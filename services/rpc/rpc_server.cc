@@ -21,6 +21,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/admin_service.h"
 #include "ballast/services/rpc/state_service.h"
+#include "ballast/services/shared_memory/shared_memory.h"
 
 namespace ballast::services {
 namespace {
@@ -81,19 +82,29 @@ void AddConnectionAge(absl::Duration age, grpc::ServerBuilder* builder) {
                               static_cast<int>(absl::ToInt64Milliseconds(std::min(age, kAgeGraceMax))));
 }
 
+absl::StatusOr<std::unique_ptr<SharedMemory>> ShareMemory(const RpcServerOptions& options, const StateServer& state) {
+  if (options.shared_memory_bytes > 0) {
+    return SharedMemory::Start(options.shared_memory_bytes, state.counters().shared_memory);
+  }
+  return absl::FailedPreconditionError("shared memory is turned off");
+}
+
 constexpr const char* kServices[] = {"ballast.v1.StateService", "ballast.v1.AdminService"};
 
 }  // namespace
 
 struct RpcServer::Impl {
-  Impl(StateServer* state, Guard* guard, std::shared_ptr<storage::Slabs> answers)
+  Impl(StateServer* state, Guard* guard, std::shared_ptr<storage::Slabs> answers,
+       absl::StatusOr<std::unique_ptr<SharedMemory>> shared_memory)
       : state(state),
         gate(guard, state),
-        state_service(state, &gate, std::move(answers)),
+        shared(std::move(shared_memory)),
+        state_service(state, &gate, std::move(answers), shared.ok() ? shared->get() : nullptr),
         admin_service(state, &gate) {}
 
   StateServer* const state;
   const Gate gate;
+  const absl::StatusOr<std::unique_ptr<SharedMemory>> shared;
   StateServiceImpl state_service;
   AdminServiceImpl admin_service;
   std::string address;
@@ -108,7 +119,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
   auto answers = std::make_shared<storage::Slabs>();
   BALLAST_ASSIGN_OR_RETURN(storage::Arena memory, state->MapAnswers(kAnswerBytes));
   answers->Add(std::move(memory));
-  auto impl = std::make_unique<Impl>(state, options.guard, std::move(answers));
+  auto impl = std::make_unique<Impl>(state, options.guard, std::move(answers), ShareMemory(options, *state));
   grpc::ServerBuilder builder;
   int port = 0;
   builder.AddListeningPort(model::FormatAddress(address), MakeCredentials(options.guard), &port);
@@ -141,6 +152,7 @@ RpcServer::RpcServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 RpcServer::~RpcServer() { Stop(absl::ZeroDuration()); }
 
 const std::string& RpcServer::address() const { return impl_->address; }
+const absl::Status& RpcServer::shared_memory_status() const { return impl_->shared.status(); }
 
 void RpcServer::Stop(absl::Duration grace) {
   absl::MutexLock lock(&impl_->mu);

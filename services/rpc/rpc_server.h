@@ -1,6 +1,7 @@
 // A StateServer on the wire: StateService, AdminService, grpc.health.v1 and server reflection on one port.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -14,6 +15,8 @@ namespace ballast::services {
 struct RpcServerOptions {
   std::string listen = "127.0.0.1:0";  // host:port; port 0 takes a free port
   Guard* guard = nullptr;              // borrowed, and watching; null: everybody may do everything, without TLS
+  // Bytes of memory that clients on this host may share with the server, all clients together. 0: none may.
+  uint64_t shared_memory_bytes = uint64_t{4} << 30;
 };
 
 // Threads: any.
@@ -26,6 +29,8 @@ class RpcServer {
 
   // "host:port" with the port really taken.
   const std::string& address() const;
+  // OK, or why clients on this host have to send all bytes over the wire.
+  const absl::Status& shared_memory_status() const;
 
   // Turns health to NOT_SERVING, stops `state` (waiting requests are answered SERVER_DOWN), and gives further calls
   // `grace` to end. Blocks.

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
@@ -65,8 +66,23 @@ grpc::ServerUnaryReactor* StateServiceImpl::Identify(grpc::CallbackServerContext
                                                      const v1::IdentifyRequest* request,
                                                      v1::IdentifyResponse* response) {
   return gate_->Quick(context, {Call::kIdentify, ""}, response, [&](const Visit&, Reply<v1::IdentifyResponse> reply) {
+    if (request->shares_memory() && shared_ != nullptr) {
+      reply = [shared = shared_, reply = std::move(reply)](absl::StatusOr<v1::IdentifyResponse> answer) {
+        if (answer.ok()) {
+          // Without an offer the client's bytes go over the wire.
+          if (auto offer = shared->Offer(); offer.ok()) *answer->mutable_memory() = *std::move(offer);
+        }
+        reply(std::move(answer));
+      };
+    }
     state_->Identify(KnownFields(request), std::move(reply));
   });
+}
+
+absl::StatusOr<SharedMemory::Part> StateServiceImpl::SharedPart(const v1::SharedPlace& place) const {
+  if (shared_ != nullptr) return shared_->Find(place);
+  return model::Error(absl::StatusCode::kUnavailable, model::kMemoryGone,
+                      "this server shares no memory with clients; send the same request over the wire");
 }
 
 grpc::ServerUnaryReactor* StateServiceImpl::GetJob(grpc::CallbackServerContext* context,
@@ -140,12 +156,33 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
   }
   if (!gate_->Admit(*context, {Call::kPush, header->job()}, reactor)) return reactor;
   // The job copies the header to keep it, so the payload goes elsewhere; it lives until the reply.
-  auto payload = std::make_shared<std::string>();
-  payload->swap(*header->mutable_payload());
+  struct Payload {
+    std::string sent;
+    SharedMemory::Part shared;
+  };
+  auto payload = std::make_shared<Payload>();
+  payload->sent.swap(*header->mutable_payload());
   header->clear_payload();
-  const absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(payload->data()), payload->size());
+  absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(payload->sent.data()), payload->sent.size());
+  if (header->has_shared()) {
+    absl::StatusOr<SharedMemory::Part> part = SharedPart(header->shared());
+    if (part.ok() && !bytes.empty()) {
+      part = model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                          "a push has its bytes in `payload` or in shared memory, and not in both");
+    }
+    if (!part.ok()) {
+      reactor->Finish(ToGrpc(part.status()));
+      return reactor;
+    }
+    payload->shared = *std::move(part);
+    bytes = payload->shared.bytes;
+    header->clear_shared();
+  }
   state_->Push(*header, bytes, {DeadlineOf(*context), reactor->caller()},
-               [reactor, response, payload](absl::StatusOr<v1::PushResponse> answer) mutable {
+               [this, reactor, response, payload](absl::StatusOr<v1::PushResponse> answer) mutable {
+                 if (answer.ok() && payload->shared.region != nullptr) {
+                   shared_->counters()->in_bytes.fetch_add(payload->shared.bytes.size(), std::memory_order_relaxed);
+                 }
                  payload.reset();
                  // An empty PushResponse is no bytes at all.
                  const grpc::Slice nothing;
@@ -170,6 +207,10 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
     return reactor;
   }
   if (!gate_->Admit(*context, {Call::kPull, message.job()}, reactor)) return reactor;
+  if (message.has_shared()) {
+    PullIntoShared(&message, *context, reactor, response);
+    return reactor;
+  }
   auto payload = std::make_shared<grpc::Slice>();
   const auto allocate = [this, reactor, payload](uint64_t bytes, AnswerRoom::Lease room) -> absl::Span<std::byte> {
     reactor->Hold(std::move(room));
@@ -183,6 +224,40 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
                  reactor->Finish(ToGrpc(crc.status()));
                });
   return reactor;
+}
+
+void StateServiceImpl::PullIntoShared(v1::PullRequest* request, const grpc::CallbackServerContext& context,
+                                      CallReactor* reactor, grpc::ByteBuffer* response) {
+  absl::StatusOr<SharedMemory::Part> part = SharedPart(request->shared());
+  if (!part.ok()) return reactor->Finish(ToGrpc(part.status()));
+  request->clear_shared();
+  struct Target {
+    SharedMemory::Part part;
+    std::vector<std::byte> misfit;  // takes an answer that has another size
+    bool fits = false;
+  };
+  auto target = std::make_shared<Target>();
+  target->part = *std::move(part);
+  const auto allocate = [reactor, target](uint64_t bytes, AnswerRoom::Lease room) {
+    reactor->Hold(std::move(room));
+    target->fits = bytes == target->part.bytes.size();
+    if (target->fits) return target->part.bytes;
+    target->misfit.resize(bytes);
+    return absl::MakeSpan(target->misfit);
+  };
+  state_->Pull(KnownFields(request), {DeadlineOf(context), reactor->caller()}, allocate,
+               [shared = shared_, reactor, response, target](absl::StatusOr<uint32_t> crc) {
+                 if (crc.ok() && !target->fits) {
+                   crc = model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                                      absl::StrCat("the answer has ", target->misfit.size(), " bytes, room in shared ",
+                                                   "memory was for ", target->part.bytes.size()));
+                 }
+                 if (crc.ok()) {
+                   shared->counters()->out_bytes.fetch_add(target->part.bytes.size(), std::memory_order_relaxed);
+                   *response = EncodePullResponse(*crc, grpc::Slice());
+                 }
+                 reactor->Finish(ToGrpc(crc.status()));
+               });
 }
 
 }  // namespace ballast::services

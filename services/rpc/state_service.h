@@ -8,6 +8,7 @@
 
 #include "ballast/services/rpc/gate.h"
 #include "ballast/services/server/state_server.h"
+#include "ballast/services/shared_memory/shared_memory.h"
 #include "ballast/storage/memory/slabs.h"
 #include "ballast/v1/state_service.grpc.pb.h"
 
@@ -25,9 +26,10 @@ using StateServiceBase = v1::StateService::WithCallbackMethod_Identify<v1::State
 // Threads: any. Every call finishes its reactor exactly once, cancelled or not: gRPC keeps the reactor until then.
 class StateServiceImpl final : public StateServiceBase {
  public:
-  // `answers`: memory for answers to pulls; an answer that finds no room there gets memory of its own.
-  StateServiceImpl(StateServer* state, const Gate* gate, std::shared_ptr<storage::Slabs> answers)
-      : state_(state), gate_(gate), answers_(std::move(answers)) {}
+  // `answers`: memory for answers to pulls; an answer that finds no room there gets memory of its own. `shared`: memory
+  // of clients on this host; null: all bytes go over the wire.
+  StateServiceImpl(StateServer* state, const Gate* gate, std::shared_ptr<storage::Slabs> answers, SharedMemory* shared)
+      : state_(state), gate_(gate), answers_(std::move(answers)), shared_(shared) {}
 
   grpc::ServerUnaryReactor* Identify(grpc::CallbackServerContext*, const v1::IdentifyRequest*,
                                      v1::IdentifyResponse*) override;
@@ -45,9 +47,14 @@ class StateServiceImpl final : public StateServiceBase {
   grpc::ServerUnaryReactor* Unpin(grpc::CallbackServerContext*, const v1::UnpinRequest*, v1::UnpinResponse*) override;
 
  private:
+  absl::StatusOr<SharedMemory::Part> SharedPart(const v1::SharedPlace& place) const;
+  void PullIntoShared(v1::PullRequest* request, const grpc::CallbackServerContext& context, CallReactor* reactor,
+                      grpc::ByteBuffer* response);
+
   StateServer* const state_;
   const Gate* const gate_;
   const std::shared_ptr<storage::Slabs> answers_;  // gRPC may hold an answer for longer than this service lives
+  SharedMemory* const shared_;
 };
 
 }  // namespace ballast::services

@@ -7,7 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "ballast/storage/io/descriptor.h"
+#include "ballast/proto/model/descriptor.h"
 
 namespace ballast::storage {
 
@@ -31,7 +31,7 @@ class FileLock {
 
  private:
   explicit FileLock(int fd) : file_(fd) {}
-  Descriptor file_;
+  model::Descriptor file_;
 };
 
 }  // namespace ballast::storage

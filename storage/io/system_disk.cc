@@ -11,9 +11,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "ballast/proto/model/descriptor.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/io/block_file.h"
-#include "ballast/storage/io/descriptor.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/file_lock.h"
 #include "ballast/storage/io/piece.h"
@@ -95,7 +95,7 @@ class SystemFile : public BlockFile {
   }
 
  private:
-  const Descriptor fd_;
+  const model::Descriptor fd_;
   std::string buffered_because_;
 };
 

@@ -22,7 +22,7 @@ using ::testing::HasSubstr;
 float Initial(uint64_t i) { return std::sin(static_cast<float>(i) * 0.01f); }
 
 TEST_P(TransportContract, TellsItsName) {
-  EXPECT_EQ(transport_->name(), GetParam() == Wire::kGrpc ? rpc_->address() : "embedded");
+  EXPECT_EQ(transport_->name(), GetParam() == Wire::kEmbedded ? "embedded" : rpc_->address());
 }
 
 TEST_P(TransportContract, UnknownJobDoesNotExist) {
@@ -138,7 +138,7 @@ TEST_P(TransportContract, CarriesAWholeStep) {
 }
 
 TEST_P(TransportContract, PinsAndUnpins) {
-  OpenJob(5000, 65536);
+  OpenJob(60000, 65536);
   Create(Initial);
   v1::PinRequest pin;
   pin.set_job(kJob);
@@ -164,7 +164,7 @@ TEST_P(TransportContract, LargestSliceFits) {
 }
 
 TEST_P(TransportContract, ErrorsCarryReasonAndMessage) {
-  OpenJob(5000, 65536);
+  OpenJob(60000, 65536);
   Create(Initial);
   const model::Slice slice = plan_->slices()[0];
   const std::vector<uint16_t> gradient(slice.range.size(), 0x3f80);
@@ -209,7 +209,7 @@ TEST_P(TransportContract, ErrorsCarryReasonAndMessage) {
 }
 
 TEST_P(TransportContract, DeadlinesBoundWaiting) {
-  OpenJob(5000, 65536);
+  OpenJob(60000, 65536);
   Create(Initial);
   std::vector<uint16_t> to(chunk(0).range.size());
   const auto bytes = absl::MakeSpan(reinterpret_cast<std::byte*>(to.data()), to.size() * sizeof(uint16_t));
@@ -229,7 +229,7 @@ TEST_P(TransportContract, DeadlinesBoundWaiting) {
 }
 
 TEST_P(TransportContract, PullWaitsForItsVersion) {
-  OpenJob(5000, 65536);
+  OpenJob(60000, 65536);
   Create(Initial);
   std::vector<uint16_t> to(chunk(0).range.size());
   absl::Notification done;
@@ -287,7 +287,7 @@ TEST_P(TransportContract, CallsBackExactlyOnceUnderConcurrency) {
 }
 
 TEST_P(TransportContract, DestructorWaitsForOutstandingCalls) {
-  OpenJob(5000, 65536);
+  OpenJob(60000, 65536);
   Create(Initial);
   constexpr int kCalls = 20;
   std::vector<std::atomic<int>> calls(kCalls);
@@ -306,8 +306,52 @@ TEST_P(TransportContract, DestructorWaitsForOutstandingCalls) {
   for (const auto& count : calls) EXPECT_EQ(count, 1);
 }
 
-INSTANTIATE_TEST_SUITE_P(Wires, TransportContract, ::testing::Values(Wire::kGrpc, Wire::kEmbedded),
-                         [](const auto& wire) { return wire.param == Wire::kGrpc ? "Grpc" : "Embedded"; });
+TEST_P(TransportContract, LargeSlicesGoThroughSharedMemoryAlone) {
+  OpenJob(60000, 65536);
+  Create(Initial);
+  ASSERT_TRUE(PullAll<uint16_t>(chunk(0), v1::CONTENT_WORKING, 0).ok());
+  const bool is_shared = GetParam() == Wire::kShared;
+  EXPECT_EQ(shared().in_bytes, is_shared ? chunk(0).range.size() * sizeof(float) : 0u);
+  EXPECT_EQ(shared().out_bytes, is_shared ? chunk(0).range.size() * sizeof(uint16_t) : 0u);
+  transport_.reset();
+  // The server hears of a client's end from the socket.
+  for (const absl::Time end = Soon(); shared().mapped_bytes > 0 && absl::Now() < end;) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  EXPECT_EQ(shared().mapped_bytes, 0u);
+}
+
+// Nobody knows whether the server still answers a cancelled call: the answer must go nowhere where it does harm.
+TEST_P(TransportContract, ACancelledPullSpoilsNoLaterOne) {
+  OpenJob(60000, 65536);
+  Create(Initial);
+  const uint64_t bytes = chunk(0).range.size() * sizeof(uint16_t);
+  std::vector<std::byte> to(bytes);
+  absl::Notification cancelled;
+  // Version 1 never comes.
+  transport_->Pull(PullOf(chunk(0), v1::CONTENT_WORKING, 1), absl::MakeSpan(to), absl::Now() + absl::Seconds(1),
+                   [&](const absl::Status& status) {
+                     EXPECT_FALSE(status.ok());
+                     cancelled.Notify();
+                   });
+  transport_->Cancel();
+  cancelled.WaitForNotification();
+  const auto pull = [&] {
+    const auto values = PullAll<uint16_t>(chunk(0), v1::CONTENT_WORKING, 0);
+    ASSERT_TRUE(values.ok()) << values.status();
+    for (size_t i = 0; i < 60000; ++i) ASSERT_EQ((*values)[i], kernels::ToBf16(Initial(i))) << i;
+  };
+  pull();
+  EXPECT_EQ(shared().out_bytes, GetParam() == Wire::kShared ? bytes : 0u);
+}
+
+std::string NameOf(const ::testing::TestParamInfo<Wire>& wire) {
+  if (wire.param == Wire::kGrpc) return "Grpc";
+  return wire.param == Wire::kShared ? "Shared" : "Embedded";
+}
+
+INSTANTIATE_TEST_SUITE_P(Wires, TransportContract, ::testing::Values(Wire::kGrpc, Wire::kShared, Wire::kEmbedded),
+                         NameOf);
 
 TEST(GrpcTransport, ServerThatIsDownIsUnavailable) {
   // Port 1 of the loopback interface: nobody listens there.

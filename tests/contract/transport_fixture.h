@@ -17,6 +17,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/tiling.h"
 #include "ballast/proto/model/verdict.h"
+#include "ballast/services/counters/counters.h"
 #include "ballast/services/embedded/embedded_transport.h"
 #include "ballast/services/rpc/rpc_server.h"
 #include "ballast/services/server/state_server.h"
@@ -24,7 +25,8 @@
 
 namespace ballast {
 
-enum class Wire { kGrpc, kEmbedded };
+// kShared: gRPC for control, and memory that both sides map for slices of 64 KiB and more.
+enum class Wire { kGrpc, kShared, kEmbedded };
 inline constexpr char kJob[] = "contract";
 
 inline absl::Time Soon() { return absl::Now() + absl::Seconds(30); }
@@ -37,15 +39,17 @@ absl::Span<const std::byte> BytesOf(const std::vector<T>& values) {
 class TransportContract : public ::testing::TestWithParam<Wire> {
  protected:
   void SetUp() override {
-    services::StateServerOptions options;
-    options.data_directory = directory_.path();
-    options.server_id = "s0";
-    options.budget.dram = uint64_t{128} << 20;
-    auto state = services::StateServer::Start(options);
+    services::StateServerOptions server;
+    server.data_directory = directory_.path();
+    server.server_id = "s0";
+    server.budget.dram = uint64_t{128} << 20;
+    auto state = services::StateServer::Start(server);
     ASSERT_TRUE(state.ok()) << state.status();
     state_ = *std::move(state);
-    if (GetParam() == Wire::kGrpc) {
-      auto rpc = services::RpcServer::Start({}, state_.get());
+    if (GetParam() != Wire::kEmbedded) {
+      services::RpcServerOptions options;
+      if (GetParam() == Wire::kGrpc) options.shared_memory_bytes = 0;
+      auto rpc = services::RpcServer::Start(options, state_.get());
       ASSERT_TRUE(rpc.ok()) << rpc.status();
       rpc_ = *std::move(rpc);
     }
@@ -54,6 +58,10 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
     v1::GetJobRequest ask;
     ask.set_job(kJob);
     for (int i = 0; i < 10 && absl::IsUnavailable(Call(&client::Transport::GetJob, ask).status()); ++i) {
+    }
+    if (GetParam() == Wire::kShared) {
+      ASSERT_EQ(Call(&client::Transport::Identify, v1::IdentifyRequest()).status(), absl::OkStatus());
+      ASSERT_GT(shared().mapped_bytes, 0u) << rpc_->shared_memory_status();
     }
   }
 
@@ -64,9 +72,11 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
   }
 
   std::unique_ptr<client::Transport> Connect() const {
-    return GetParam() == Wire::kGrpc ? client::MakeGrpcTransport(rpc_->address())
-                                     : services::MakeEmbeddedTransport(state_.get());
+    return GetParam() == Wire::kEmbedded ? services::MakeEmbeddedTransport(state_.get())
+                                         : client::MakeGrpcTransport(rpc_->address());
   }
+
+  const services::SharedMemoryCounters& shared() const { return *state_->counters().shared_memory; }
 
   template <typename Request, typename Response>
   absl::StatusOr<Response> Call(void (client::Transport::*method)(const Request&, absl::Time,

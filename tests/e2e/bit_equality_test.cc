@@ -41,17 +41,24 @@ TEST_P(BitEqualityTest, EqualsTheRunWithoutServers) {
   const storage::TierBytes state = (*cluster)->StateBytes();
   EXPECT_EQ(state.dram > 0, placement != Placement::kNvme) << state.dram;
   EXPECT_EQ(state.nvme > 0, placement != Placement::kDram) << state.nvme;
+  EXPECT_EQ((*cluster)->SharedBytes() > 0, wire == Wire::kShared);
+}
+
+std::string NameOf(const ::testing::TestParamInfo<BitEqualityTest::ParamType>& info) {
+  const auto [servers, world_size, placement, wire] = info.param;
+  const char* const wire_name = wire == Wire::kGrpc ? "Grpc" : wire == Wire::kShared ? "Shared" : "Embedded";
+  return "S" + std::to_string(servers) + "W" + std::to_string(world_size) + PlacementName(placement) + wire_name;
 }
 
 INSTANTIATE_TEST_SUITE_P(Matrix, BitEqualityTest,
                          ::testing::Combine(::testing::Values(1, 2, 3), ::testing::Values(1, 2, 4),
                                             ::testing::Values(Placement::kDram, Placement::kNvme, Placement::kMixed),
                                             ::testing::Values(Wire::kGrpc, Wire::kEmbedded)),
-                         [](const auto& info) {
-                           return "S" + std::to_string(std::get<0>(info.param)) + "W" +
-                                  std::to_string(std::get<1>(info.param)) + PlacementName(std::get<2>(info.param)) +
-                                  (std::get<3>(info.param) == Wire::kGrpc ? "Grpc" : "Embedded");
-                         });
+                         NameOf);
+INSTANTIATE_TEST_SUITE_P(Shared, BitEqualityTest,
+                         ::testing::Combine(::testing::Values(2), ::testing::Values(1, 4),
+                                            ::testing::Values(Placement::kMixed), ::testing::Values(Wire::kShared)),
+                         NameOf);
 
 // Optimizers and formats besides the default, on two servers and two ranks, with state in DRAM and on NVMe.
 TEST(OptimizerTest, EveryOptimizerAndFormatEqualsTheRunWithoutServers) {
@@ -95,7 +102,7 @@ TEST(OptimizerTest, EveryOptimizerAndFormatEqualsTheRunWithoutServers) {
 }
 
 TEST(WorldSizeChangeTest, EqualsTheRunWithoutServers) {
-  for (const Wire wire : {Wire::kGrpc, Wire::kEmbedded}) {
+  for (const Wire wire : {Wire::kGrpc, Wire::kShared, Wire::kEmbedded}) {
     const auto cluster = Cluster::Start(2, Placement::kMixed, wire);
     ASSERT_TRUE(cluster.ok()) << cluster.status();
     ASSERT_TRUE(TrainOnServers(**cluster, Text(), 2, 1, client::Resume::kNever).ok());

@@ -9,6 +9,7 @@
 #include "ballast/client/grpc_transport.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/counters/counters.h"
 #include "ballast/services/embedded/embedded_transport.h"
 #include "ballast/storage/placement/placement.h"
 
@@ -117,8 +118,10 @@ absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Start(int servers, Placement p
     options.budget = BudgetFor(placement, ChunksOfServer(i, servers), optimizer);
     options.staging_bytes = StagingBytes(optimizer);
     BALLAST_ASSIGN_OR_RETURN(server.state, services::StateServer::Start(options));
-    if (wire == Wire::kGrpc) {
-      BALLAST_ASSIGN_OR_RETURN(server.rpc, services::RpcServer::Start({}, server.state.get()));
+    if (wire != Wire::kEmbedded) {
+      services::RpcServerOptions rpc;
+      if (wire == Wire::kGrpc) rpc.shared_memory_bytes = 0;
+      BALLAST_ASSIGN_OR_RETURN(server.rpc, services::RpcServer::Start(rpc, server.state.get()));
     }
   }
   return cluster;
@@ -127,10 +130,19 @@ absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Start(int servers, Placement p
 std::vector<std::unique_ptr<client::Transport>> Cluster::Connect() const {
   std::vector<std::unique_ptr<client::Transport>> transports;
   for (const Server& server : servers_) {
-    transports.push_back(wire_ == Wire::kGrpc ? client::MakeGrpcTransport(server.rpc->address())
-                                              : services::MakeEmbeddedTransport(server.state.get()));
+    transports.push_back(wire_ == Wire::kEmbedded ? services::MakeEmbeddedTransport(server.state.get())
+                                                  : client::MakeGrpcTransport(server.rpc->address()));
   }
   return transports;
+}
+
+uint64_t Cluster::SharedBytes() const {
+  uint64_t bytes = 0;
+  for (const Server& server : servers_) {
+    const services::SharedMemoryCounters& shared = *server.state->counters().shared_memory;
+    bytes += shared.in_bytes + shared.out_bytes;
+  }
+  return bytes;
 }
 
 storage::TierBytes Cluster::StateBytes() const {

@@ -18,7 +18,7 @@
 namespace ballast {
 
 enum class Placement { kDram, kNvme, kMixed };
-enum class Wire { kGrpc, kEmbedded };
+enum class Wire { kGrpc, kShared, kEmbedded };  // kShared: gRPC, and slices in memory shared with the servers
 
 // A model of about 25 chunks, small enough to train a few steps in a second.
 client::TrainerOptions SmallTrainer();
@@ -32,6 +32,8 @@ class Cluster {
   std::vector<std::unique_ptr<client::Transport>> Connect() const;
   // Bytes of state in DRAM and on NVMe, over all servers.
   storage::TierBytes StateBytes() const;
+  // Bytes of slices that went through shared memory, over all servers.
+  uint64_t SharedBytes() const;
 
  private:
   struct Server {

@@ -64,6 +64,7 @@ def test_reasons():
         'INCOMPLETE',
         'VERSION_GONE',
         'SERVER_DOWN',
+        'MEMORY_GONE',  # answered before the server counts; the client sends the same over the wire
         'RANK_MISSING',
         'RANK_TAKEN',
         'UNSUPPORTED',

@@ -62,7 +62,7 @@ LINES = {
         ['work', 'scrub'],
         ['recovery'],
         ['requests'],
-        ['server', 'security'],
+        ['server', 'security', 'shared_memory'],
         ['rpc', 'embedded', 'metrics', 'config', 'verify', 'discovery'],
         ['http'],
         ['ctl', 'ballastd.cc'],
@@ -89,6 +89,7 @@ NARROWER = {
     'services/top': ['services/view'],
     'services/discovery': [],
     'services/security': ['services/counters'],
+    'services/shared_memory': ['services/counters'],
     'client/session.h': ['client/collective', 'client/transport.h', 'client/session_types.h'],
     'client/tensors.h': ['client/session.h', 'client/session_types.h'],
 }

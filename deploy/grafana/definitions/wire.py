@@ -52,6 +52,21 @@ def board():
         ],
     )
     b.series(
+        'Through shared memory',
+        "Payload bytes per second of trainers on the servers' own hosts, which go through shared memory and not over the network.",
+        'Bps',
+        [(f'sum by (instance, direction) ({rate("ballast_shared_memory_bytes_total")})', '{{instance}} {{direction}}')],
+        w=6,
+    )
+    b.series(
+        'Shared memory',
+        "Memory that trainers on the servers' own hosts share with them, as a share of its bound.",
+        'percentunit',
+        [(share('ballast_shared_memory_mapped_bytes'), '{{instance}}')],
+        steps=BOUND,
+        w=6,
+    )
+    b.series(
         'Read back',
         'Bytes per second of slices that found no room in memory: read back from the disk for the update.',
         'Bps',

@@ -12,8 +12,8 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/model/descriptor.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/io/descriptor.h"
 #include "ballast/storage/io/piece.h"
 
 namespace ballast::storage {
@@ -50,7 +50,7 @@ class UringQueue : public IoQueue {
     if (error != 0) return Unavailable("io_uring_setup", -error);
     ready_ = true;
     // A forked child with the ring would keep the ring's files open, and their locks.
-    descriptor_ = Descriptor(ring_.ring_fd);
+    descriptor_ = model::Descriptor(ring_.ring_fd);
     (void)io_uring_ring_dontfork(&ring_);
     io_uring_probe* probe = io_uring_get_probe_ring(&ring_);
     const bool enough = probe != nullptr && io_uring_opcode_supported(probe, IORING_OP_READ) &&
@@ -182,7 +182,7 @@ class UringQueue : public IoQueue {
   }
 
   io_uring ring_ = {};
-  Descriptor descriptor_;  // the ring's, which io_uring_queue_exit closes
+  model::Descriptor descriptor_;  // the ring's, which io_uring_queue_exit closes
   bool ready_ = false;
   absl::Span<std::byte> registered_;
   RequestTable table_;

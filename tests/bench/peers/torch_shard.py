@@ -27,7 +27,7 @@ fp32 masters and moments. They take turns, so that a drift of the machine meets 
   deepspeed_nvme  ZeRO-Infinity: parameters and optimizer on NVMe, pipelined, aio tuned
 On a GPU: all on the GPU; then parameters and state on the host, by shard() over its own server in the process and over a ballastd, by
 FSDP2, by DeepSpeed ZeRO-3; then parameters on the GPU and state on the host, by ballast.torch.AdamW and by DeepSpeed ZeRO-2.
-  hbm, ballast, ballast_served, fsdp2, deepspeed, ballast_state, deepspeed_state
+  hbm, ballast, ballast_served, fsdp2, deepspeed, ballast_state, deepspeed_state; and both on NVMe, as above
 
 Rows: tokens/s by the median step of rank 0; peak resident set of a trainer in its turns after the first, and on a GPU the most that torch
 had allocated there; CPU seconds of a step, of all trainers (user, system) and of the server; seconds of a step in which gathers waited for
@@ -55,11 +55,12 @@ HYPER = {**HYPER, 'lr': 3e-4}
 LOSSES_APART = 0.05  # of systems that do the same in bf16; the losses fall by 2 and more
 NAMES = {'cpu': {'dram': ('ballast', 'ballast_served', 'fsdp2', 'deepspeed'), 'nvme': ('ballast_nvme', 'deepspeed_nvme')},
          'cuda': {'hbm': ('hbm',), 'dram': ('ballast', 'ballast_served', 'fsdp2', 'deepspeed'),
-                  'state': ('ballast_state', 'deepspeed_state')}}
+                  'state': ('ballast_state', 'deepspeed_state'), 'nvme': ('ballast_nvme', 'deepspeed_nvme')}}
 GOALS = {'cpu': (('ballast', 'fsdp2', 'tokens', 0.9), ('ballast', 'fsdp2', 'peak', 0.6), ('ballast', 'deepspeed', 'tokens', 1.3),
                  ('ballast_nvme', 'deepspeed_nvme', 'tokens', 2.0)),
          'cuda': (('ballast', 'fsdp2', 'tokens', 1.0), ('ballast', 'deepspeed', 'tokens', 1.0), ('ballast', 'hbm', 'tokens', 0.5),
-                  ('ballast', 'fsdp2', 'gpu', 1.0), ('ballast_state', 'deepspeed_state', 'tokens', 1.0))}
+                  ('ballast', 'fsdp2', 'gpu', 1.0), ('ballast_state', 'deepspeed_state', 'tokens', 1.0),
+                  ('ballast_nvme', 'deepspeed_nvme', 'tokens', 2.0))}
 
 
 def parse():
@@ -277,7 +278,7 @@ class DeepSpeed(Rank):
 class DeepSpeedNvme(DeepSpeed):
     def zero(self):
         largest = 2 * self.args.hidden * self.args.width
-        nvme = {'device': 'nvme', 'nvme_path': os.path.join(self.args.directory, 'deepspeed'), 'pin_memory': False}
+        nvme = {**self.host(), 'device': 'nvme', 'nvme_path': os.path.join(self.args.directory, 'deepspeed')}
         return {'stage': 3, 'sub_group_size': self.args.block // self.args.world,
                 'offload_param': {**nvme, 'buffer_count': 16, 'buffer_size': -(-largest // self.args.world // 1024) * 1024},
                 'offload_optimizer': {**nvme, 'buffer_count': 12, 'pipeline_read': True, 'pipeline_write': True}}

@@ -7,6 +7,8 @@
 #include <functional>
 #include <limits>
 
+#include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/memory_socket.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/rpc/rpc_fixture.h"
@@ -72,6 +74,84 @@ class BadInput : public RpcTest {
 
 constexpr absl::StatusCode kInvalid = absl::StatusCode::kInvalidArgument;
 constexpr absl::StatusCode kPrecondition = absl::StatusCode::kFailedPrecondition;
+
+TEST_F(BadInput, SharedMemoryThatIsNotThere) {
+  const auto expect = [](const absl::Status& status, absl::StatusCode code, const char* reason) {
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_EQ(model::ReasonOf(status), reason) << status;
+  };
+  v1::PushRequest push = push_;
+  push.mutable_shared()->set_ticket("of nobody");
+  push.mutable_shared()->set_bytes(push.payload().size());
+  expect(Push(push), absl::StatusCode::kUnavailable, model::kMemoryGone);
+  push.clear_payload();
+  expect(Push(push), absl::StatusCode::kUnavailable, model::kMemoryGone);
+  v1::PullRequest pull;
+  pull.set_job(push.job());
+  pull.set_content(v1::CONTENT_WORKING);
+  pull.set_end(1);
+  pull.mutable_shared();
+  v1::PullResponse answer;
+  expect(Call(&Stub::Pull, pull, &answer), absl::StatusCode::kUnavailable, model::kMemoryGone);
+}
+
+TEST_F(BadInput, SharedMemoryOfAnotherSize) {
+  v1::IdentifyRequest ask;
+  ask.set_shares_memory(true);
+  v1::IdentifyResponse identity;
+  ASSERT_EQ(Call(&Stub::Identify, ask, &identity), absl::OkStatus());
+  const auto socket = model::ConnectToMemorySocket(identity.memory().socket());
+  ASSERT_TRUE(socket.ok()) << socket.status();
+  const auto soon = [] { return absl::Now() + absl::Seconds(30); };
+  ASSERT_EQ(model::SendSocketMessage(socket->get(), identity.memory().ticket()), absl::OkStatus());
+  ASSERT_EQ(model::ReceiveSocketMessage(socket->get(), soon())->text, identity.memory().proof());
+  model::Descriptor memfd;
+  const auto memory = model::SharedMapping::Make(&memfd);
+  ASSERT_TRUE(memory.ok()) << memory.status();
+  ASSERT_EQ(model::SendSocketMessage(socket->get(), "memory", memfd.get()), absl::OkStatus());
+  ASSERT_EQ(model::ReceiveSocketMessage(socket->get(), soon())->text, model::kTaken);
+
+  const auto expect = [](const absl::Status& status, const char* reason) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_EQ(model::ReasonOf(status), reason) << status;
+  };
+  v1::PushRequest push = push_;
+  v1::SharedPlace* const place = push.mutable_shared();
+  place->set_ticket(identity.memory().ticket());
+  place->set_bytes(push.payload().size());
+  expect(Push(push), model::kBadRequest);  // two payloads
+  push.clear_payload();
+  place->set_bytes(push_.payload().size() - 2);
+  expect(Push(push), model::kBadLength);
+  place->set_offset(model::kSharedBytes);
+  expect(Push(push), model::kBadRange);
+  // Other bytes than the checksum's.
+  *place = v1::SharedPlace();
+  place->set_ticket(identity.memory().ticket());
+  place->set_bytes(push_.payload().size());
+  const absl::Status damaged = Push(push);
+  EXPECT_EQ(damaged.code(), absl::StatusCode::kUnavailable) << damaged;
+  EXPECT_EQ(model::ReasonOf(damaged), model::kChecksum) << damaged;
+  std::memcpy(memory->bytes().data(), push_.payload().data(), push_.payload().size());
+  EXPECT_EQ(Push(push), absl::OkStatus());
+
+  v1::PullRequest pull;
+  pull.set_job(push.job());
+  pull.set_content(v1::CONTENT_WORKING);
+  pull.set_end(100);
+  *pull.mutable_shared() = *place;
+  pull.mutable_shared()->set_bytes(198);
+  std::fill(memory->bytes().begin(), memory->bytes().end(), std::byte{0x55});
+  v1::PullResponse answer;
+  expect(Call(&Stub::Pull, pull, &answer), model::kBadLength);
+  EXPECT_TRUE(
+      std::all_of(memory->bytes().begin(), memory->bytes().end(), [](std::byte b) { return b == std::byte{0x55}; }));
+  pull.mutable_shared()->set_bytes(200);
+  ASSERT_EQ(Call(&Stub::Pull, pull, &answer), absl::OkStatus());
+  EXPECT_EQ(answer.payload(), "");
+  EXPECT_EQ(answer.crc32c(), kernels::Crc32c(memory->bytes().first(200)));
+  EXPECT_EQ(memory->bytes()[200], std::byte{0x55});
+}
 
 TEST_F(BadInput, UnknownJob) {
   push_.set_job("nobody");

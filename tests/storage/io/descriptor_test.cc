@@ -1,5 +1,5 @@
 // A forked child keeps nothing of its parent's files: no lock, no transfer, no ring.
-#include "ballast/storage/io/descriptor.h"
+#include "ballast/proto/model/descriptor.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -83,13 +83,13 @@ TEST(DescriptorTest, AForkedChildKeepsNoFileByItsRing) {
 }
 
 TEST(DescriptorTest, AForkedChildClosesItsCopyAndNothingElseLater) {
-  auto descriptor = std::make_optional<Descriptor>(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  auto descriptor = std::make_optional<model::Descriptor>(open("/dev/null", O_RDONLY | O_CLOEXEC));
   const int number = descriptor->get();
   const int code = InChild([&] {
     if (IsOpen(number)) return 1;
     if (open("/dev/zero", O_RDONLY | O_CLOEXEC) != number) return 2;  // the lowest number that is free
-    Descriptor moved = *std::move(descriptor);
-    moved = Descriptor();
+    model::Descriptor moved = *std::move(descriptor);
+    moved = model::Descriptor();
     descriptor.reset();
     return IsOpen(number) ? 0 : 3;
   });

@@ -1,12 +1,13 @@
-#include "ballast/storage/io/descriptor.h"
+#include "ballast/proto/model/descriptor.h"
 
 #include <pthread.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <mutex>
 #include <set>
 
-namespace ballast::storage {
+namespace ballast::model {
 namespace {
 
 struct Registry {
@@ -36,11 +37,26 @@ Descriptor::Descriptor(int fd) : fd_(fd), owner_(getpid()) {
   registry.open.insert(fd);
 }
 
+Descriptor Descriptor::Foreign(int fd) {
+  Descriptor out;
+  out.fd_ = fd;
+  out.owner_ = getpid();
+  out.kind_ = Kind::kForeign;
+  return out;
+}
+
+Descriptor Descriptor::Socket(int fd) {
+  Descriptor out(fd);
+  out.kind_ = Kind::kSocket;
+  return out;
+}
+
 Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
   if (this != &other) {
     Close();
     fd_ = std::exchange(other.fd_, -1);
     owner_ = other.owner_;
+    kind_ = other.kind_;
   }
   return *this;
 }
@@ -49,7 +65,7 @@ bool Descriptor::own() const { return owner_ == getpid(); }
 
 void Descriptor::Release() {
   const int fd = std::exchange(fd_, -1);
-  if (fd < 0 || !own()) return;
+  if (fd < 0 || !own() || kind_ == Kind::kForeign) return;
   Registry& registry = TheRegistry();
   const std::lock_guard lock(registry.mutex);
   registry.open.erase(fd);
@@ -58,10 +74,19 @@ void Descriptor::Release() {
 void Descriptor::Close() {
   const int fd = std::exchange(fd_, -1);
   if (fd < 0 || !own()) return;
+  if (kind_ == Kind::kSocket) shutdown(fd, SHUT_RDWR);
   Registry& registry = TheRegistry();
-  const std::lock_guard lock(registry.mutex);
-  registry.open.erase(fd);
+  if (kind_ == Kind::kOwn) {
+    const std::lock_guard lock(registry.mutex);
+    registry.open.erase(fd);
+    close(fd);
+    return;
+  }
+  if (kind_ == Kind::kSocket) {
+    const std::lock_guard lock(registry.mutex);
+    registry.open.erase(fd);
+  }
   close(fd);
 }
 
-}  // namespace ballast::storage
+}  // namespace ballast::model

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-namespace ballast::storage {
+namespace ballast::model {
 
 // Owns `fd`. A forked child inherits every descriptor, and so keeps the parent's locks and transfers alive after the
 // parent's death: a data loader's worker would keep a dead trainer's directory locked. Therefore a child closes its
@@ -14,7 +14,14 @@ class Descriptor {
  public:
   Descriptor() = default;
   explicit Descriptor(int fd);
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)), owner_(other.owner_) {}
+  // For a descriptor that another process made: its close may last as long as that process likes (SO_LINGER, FUSE), and
+  // must not hold up other descriptors. A forked child keeps its copy.
+  static Descriptor Foreign(int fd);
+  // For a socket through which another process may have sent descriptors, which are closed with the socket. A child
+  // that is forked amid the close keeps a copy on which nothing more can be sent or received.
+  static Descriptor Socket(int fd);
+  Descriptor(Descriptor&& other) noexcept
+      : fd_(std::exchange(other.fd_, -1)), owner_(other.owner_), kind_(other.kind_) {}
   Descriptor& operator=(Descriptor&& other) noexcept;
   ~Descriptor() { Close(); }
 
@@ -25,9 +32,11 @@ class Descriptor {
   void Release();
 
  private:
+  enum class Kind { kOwn, kForeign, kSocket };
   void Close();
   int fd_ = -1;
   pid_t owner_ = 0;
+  Kind kind_ = Kind::kOwn;
 };
 
-}  // namespace ballast::storage
+}  // namespace ballast::model
