@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <thread>
 #include <utility>
 
@@ -148,18 +149,34 @@ int SlowSocket(int* listener) {
   return slow;
 }
 
+// Runs `close`, which lasts, and opens and closes other descriptors meanwhile.
+void ExpectHoldsUpNobody(const std::function<void()>& close) {
+  std::atomic<bool> closed{false};
+  std::thread closing([&] {
+    close();
+    closed = true;
+  });
+  for (int i = 0; i < 1000; ++i) Descriptor opened(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  EXPECT_FALSE(closed) << "the close did not last, or the others waited for it";
+  closing.join();
+}
+
 // A process that sends a descriptor decides how long its close takes; nobody else may wait for that.
 TEST(MemorySocketTest, AForeignDescriptorThatClosesSlowlyHoldsUpNobody) {
   int listener = -1;
   const int slow = SlowSocket(&listener);
-  std::atomic<bool> closed{false};
-  std::thread closing([&] {
-    Descriptor::Foreign(slow) = Descriptor();
-    closed = true;
-  });
-  for (int i = 0; i < 1000; ++i) Descriptor opened(open("/dev/null", O_RDONLY | O_CLOEXEC));
-  EXPECT_FALSE(closed) << "the close did not last; this test shows nothing";
-  closing.join();
+  ExpectHoldsUpNobody([&] { Descriptor::Foreign(slow) = Descriptor(); });
+  close(listener);
+}
+
+// The descriptor is closed with the socket where it waits unread.
+TEST(MemorySocketTest, ASocketWithAForeignDescriptorHoldsUpNobody) {
+  int listener = -1;
+  Pair pair = Connected();
+  const int slow = SlowSocket(&listener);
+  ASSERT_EQ(SendSocketMessage(pair.server.get(), "x", slow), absl::OkStatus());
+  close(slow);
+  ExpectHoldsUpNobody([&] { pair.client = Descriptor(); });
   close(listener);
 }
 
@@ -234,24 +251,6 @@ TEST(MemorySocketTest, AForkedChildHasNeitherMemoryNorSocket) {
       storage::InChild([&] { return msync(made->bytes().data(), kBytes, MS_ASYNC) != 0 && errno == ENOMEM ? 0 : 1; }),
       0)
       << "the child has the memory";
-}
-
-// A close that lasts must not hold up a fork, which closes all descriptors of the child.
-TEST(MemorySocketTest, ASocketWithAForeignDescriptorHoldsUpNobody) {
-  int listener = -1;
-  Pair pair = Connected();
-  const int slow = SlowSocket(&listener);
-  ASSERT_EQ(SendSocketMessage(pair.server.get(), "x", slow), absl::OkStatus());
-  close(slow);
-  std::atomic<bool> closed{false};
-  std::thread closing([&] {
-    pair.client = Descriptor();
-    closed = true;
-  });
-  for (int i = 0; i < 1000; ++i) Descriptor opened(open("/dev/null", O_RDONLY | O_CLOEXEC));
-  EXPECT_FALSE(closed) << "the close did not last; this test shows nothing";
-  closing.join();
-  close(listener);
 }
 
 TEST(MemorySocketTest, SecretsDiffer) {

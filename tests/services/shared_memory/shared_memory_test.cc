@@ -110,6 +110,7 @@ TEST_F(SharedMemoryTest, MemoryGoesWithItsClientButNotUnderACall) {
   std::optional<SharedMemory::Part> call = *Find(client->ticket, 0, 100);
   const std::string ticket = client->ticket;
   client.reset();
+  // The server hears of the end from its socket.
   for (const absl::Time end = Soon(); Find(ticket, 0, 1).ok() && absl::Now() < end;) {
     absl::SleepFor(absl::Milliseconds(1));
   }
