@@ -4,7 +4,10 @@ import re
 
 import pytest
 import state_ways
+import torch
 from test_ranks import run_ranks
+
+import ballast.errors
 
 LATER, GONE = r"'3\.(weight|bias)'", r"'2\.(weight|bias)'"
 
@@ -44,6 +47,13 @@ def check(cells):
 def server(tmp_path):
     with state_ways.server(tmp_path / 'server') as address:
         yield address
+
+
+def test_a_clone_may_be_called_ballast():
+    assert not state_ways.ours('/home/me/ballast/build/venv/lib/python3.11/site-packages/torch/distributed/checkpoint/state_dict.py')
+    assert not state_ways.ours(torch.__file__)
+    assert state_ways.ours(ballast.errors.__file__)
+    assert state_ways.ours(state_ways.__file__)
 
 
 def test_one_rank(server, tmp_path):

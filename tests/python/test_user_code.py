@@ -339,3 +339,12 @@ def test_an_optimizer_that_left_its_folder_finds_it_again(job, tmp_path):
     again.close()
     other.close()
     assert embedded.directory_in_use() is None
+
+
+def test_a_warning_is_at_the_script_in_a_folder_called_torch(tmp_path):
+    script = str(tmp_path / 'torch' / 'train.py')
+    names = {}
+    exec(compile("import ballast.errors\ndef loop():\n    ballast.errors.warn('that')\n", script, 'exec'), names)
+    with pytest.warns(UserWarning, match='that') as warned:
+        names['loop']()
+    assert (warned[0].filename, warned[0].lineno) == (script, 3)

@@ -15,8 +15,9 @@ import sys
 import tempfile
 
 CLANG = next(filter(None, map(shutil.which, ('clang++', 'clang++-14'))), None)
-FOLDERS = re.compile(r'/(?:storage|services|client|kernels|proto/model)/CMakeFiles/|/(?:storage|services|client)/\w+/CMakeFiles/')
-SKIPPED = re.compile(r'_seeded|/tests/|/client/(?:python|examples)/')  # twice; the preset's; nanobind's and BLAS' headers
+# Of paths within the build folder: the folders above may have any name.
+FOLDERS = re.compile(r'(?:storage|services|client|kernels|proto/model)/CMakeFiles/|(?:storage|services|client)/\w+/CMakeFiles/')
+SKIPPED = re.compile(r'.*_seeded|tests/|client/(?:python|examples)/')  # twice; the preset's; nanobind's and BLAS' headers
 GCC_ONLY = ('-Wno-restrict', '-Wno-subobject-linkage')
 CHECK = ['-fsyntax-only', '-Wthread-safety', '-Werror', '-O0']
 PLANTED = '''#include "absl/base/thread_annotations.h"
@@ -29,9 +30,14 @@ struct Counter {
 '''
 
 
+def in_a_library(entry):
+    path = os.path.relpath(entry['file'], entry['directory'])
+    return FOLDERS.match(path) and not SKIPPED.match(path)
+
+
 def library_units(build):
     with open(os.path.join(build, 'compile_commands.json'), encoding='utf-8') as file:
-        return [entry for entry in json.load(file) if FOLDERS.search(entry['file']) and not SKIPPED.search(entry['file'])]
+        return [entry for entry in json.load(file) if in_a_library(entry)]
 
 
 def command(entry):
@@ -52,6 +58,12 @@ def self_test():
         done = subprocess.run([CLANG, '-std=c++20', *CHECK, file.name], capture_output=True, text=True)
     if done.returncode == 0 or "requires holding mutex 'mutex'" not in done.stderr:
         print(f'a counter that is read without its lock was not found:\n{done.stderr}')
+        return 1
+    folder = '/home/tests/client/python/ballast_seeded/build/dev'
+    taken = [bool(in_a_library({'directory': folder, 'file': f'{folder}/{part}/CMakeFiles/x.dir/Unity/unity_0_cxx.cxx'}))
+             for part in ('services', 'storage/log', 'tests/services', 'client/python')]
+    if taken != [True, True, False, False]:
+        print(f'expected the units of libraries alone, in a tree of any name; came {taken}')
         return 1
     print('a counter that is read without its lock is found')
     return 0

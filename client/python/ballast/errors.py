@@ -27,7 +27,9 @@ class Error(RuntimeError):
 
 def warn(text: str) -> None:
     """A UserWarning at the line of the script that led here: neither this package's nor torch's."""
+    torch = sys.modules.get('torch')  # a script's own folder may be called so
+    skipped = (_HERE,) if torch is None else (_HERE, os.path.dirname(str(torch.__file__)) + os.sep)
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and (frame.f_code.co_filename.startswith(_HERE) or f'{os.sep}torch{os.sep}' in frame.f_code.co_filename):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
