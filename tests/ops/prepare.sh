@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes, under build/, what the operations tests need and what only a network or a compiler can make; what is there stays.
 # A part that cannot be made is told, and the tests that need it skip.
-# Usage: tests/ops/prepare.sh
+# Usage: tests/ops/prepare.sh [network]     network: only what needs a network and no compiler
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -103,12 +103,16 @@ if ((EUID == 0)); then
   root=$!
 fi
 part environments
-part binaries
 part helm || failed=1
-part debs || failed=1
-part wheel || failed=1
-if [[ -n "$root" ]]; then
-  part image || failed=1
-  { wait "$root" && part dependencies; } || failed=1
+if [[ "${1:-}" != network ]]; then
+  part binaries
+  part debs || failed=1
+  part wheel || failed=1
+  if [[ -n "$root" ]]; then
+    part image || failed=1
+    { wait "$root" && part dependencies; } || failed=1
+  fi
+elif [[ -n "$root" ]]; then
+  wait "$root" || failed=1
 fi
 ((failed == 0)) || echo "ops: tests of what could not be made skip"

@@ -74,7 +74,7 @@ def batch(name, i):
 
 
 # Fewer in CI, where six models are trained many times over.
-STEPS = 20 if os.environ.get('TEST_ROUNDS') == 'ci' else 50
+STEPS = 50 if os.environ.get('TEST_ROUNDS') == 'full' else 20
 
 
 def train(name, model, optimizer, steps=STEPS, batches=batch):
