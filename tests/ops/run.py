@@ -88,7 +88,8 @@ def run(name, path, function, log):
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     command = [*NAMESPACES, sys.executable, str(HERE / 'run.py'), '--inside', str(path), function or '']
-    environment = dict(os.environ, TMPDIR=str(scratch), PYTHONDONTWRITEBYTECODE='1', PYTHONUNBUFFERED='1')
+    environment = dict(os.environ, TMPDIR=str(scratch), PYTHONDONTWRITEBYTECODE='1', PYTHONUNBUFFERED='1',
+                       OMP_NUM_THREADS='1')
     test = subprocess.Popen(command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                             start_new_session=True, preexec_fn=die_with_parent)
     running.add(test)

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 
 HERE = pathlib.Path(__file__).parent
 
@@ -87,6 +88,25 @@ def _ask(*request):
     return json.loads(_imported.stdout.readline())
 
 
+def fork_from_here():
+    """Before pytest is imported: the imports of this process are those of the scripts, too. Without it the first script imports anew."""
+    global _imported
+    _import_all()
+    (requests, stdin), (stdout, answers) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(requests, 0)
+        os.dup2(answers, 1)
+        for each in (requests, stdin, stdout, answers):
+            os.close(each)
+        _serve()
+        sys.exit()
+    os.close(requests)
+    os.close(answers)
+    _imported = types.SimpleNamespace(stdin=open(stdin, 'w', encoding='utf-8'), stdout=open(stdout, encoding='utf-8'))
+    atexit.register(lambda: (_imported.stdin.close(), _imported.stdout.close(), os.waitpid(pid, 0)))
+
+
 def write(folder, body):
     script = folder / 'script.py'
     script.write_text(HEAD + textwrap.dedent(body), encoding='utf-8')
@@ -137,12 +157,15 @@ def _ended(pid, seconds):
     return None
 
 
-def _serve():
+def _import_all():
     import torch  # noqa: F401, PLC0415
 
     import ballast.torch  # noqa: F401, PLC0415
     torch.optim.SGD([torch.zeros(1)])  # imports more
     assert len(os.listdir('/proc/self/task')) == 1 == threading.active_count(), 'a fork would have one of these threads alone'
+
+
+def _serve():
     answers = sys.stdout
     for line in sys.stdin:
         what, *arguments = json.loads(line)
@@ -158,4 +181,5 @@ def _serve():
 
 
 if __name__ == '__main__':
+    _import_all()
     _serve()

@@ -1,5 +1,6 @@
 """pytest, or exit code 77 (skipped) where torch or pytest are not there, or where every test is skipped."""
 import importlib.util
+import os
 import sys
 
 missing = [name for name in ('torch', 'pytest') if importlib.util.find_spec(name) is None]
@@ -7,6 +8,10 @@ if missing:
     print(f'skipped: {", ".join(missing)} not installed for {sys.executable}; tests/run.sh makes an environment with them')
     sys.exit(77)
 
+os.environ['OPENBLAS_NUM_THREADS'] = '1'  # a thread that a fork would not have
+import own_process  # noqa: E402
+
+own_process.fork_from_here()
 import pytest  # noqa: E402
 
 
