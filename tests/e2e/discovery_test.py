@@ -91,15 +91,14 @@ class Etcd:
 def issue(folder, ca, name):
     """ca.crt and ca.key, where they are not there yet, and name.crt and name.key by this CA."""
     def openssl(command):
-        code, text = run('openssl', *command.split())
+        code, text = run('env', '-C', folder, 'openssl', *command.split())
         assert code == 0, text
     key = 'ec -pkeyopt ec_paramgen_curve:P-256 -nodes'
     if not (folder / f'{ca}.crt').exists():
-        openssl(f'req -x509 -newkey {key} -keyout {folder}/{ca}.key -out {folder}/{ca}.crt -days 2 -subj /CN={ca}')
-    openssl(f'req -newkey {key} -keyout {folder}/{name}.key -out {folder}/{name}.csr -subj /CN={name}')
+        openssl(f'req -x509 -newkey {key} -keyout {ca}.key -out {ca}.crt -days 2 -subj /CN={ca}')
+    openssl(f'req -newkey {key} -keyout {name}.key -out {name}.csr -subj /CN={name}')
     (folder / 'ext').write_text('subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n')
-    openssl(f'x509 -req -in {folder}/{name}.csr -CA {folder}/{ca}.crt -CAkey {folder}/{ca}.key -CAcreateserial -days 2 '
-            f'-extfile {folder}/ext -out {folder}/{name}.crt')
+    openssl(f'x509 -req -in {name}.csr -CA {ca}.crt -CAkey {ca}.key -CAcreateserial -days 2 -extfile ext -out {name}.crt')
 
 
 class Server:

@@ -3,6 +3,7 @@
 # A part that cannot be made is told, and the tests that need it skip.
 # Usage: tests/ops/prepare.sh [network]     network: only what needs a network and no compiler
 set -euo pipefail
+umask 022  # others read what is made here
 cd "$(dirname "$0")/../.."
 
 out="$PWD/build/ops"
