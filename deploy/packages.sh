@@ -3,6 +3,7 @@
 # Usage: deploy/packages.sh build|test|package|ops
 #   package  to make Debian packages, the wheel and the image;  ops  for the operations tests (tests/run.sh ops)
 set -euo pipefail
+umask 022  # packages' own scripts make files that others read
 
 build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc libgrpc++-dev libprotobuf-dev libabsl-dev
   libssl-dev liburing-dev librocksdb-dev prometheus-cpp-dev libcpp-httplib-dev libhwy-dev libisal-dev libgloo-dev libyaml-cpp-dev libcli11-dev

@@ -6,6 +6,7 @@
 #   NAME  name and tag within the archive (default localhost/ballast:VERSION)
 # Then: skopeo copy oci-archive:OUT/ballast.oci.tar docker://REGISTRY/ballast:TAG, or podman load --input OUT/ballast.oci.tar
 set -euo pipefail
+umask 022  # others read what is made here
 here="$(cd "$(dirname "$0")" && pwd)"
 bin="$(realpath "${1:?usage: deploy/image/build.sh BIN OUT [NAME]}")" out="$(realpath -m "${2:?usage: deploy/image/build.sh BIN OUT [NAME]}")"
 version="$("$bin/ballastctl" --version | sed "s/.* //")"

@@ -6,6 +6,7 @@
 #           there and in build/ops/venv. The wheel is for this version of Python.
 # Torch stays outside: the wheel depends on it. Without GPU code, which links a CUDA of the machine.
 set -euo pipefail
+umask 022  # others read what is made here
 root="$(cd "$(dirname "$0")/../.." && pwd)"
 out="$(realpath -m "${1:?usage: deploy/packaging/wheel.sh OUT [PYTHON]}")"
 python="$(realpath -s "${2:-$root/build/venv/bin/python}")"  # the link itself: that is how Python knows its environment
