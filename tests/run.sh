@@ -13,6 +13,7 @@
 #   exhaustive  only what takes many minutes: all 2^32 floats through every conversion
 set -euo pipefail
 cd "$(dirname "$0")/.."
+[[ -w "${HOME:-/}" ]] || export CCACHE_DIR="${CCACHE_DIR:-$PWD/build/ccache}"  # ccache fails where it has no home
 
 mode=dev
 if [[ $# -gt 0 && "$1" != -* ]]; then

@@ -52,7 +52,7 @@ double SumOf(const std::map<std::string, double>& series, const std::string& pre
 }
 
 std::string Promtool(const std::string& file) {
-  std::FILE* promtool = ::popen(("promtool check metrics < " + file + " 2>&1").c_str(), "r");
+  std::FILE* promtool = ::popen(("promtool check metrics < '" + file + "' 2>&1").c_str(), "r");
   if (promtool == nullptr) return "promtool cannot be started";
   std::string complaint;
   for (int c = 0; (c = std::fgetc(promtool)) != EOF;) complaint.push_back(static_cast<char>(c));
