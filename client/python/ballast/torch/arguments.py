@@ -89,10 +89,21 @@ def groups(name: str, value: Any) -> dict[str, dist.ProcessGroup]:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         _refuse(name, value, 'a dict of process groups, or of meshes of one dimension, by name of the parameter')
-    found = {key: group.get_group() if hasattr(group, 'get_group') and group.ndim == 1 else group for key, group in value.items()}
-    for key, group in found.items():
-        if not isinstance(group, dist.ProcessGroup):
-            _refuse(f'{name}[{key!r}]', group, 'a process group that has this rank, or a mesh of one dimension')
+    return {key: _group(f'{name}[{key!r}]', each) for key, each in value.items()}
+
+
+def group(name: str, value: Any) -> dist.ProcessGroup | None:
+    """A process group, or that of a mesh of one dimension; None stays None."""
+    return None if value is None else _group(name, value)
+
+
+def _group(name: str, value: Any) -> dist.ProcessGroup:
+    found = value.get_group() if hasattr(value, 'get_group') and value.ndim == 1 else value
+    if dist.is_available() and found == dist.GroupMember.NON_GROUP_MEMBER:
+        raise Error(f'{name}: rank {dist.get_rank()} is not a member of this process group; make the optimizer on its members alone',
+                    'BAD_CONFIG')
+    if not dist.is_available() or not isinstance(found, dist.ProcessGroup):
+        _refuse(name, value, 'a process group that has this rank, or a mesh of one dimension')
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ballast import _native, place
 from ballast.errors import Error
+from ballast.torch.group import ranks
 from ballast.torch.job.naming import UnitsBySize, positional_name, split_named, unit_of
 from ballast.torch.stepping.members import DTYPES, check_parameter
 
@@ -30,7 +31,7 @@ def _tensors(params: torch.nn.Module | ParamsT, frozen: str | None) -> tuple[lis
             unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
             name = name if name is not None else positional_name(g, i, parameter.shape)
             if parameter.dtype not in DTYPES:
-                check_parameter(name, parameter)  # refuses it; a device does not matter here: 'meta' is as good
+                check_parameter(name, parameter, ranks.world())  # refuses it; a device does not matter here: 'meta' is as good
             dtypes.add(parameter.dtype)  # also of frozen ones: they may want gradients later
             if not parameter.requires_grad and frozen is None:
                 continue

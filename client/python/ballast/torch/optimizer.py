@@ -53,7 +53,8 @@ class Optimizer(torch.optim.Optimizer):
                  chunk_elements: int = 1 << 20, seed: int = 0, step_timeout: float = 120.0, open_timeout: float = 30.0,
                  debug: bool | None = None, overlap: torch.nn.Module | None = None, push_early: bool = False,
                  tied: Mapping[str, Any] | None = None, states: str | None = None,
-                 tls: Mapping[str, str | os.PathLike[str]] | None = None, token_file: str | os.PathLike[str] | None = None) -> None:
+                 tls: Mapping[str, str | os.PathLike[str]] | None = None, token_file: str | os.PathLike[str] | None = None,
+                 group: Any = None, host: str | None = None) -> None:
         arguments.check(name=name, resume=resume, durability=durability, pin_interval=pin_interval, checkpoints=checkpoints,
                         moments=moments, master=master, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed,
                         threads=threads, dram=dram, nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout, states=states)
@@ -64,7 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         self.job = Job(algorithm, options, _groups_of(self), servers=servers, access={'tls': tls, 'token_file': token_file},
                        durability=durability, formats={'moments': moments, 'master': master},
                        budgets={'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads}, checkpoints=checkpoints,
-                       tied=arguments.groups('tied', tied))
+                       tied=arguments.groups('tied', tied), group=arguments.group('group', group), host=host)
         if states == 'named' and self.job.durability_to_be == 'none':
             raise Error("states='named': no version of a job with durability='none' outlives it, and a state cannot name one; expected "
                         "'full', None, or durability='step'", 'BAD_CONFIG')

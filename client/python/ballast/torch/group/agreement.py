@@ -124,7 +124,7 @@ def agree(exchange: Exchange, roster: Roster, collect: Callable[[], Collected]) 
     attempt = max(head.attempt for head in heads)
     torn = next((rank for rank, head in enumerate(heads) if head.went and head.attempt < attempt), None)
     if registers:
-        roster = rosters.gather(exchange, collected.lines())
+        roster = rosters.gather(exchange, collected.lines(), roster.group)
     if len({head.debug for head in heads}) > 1:
         _, said = everyone(Within('gradients', exchange), lambda: _say(collected, roster, True), bytes)
     entries = [list(_ENTRY.iter_unpack(each[_HEAD.size + head.gathers:])) for each, head in zip(said, heads)]

@@ -10,14 +10,15 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error
+from ballast.torch.group.ranks import Group, world
 from ballast.torch.stepping.members import is_sharded, tensor_module
 
 # Ranks, sizes of the mesh's axes, (axis, dimension) of each cut.
 Key = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
 
 
-def key_of(name: str, parameter: torch.Tensor) -> Key | None:
-    """The placement of a DTensor; None for a plain tensor, which this rank has whole."""
+def key_of(name: str, parameter: torch.Tensor, group: Group | None = None) -> Key | None:
+    """The placement of a DTensor, by ranks of the group (None: the default group); None for a plain tensor, whole on this rank."""
     if not is_sharded(parameter):
         return None
     types, mesh = tensor_module(), parameter.device_mesh.mesh
@@ -31,7 +32,12 @@ def key_of(name: str, parameter: torch.Tensor) -> Key | None:
                         'and parallelize_module make them', 'UNSUPPORTED')
         # A strided shard was cut last, though its axis comes first: fully_shard over a tensor that is parallel already.
         (plain if type(placement) is types.Shard else strided).append((axis, placement.dim % parameter.dim()))
-    return tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(plain + strided)
+    group, ranks = group or world(), mesh.flatten().tolist()
+    other = next((rank for rank in ranks if rank not in group.numbers), None)
+    if other is not None:
+        raise Error(f"parameter '{name}' is a DTensor over the ranks {ranks}, and the optimizer is of the ranks "
+                    f'{list(group.numbers)}; expected as group= one that has rank {other} too, or None for all ranks', 'UNSUPPORTED')
+    return tuple(map(group.numbers.get, ranks)), tuple(mesh.shape), tuple(plain + strided)
 
 
 def parts_of(key: Key, shape: tuple[int, ...]) -> tuple[int, int]:

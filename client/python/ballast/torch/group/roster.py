@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ballast.errors import Error, warn
-from ballast.torch.group import placement, ranks
-from ballast.torch.group.ranks import Exchange, Within
+from ballast.torch.group import placement
+from ballast.torch.group.ranks import Exchange, Group, Within
 from ballast.torch.group.together import everyone, in_parts
 
 
@@ -34,8 +34,9 @@ class Line(NamedTuple):
 class Roster:
     """The lists of all ranks' parameters. Ranks may have different ones: stages of a pipeline, experts."""
 
-    def __init__(self, lists: Sequence[Sequence[Line]], groups: Sequence[int]) -> None:
-        """lists: different ones. groups: by rank, the list that it has."""
+    def __init__(self, group: Group, lists: Sequence[Sequence[Line]], groups: Sequence[int]) -> None:
+        """group: of the job's ranks. lists: different ones. groups: by rank, the list that it has."""
+        self.group = group
         self._trained = [[line for line in lines if line.trained] for lines in lists]
         self._groups = groups
         self.is_alike = len(lists) == 1
@@ -56,7 +57,7 @@ class Roster:
         shapes = {line.name: line.shape for lines in self._trained for line in lines}
         self.sizes = [math.prod(shapes[name]) for name, _ in self.parts]  # elements of the whole parameter
         # Of this rank's parameters, in its order.
-        mine, parts = ranks.rank(), dict(self.parts)
+        mine, parts = group.rank, dict(self.parts)
         own = [line.name for line in self._trained[groups[mine]]]
         with_me = {name: alike for name, alike in self.classes if any(place.rank == mine for place in alike)}
         self.holders = [parts[name] for name in own]
@@ -94,23 +95,24 @@ def _lines(said: bytes) -> list[Line]:
     return [Line(name, what, tuple(shape), key_of(key), trained, tied) for name, what, shape, key, trained, tied in json.loads(said)]
 
 
-def gather(exchange: Exchange, lines: Sequence[Line]) -> Roster:
+def gather(exchange: Exchange, lines: Sequence[Line], group: Group) -> Roster:
     """All ranks' lists. COLLECTIVE. Refuses a name that means different tensors on two ranks, or that is trained on one and frozen on
     another."""
-    if not ranks.active():
-        return Roster([list(lines)], [0])
+    if not group.several:
+        return Roster(group, [list(lines)], [0])
     _, hashes = everyone(Within('parameters', exchange), lambda: hashlib.sha256(_bytes(lines)).digest(), bytes)
     different = list(dict.fromkeys(hashes))
     groups = [different.index(each) for each in hashes]
     if len(different) == 1:
-        roster = Roster([list(lines)], groups)
+        roster = Roster(group, [list(lines)], groups)
     else:
-        tells = groups.index(groups[ranks.rank()]) == ranks.rank()
+        tells = groups.index(groups[group.rank]) == group.rank
         said = in_parts(Within('parameters that differ', exchange), zlib.compress(_bytes(lines)) if tells else b'')
-        lists = [_lines(zlib.decompress(said[groups.index(group)])) for group in range(len(different))]
+        lists = [_lines(zlib.decompress(said[groups.index(each)])) for each in range(len(different))]
         _check(lists, groups)
-        roster = Roster(lists, groups)
-        _warn(lists, groups)
+        roster = Roster(group, lists, groups)
+        if group.rank == 0:
+            _warn(lists, groups)
     return roster
 
 
@@ -143,7 +145,7 @@ def _check(lists: Sequence[Sequence[Line]], groups: Sequence[int]) -> None:
 def _warn(lists: Sequence[Sequence[Line]], groups: Sequence[int]) -> None:
     """Plain tensors that some ranks have and others not, beside ones that all have: experts, or a mistake."""
     names = [{line.name for line in lines if line.trained} for lines in lists]
-    if ranks.rank() != 0 or not set.intersection(*names):
+    if not set.intersection(*names):
         return
     for group, there in enumerate(names):
         lacking = sorted(set.union(*names) - there)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ballast.errors import Error
-from ballast.torch.group import ranks
 from ballast.torch.group.ranks import Exchange, Within
 
 Result = TypeVar('Result')
@@ -75,12 +74,12 @@ def in_parts(exchange: Exchange, mine: bytes) -> list[bytes]:
     return [b''.join(of_rank) for of_rank in zip(*parts)]
 
 
-def _refuse_other(exchange: Exchange, hashes: Sequence[bytes], entries: Sequence[tuple[str, str]]) -> None:
+def _refuse_other(exchange: Within, hashes: Sequence[bytes], entries: Sequence[tuple[str, str]]) -> None:
     """entries, (what, value) as texts, are the same on all ranks, each of which said a hash of them; else the first difference is told."""
     other = _other(hashes)
     if other is None:
         return
-    mine = zlib.compress(json.dumps(entries).encode()) if ranks.rank() in (0, other) else b''
+    mine = zlib.compress(json.dumps(entries).encode()) if exchange.rank in (0, other) else b''
     said = in_parts(Within('what differs', exchange), mine)
     first, second = (dict(json.loads(zlib.decompress(said[rank]))) for rank in (0, other))
     for there, has, not_there in ((0, first, second), (other, second, first)):
@@ -96,7 +95,7 @@ def _refuse_other(exchange: Exchange, hashes: Sequence[bytes], entries: Sequence
     raise Error(f'{here} comes where rank {other} has {there}; expected one order on all ranks', 'RANKS_DIFFER')
 
 
-def alike(exchange: Exchange, act: Callable[[], Result], entries: Callable[[Result], Sequence[tuple[str, str]]]) -> Result:
+def alike(exchange: Within, act: Callable[[], Result], entries: Callable[[Result], Sequence[tuple[str, str]]]) -> Result:
     """act() on every rank; entries(result), (what, value) as texts, are the same on all."""
     result, said = everyone(exchange, act, lambda result: _hash(entries(result)))
     _refuse_other(exchange, said, entries(result))

@@ -1,5 +1,5 @@
-"""How an optimizer reaches its servers: named ones, a private one of several ranks or of shard()'s single rank, or the one inside this
-process that its optimizers share."""
+"""How an optimizer reaches its servers: named ones, a private one of several ranks, or one inside this process that its optimizers
+share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from typing import TYPE_CHECKING, Any
 from ballast import _native, embedded, place
 from ballast.errors import Error
 from ballast.torch import arguments
-from ballast.torch.group import ranks
+from ballast.torch.group import hosts
+from ballast.torch.group.ranks import Exchange, Group
 from ballast.torch.group.together import alike, together
 from ballast.torch.job import private_server
 
 if TYPE_CHECKING:
-    from ballast.torch.job.private_server import PrivateServer, ServerOfOne
+    from ballast.torch.job.private_server import PrivateServer
     from ballast.torch.job.registration import Fit
 
 
 class Connection:
     """`servers`: a list, 'host:port,...', or None for BALLAST_SERVERS. `budgets`: arguments of embedded.server(). `access`: tls and
-    token_file of arguments.access()."""
+    token_file of arguments.access(). `host`: see hosts.check()."""
 
-    def __init__(self, servers: str | Sequence[str] | None, budgets: dict[str, Any], access: dict[str, Any]) -> None:
+    def __init__(self, servers: str | Sequence[str] | None, budgets: dict[str, Any], access: dict[str, Any], host: str | None) -> None:
+        hosts.check(host)
+        self._host = host
+        self._apart: str | None = None  # the folder of a model whose parameters live on the servers
         self._servers = arguments.addresses(servers)
         self._access = arguments.access(**access, servers=self._servers)
         given = [key for key, value in budgets.items() if value is not None]
@@ -35,15 +39,15 @@ class Connection:
                         'give one or the other', 'BAD_CONFIG')
         self._budgets = {**budgets, 'directory': place.parse_directory(budgets['directory'])}
         self._use: embedded.Use | None = None  # of the embedded server
-        self._private: PrivateServer | ServerOfOne | None = None
+        self._private: PrivateServer | None = None
         self._found = False  # the job was there before
         self.was_used = False  # the job was open in another optimizer of this process
         self._pid = os.getpid()
         self._finish: weakref.finalize | None = None
 
-    def default_durability(self, apart: bool) -> str:
-        """apart: as open()'s."""
-        shares = not ranks.active() and not apart and embedded.directory_in_use() is not None
+    def default_durability(self, group: Group, apart: bool) -> str:
+        """group, apart: as open()'s."""
+        shares = not group.several and not apart and embedded.directory_in_use() is not None
         stays = self._budgets['directory'] is not None or shares
         return 'step' if self._servers or stays else 'none'
 
@@ -55,30 +59,35 @@ class Connection:
             raise Error('the state server inside this process has ended, as at the end of the process: use the optimizer before that',
                         'SERVER_DOWN')
 
-    def open(self, options: _native.OpenOptions, look: Callable[[], Fit], apart: bool = False) -> tuple[_native.Session, Fit]:
-        """The session, and the tensors that the job has; all ranks. Starts a server where none is named. look(): a registration.Fit,
-        or the error that all ranks get before any server is asked. apart: the trainer has no parameters, so that the server of this
-        process that several optimizers share, which keeps none, will not do."""
+    def lives_apart(self) -> None:
+        """The model's parameters will live on the servers, by shard()."""
+        self._apart = self._budgets['directory']
+        embedded.want_apart(self, self._apart)
+
+    def open(self, group: Group, options: _native.OpenOptions, look: Callable[[], Fit], apart: bool) -> tuple[_native.Session, Fit]:
+        """The session, and the tensors that the job has; all ranks of the group. Starts a server where none is named. look(): a
+        registration.Fit, or the error that all ranks get before any server is asked. apart: the trainer has no parameters, so that the
+        server keeps them."""
         private, self.was_used = None, False
         embed = contextlib.nullcontext()
-        options.rank, options.world_size = ranks.rank(), ranks.world_size()
+        options.rank, options.world_size = group.rank, group.world_size
         options.servers, options.access = self._servers, self._access
         timeout, option = max((options.step_timeout, 'step_timeout'), (options.open_timeout, 'open_timeout'))
-        exchange = functools.partial(ranks.exchange, 'the opening of a job', timeout=timeout, option=option)
+        exchange = group.exchange('the opening of a job', timeout, option)
         fit = alike(exchange, look, lambda _: self._entries(options))
         fit.agree(exchange)
-        if ranks.active() or apart:
-            options.host = ranks.own_address()
+        if group.several:
+            places = hosts.meet(group, exchange, self._host)
+            options.host = places[group.rank].address
             if not self._servers:
-                private = private_server.start(exchange, self._budgets, options.step_timeout)
-                options.servers = [] if private.address is None else [private.address]
+                private = private_server.start(group, exchange, places, self._budgets, options.step_timeout)
+                options.servers = [private.address]
         elif not self._servers:
-            self.was_used = embedded.is_used(options.job)
-            embed = embedded.opening(options.job, options.durability != 'none', **self._budgets)
+            embed = embedded.opening(options.job, options.durability != 'none', apart, **self._budgets)
         with embed as local:
             try:
-                within = local.server if local is not None else private.server if private is not None else None
-                session = self._open_session(options, fit, within, exchange)
+                self.was_used = local is not None and local.was_used
+                session = self._open_session(group, options, fit, None if local is None else local.server, exchange)
             except BaseException:
                 if private is not None:
                     private.end()
@@ -92,11 +101,11 @@ class Connection:
         servers = f'one of {len(self._servers)}' if self._servers else 'none'
         return [("the job's name", repr(options.job)), ('the list of servers', servers)]
 
-    def _open_session(self, options: _native.OpenOptions, fit: Fit, within: _native.Server | None,
-                      exchange: ranks.Exchange) -> _native.Session:
+    def _open_session(self, group: Group, options: _native.OpenOptions, fit: Fit, within: _native.Server | None,
+                      exchange: Exchange) -> _native.Session:
         """within: this process's server; None: options name others."""
         while True:
-            store = ranks.Store() if ranks.active() else None
+            store = group.store(f"open/{group.count('open')}") if group.several else None
             try:
                 return _native.Session.open(options, fit.tensors, within, store)
             except Error as error:
@@ -110,6 +119,7 @@ class Connection:
     def close(self) -> None:
         """Ends the session. Rank 0 of a private server waits until the other ranks have ended theirs, see PrivateServer."""
         embedded.want(self, None)
+        embedded.want_apart(self, None)
         finish, self._finish, self._use = self._finish, None, None
         private, self._private = self._private, None
         if finish is not None:
@@ -123,9 +133,10 @@ class Connection:
             self._use.leaves_job = self._found
         self.close()
         embedded.want(self, self._budgets['directory'])
+        embedded.want_apart(self, self._apart)
 
 
-def _finish(session: _native.Session, local: embedded.Use | None, private: PrivateServer | ServerOfOne | None, pid: int) -> None:
+def _finish(session: _native.Session, local: embedded.Use | None, private: PrivateServer | None, pid: int) -> None:
     if os.getpid() != pid:
         return
     session.close()

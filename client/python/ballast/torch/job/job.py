@@ -5,8 +5,6 @@ The parts of the package share a Job. The optimizer is its face: it makes the Jo
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +23,7 @@ from ballast.torch.job.naming import Names
 from ballast.torch.job.progress import Progress
 from ballast.torch.job.registration import Fit, check_frozen, placed
 from ballast.torch.modes import plainly
-from ballast.torch.state_dict import marker, moments
+from ballast.torch.state_dict import moments
 from ballast.torch.stepping.host_memory import HostMemory
 from ballast.torch.stepping.members import Member, Memory, give_values, warn_of_others
 
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
 # A job's parameter groups are counted when it is made, so it is made with room for more: a multiple of so many.
 _GROUPS = 16
-_jobs = itertools.count()  # the same on all ranks, which make theirs in one order
 
 
 class Job:
@@ -47,16 +44,20 @@ class Job:
 
     def __init__(self, algorithm: Algorithm, options: _native.OpenOptions, groups: Callable[[], list[dict[str, Any]]], *,
                  servers: str | Sequence[str] | None, access: dict[str, Any], budgets: dict[str, Any], durability: str | None,
-                 formats: Mapping[str, str], checkpoints: int, tied: Mapping[str, dist.ProcessGroup]) -> None:
+                 formats: Mapping[str, str], checkpoints: int, tied: Mapping[str, dist.ProcessGroup],
+                 group: dist.ProcessGroup | None, host: str | None) -> None:
         """options: the job's, as far as they are known before it is opened. groups(): the optimizer's param_groups as they are now.
         access: as of Connection. budgets: of an embedded server. durability: None to choose. formats: how servers keep moments and
-        master. tied: by name, the group that a parameter's gradients are summed over."""
-        self._number = next(_jobs)
+        master. tied: by name, the group that a parameter's gradients are summed over. group: of the ranks that train the job; None: the
+        default group. host: this rank's address, see hosts.check()."""
+        self._given_group = group
+        self._opened_group: ranks.Group | None = None  # None: the job is not open
+        self._origin = f"{'several' if self.group.several else 'one'}/{self.group.count('job')}"
         self.algorithm, self.options, self.formats = algorithm, options, formats
         self.tied = tied
         self.debug = False  # digests tell of writes that version counters do not show
         self.states: str | None = None  # what a state_dict() has: 'named' (a version's name), 'full' (moments), None: see gives_moments
-        self.connection = Connection(servers, budgets, access)
+        self.connection = Connection(servers, budgets, access, host)
         self.session: _native.Session | None = None  # None: the job is not open
         self.names = Names(self)
         self.members: list[Member] = []  # the registered parameters, in the session's order
@@ -79,13 +80,18 @@ class Job:
         return self._groups()
 
     @property
+    def group(self) -> ranks.Group:
+        """The ranks that train the job: the default group is the one that is there when the job opens."""
+        return self._opened_group or ranks.of(self._given_group)
+
+    @property
     def is_closed(self) -> bool:
         return self._closed
 
     @property
     def durability_to_be(self) -> str:
         """The durability that the job will have once it is open."""
-        return self._durability or self.connection.default_durability(self.sharded is not None)
+        return self._durability or self.connection.default_durability(self.group, self.sharded is not None)
 
     @property
     def gives_moments(self) -> bool:
@@ -96,7 +102,7 @@ class Job:
     @property
     def origin(self) -> str:
         """Tells this optimizer's state_dicts, from before its job is open, from those of others."""
-        return f'{marker.run()}/{self._number}'
+        return f'{self.group.run()}/{self._origin}'
 
     # --- opening and closing
 
@@ -132,8 +138,8 @@ class Job:
         """The exchange of ranks that make this call."""
         self.check_usable()
         if self.session is not None:
-            return ranks.Within(call, self.session.exchange)
-        return functools.partial(ranks.exchange, f"{call} of job '{self.options.job}'", timeout=self.options.step_timeout)
+            return ranks.Within(call, self.session.exchange, self.options.rank)
+        return self.group.exchange(f"{call} of job '{self.options.job}'", self.options.step_timeout)
 
     def _start(self, trained: Iterable[str]) -> None:
         if self._opening:
@@ -146,7 +152,9 @@ class Job:
             self._opening = False
 
     def _connect(self, trained: Iterable[str]) -> None:
-        self.session, fit = self.connection.open(self.options, lambda: self._look(trained), apart=self.sharded is not None)
+        group = self.group
+        self.session, fit = self.connection.open(group, self.options, lambda: self._look(trained), apart=self.sharded is not None)
+        self._opened_group = group
         try:
             self._begin(fit)
         except BaseException:  # the next attempt begins anew
@@ -158,7 +166,7 @@ class Job:
         if self.sharded is not None:
             self.sharded.check_given(parameter for _, _, parameter in placed(self))
         fit = Fit(self, trained)
-        if not fit.members and not ranks.active():
+        if not fit.members and not self.group.several:
             raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
         unknown = self.tied.keys() - {member.name for member in fit.members}
         if unknown:
@@ -167,7 +175,7 @@ class Job:
         spec.check(self, self.options.optimizer)
         self.options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
         self.options.durability = self.durability_to_be
-        if self.early is not None and ranks.active():
+        if self.early is not None and self.group.several:
             raise Error('push_early is for one rank: DistributedDataParallel reduces gradients after backward has made them, and what '
                         'clip_grad_norm_ does to the DTensors of fully_shard moves no version counter; leave push_early out',
                         'UNSUPPORTED')
@@ -182,10 +190,10 @@ class Job:
             warn(f"job '{self.options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them: they begin anew "
                  'with the next step')
         self._look_for_frozen()
-        warn_of_others(self.members)
+        warn_of_others(self.members, self.group)
         self.take_blob()
         self.unpulled = self.session.version >= 0
-        self.give_values(ranks.Within('the beginning of a job', self.session.exchange))
+        self.give_values(ranks.Within('the beginning of a job', self.session.exchange, self.options.rank))
         self.found = self.session.version if self.unpulled else None
         if self.sharded is not None:
             self.sharded.values.forget()
@@ -199,6 +207,7 @@ class Job:
     def leave(self) -> None:
         """As if the job had not been opened."""
         self.session, self.members, self._by_parameter, self.host = None, [], {}, HostMemory()
+        self._opened_group = None
         self.unpulled, self.found = False, None
         self.progress.forget()
         if self.early is not None:

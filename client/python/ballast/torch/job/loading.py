@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from ballast.errors import Error
-from ballast.torch.group import placement, ranks
+from ballast.torch.group import placement
 from ballast.torch.group import roster as rosters
 from ballast.torch.group.agreement import Collected, agree, check_loaded, check_values
 from ballast.torch.group.together import alike, everyone, together
@@ -110,7 +110,7 @@ def _agreed(job: Job, call: str, look: Callable[[], Plan]) -> Plan:
         return look()
     exchange = job.exchange(call)
     # Ranks with other parameters load other state: replicas are compared where the state is written.
-    is_alike = rosters.gather(exchange, together(exchange, lambda: registration.lines(job, job.members))).is_alike
+    is_alike = rosters.gather(exchange, together(exchange, lambda: registration.lines(job, job.members)), job.group).is_alike
     return alike(exchange, act, lambda plan: [*([('what is loaded', plan.what)] if is_alike else []), ('resume', repr(job.options.resume))])
 
 
@@ -171,14 +171,14 @@ def _refuse_unopened(job: Job) -> NoReturn:
 
 # --- into the job
 
-def _own(value: torch.Tensor, member: Member) -> torch.Tensor:
+def _own(value: torch.Tensor, member: Member, rank: int) -> torch.Tensor:
     """This rank's part of `value`, as contiguous fp32 on the CPU. COLLECTIVE where `value` is sharded otherwise than the parameter."""
     parameter = member.parameter
     if is_sharded(value):
         same = is_sharded(parameter) and value.placements == parameter.placements
         value = local(value) if same and value.device_mesh == parameter.device_mesh else _whole(member.name, value)
     if value.shape != member.shape:
-        value = value[tuple(slice(begin, end) for begin, end in placement.box(member.line.key, tuple(parameter.shape), ranks.rank()))]
+        value = value[tuple(slice(begin, end) for begin, end in placement.box(member.line.key, tuple(parameter.shape), rank))]
     return value.to(device='cpu', dtype=torch.float32).contiguous()
 
 
@@ -188,10 +188,10 @@ def _whole(name: str, value: torch.Tensor) -> torch.Tensor:
     return value.to(value.device_mesh.device_type).full_tensor()
 
 
-def _given(member: Member, entry: Entry, name: str | None) -> torch.Tensor | None:
+def _given(member: Member, entry: Entry, name: str | None, rank: int) -> torch.Tensor | None:
     """This rank's part of a moment, or of the master (None). COLLECTIVE, see _own()."""
     given = entry.master if name is None else entry.moments.get(name)
-    return None if given is None else _own(given, member)
+    return None if given is None else _own(given, member, rank)
 
 
 def _value(session: _native.Session, member: Member, given: torch.Tensor | None, name: str | None, fresh: bool) -> torch.Tensor:
@@ -282,7 +282,7 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
         writes += [(f'moment{k + 1}', name, batch) for batch in batches]
     steps = max((entry.steps for entry in of.values()), default=0) if steps is None else steps
     for i, (array, name, batch) in enumerate(writes):
-        parts = [_given(member, of[id(member)], name) for member in batch]
+        parts = [_given(member, of[id(member)], name, job.group.rank) for member in batch]
         values = together(exchange, lambda parts=parts, name=name, batch=batch: [
             part if masters_win else _value(session, member, part, name, fresh) for member, part in zip(batch, parts)])
         check_loaded(exchange, job.roster, job.members, {id(member): digest_of(value) for member, value in zip(batch, values)},

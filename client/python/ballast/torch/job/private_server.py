@@ -1,94 +1,95 @@
-"""The state server of ranks of one host that name none. Of several, rank 0 starts a process, and ends it once no rank needs it; the only
-rank has it within its own process."""
+"""The state server of several ranks of one host that name none: rank 0 starts a process, and ends it once no rank needs it. Optimizers of
+these ranks and one directory share it."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import socket
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ballast import _native, embedded, embedded_daemon, place, temporary
+from ballast import embedded_daemon, place
 from ballast.errors import Error, warn
-from ballast.torch.group import ranks
+from ballast.torch.group import hosts
+from ballast.torch.group.ranks import Exchange, Group, Store, world
 from ballast.torch.group.together import everyone
 
 _POLL_SECONDS = 0.02
 
-_servers = itertools.count()  # the same on all ranks, which start theirs in one order
-
-
-class ServerOfOne:
-    """The only rank's server, in its process: parameters and gradients go by copies within its memory. It keeps parameters, unlike that
-    of embedded.server(), and nobody shares it. Ends with the session."""
-
-    address = None
-
-    def __init__(self, directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None,
-                 threads: int | None) -> None:
-        self._pid = os.getpid()
-        embedded.give_way(directory)
-        self._place = place.make(directory, dram, nvme)
-        try:
-            self.server = _native.Server(self._place.directory, self._place.dram, self._place.nvme, threads or place.processors(),
-                                         working_copies=True)
-        except BaseException:
-            self._remove()
-            raise
-        self._exit = weakref.finalize(self, self.leave)  # keeps this object; the session's finalizer is newer, and runs before
-
-    def leave(self) -> None:
-        """The session is over, or was never opened."""
-        if os.getpid() == self._pid and self._exit.detach() is not None:
-            self.server.stop()
-            self._remove()
-
-    end = leave
-
-    def wait(self) -> None:
-        """Nobody else has it."""
-
-    def _remove(self) -> None:
-        if self._place.is_temporary:
-            temporary.remove(self._place.directory)
-
 
 class PrivateServer:
-    """One rank's hold of the server. Rank 0's ends the server: when every other rank has left it or its process is gone, when `seconds`
-    have passed since rank 0 left, or at once where rank 0 has failed or is interrupted."""
+    """One rank's side of it. Rank 0's ends the server: when every other rank has left it or its process is gone, when `seconds` have
+    passed since rank 0 left, or at once where rank 0 has failed or is interrupted."""
 
-    server = None  # in another process
-
-    def __init__(self, address: str, daemon: embedded_daemon.Daemon | None, processes: list[int], store: ranks.Store,
+    def __init__(self, address: str, budgets: dict[str, Any], daemon: embedded_daemon.Daemon | None, processes: Sequence[int], group: Group,
                  seconds: float) -> None:
         """daemon: rank 0's; None on other ranks. processes: process numbers, in rank order. seconds: step_timeout, which bounds any call
         that another rank is amid."""
         self.address = address
-        self._daemon, self._processes, self._store, self._seconds = daemon, processes, store, seconds
-        self._rank, self._pid = ranks.rank(), os.getpid()
+        self._budgets, self._daemon, self._processes, self._rank, self._seconds = budgets, daemon, processes, group.rank, seconds
+        self._pid = os.getpid()
+        self._uses = 0  # by optimizers of this rank
+        self._lock = threading.RLock()  # finalizers leave, also amid a call of this thread
+        self._store: Store | None = None  # where ranks say that they left, since all of them last took up a use
         self._left, self._hurries, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._is_ending = False
         if daemon is not None:
-            self._exit = weakref.finalize(self, self._at_exit)  # keeps this object; the session's finalizer is newer, and runs before
+            self._exit = weakref.finalize(self, self._at_exit)  # keeps this object; sessions' finalizers are newer, and run before
             # Started now: a process that ends starts no threads.
             threading.Thread(target=self._end_when_left, name='private-server', daemon=True).start()
 
+    def differs(self, asked: dict[str, Any]) -> str | None:
+        """An argument that asks for another server."""
+        return next((key for key, value in asked.items() if value is not None and value != self._budgets[key]), None)
+
+    def refuse(self, key: str, value: Any) -> Error:
+        return Error(f"{key}={value!r}: the ranks have a private state server in directory {self._budgets['directory']!r} already, with "
+                     f'{key}={self._budgets[key]!r}, and their optimizers share it; leave {key} out here, or close() the optimizers that '
+                     'use it first', 'BAD_CONFIG')
+
+    def keep(self) -> bool:
+        """Rank 0: whether it lasts until use()."""
+        with self._lock:
+            if self._is_ending:
+                return False
+            self._uses += 1
+            self._left.clear()
+            return True
+
+    def let_go(self) -> None:
+        """Rank 0: takes back what keep() has promised."""
+        self._leave(self._store)
+
+    def use(self, store: Store) -> None:
+        """All ranks take up a use. store: where they will say that they left."""
+        with self._lock:
+            self._uses += self._daemon is None  # rank 0's is keep()'s
+            self._store = store
+            self._left.clear()
+
     def leave(self) -> None:
-        """This rank needs the server no more. Waits for no rank, so finalizers may call it."""
-        if os.getpid() != self._pid:
-            return
-        with suppress(RuntimeError):  # rank 0's process is gone, and the server with it
-            self._store.set(f'left/{self._rank}', b'')
-        self._left.set()
+        """An optimizer of this rank needs it no more. Waits for no rank, so finalizers may call it."""
+        if os.getpid() == self._pid:
+            self._leave(self._store)
+
+    def _leave(self, store: Store | None) -> None:
+        with self._lock:
+            self._uses -= 1
+            if self._uses > 0:
+                return
+            if store is not None:
+                with suppress(RuntimeError):  # rank 0's process is gone, and the server with it
+                    store.set(f'left/{self._rank}', b'')
+            self._left.set()
 
     def wait(self) -> None:
-        """Rank 0, which has left: returns when the server has ended. Ctrl-C ends it, and so does a call while an error is handled: the
-        other ranks cannot go on without this one."""
-        if self._daemon is None or os.getpid() != self._pid:
+        """Rank 0, which has left: returns when the server has ended, unless another optimizer uses it. Ctrl-C ends it, and so does a call
+        while an error is handled: the other ranks cannot go on without this one."""
+        if self._daemon is None or os.getpid() != self._pid or not self._left.is_set():
             return
         if sys.exc_info()[0] is not None:
             self._hurries.set()
@@ -100,30 +101,38 @@ class PrivateServer:
             raise
 
     def end(self) -> None:
-        """Rank 0: ends the server, whoever uses it."""
-        self._hurries.set()
+        """Rank 0: as leave(), and ends the server, whichever rank uses it, unless an optimizer of this rank does."""
         self.leave()
+        if self._left.is_set():
+            self._hurries.set()
         self.wait()
 
     def _at_exit(self) -> None:
         if getattr(sys, 'last_value', None) is not None:  # an error ends the process
             self._hurries.set()
-        self.leave()
+        if os.getpid() == self._pid:
+            self._left.set()
         self.wait()
 
     def _end_when_left(self) -> None:
-        self._left.wait()
-        until = time.monotonic() + self._seconds
-        while there := self._others():
-            if time.monotonic() >= until:
-                warn(f'rank {there[0]} has not closed its optimizer within {self._seconds:g} s (step_timeout) after rank 0 has: the '
-                     'private server ends, and calls of that rank will fail; close it on all ranks, or name servers, which stay')
-                break
-            if self._hurries.wait(_POLL_SECONDS):
-                break
+        while not self._is_ending:
+            self._left.wait()
+            self._wait_for_others()
+            with self._lock:
+                self._is_ending = self._left.is_set()
         self._daemon.stop()
         self._exit.detach()
         self._ended.set()
+
+    def _wait_for_others(self) -> None:
+        until = time.monotonic() + self._seconds
+        while self._left.is_set() and (there := self._others()):
+            if time.monotonic() >= until:
+                warn(f'rank {there[0]} has not closed its optimizer within {self._seconds:g} s (step_timeout) after rank 0 has: the '
+                     'private server ends, and calls of that rank will fail; close it on all ranks, or name servers, which stay')
+                return
+            if self._hurries.wait(_POLL_SECONDS):
+                return
 
     def _others(self) -> list[int]:
         """Ranks that may still use the server."""
@@ -131,7 +140,7 @@ class PrivateServer:
             return []
         try:
             return [rank for rank, process in enumerate(self._processes)
-                    if rank != self._rank and _lives(process) and not self._store.has(f'left/{rank}')]
+                    if rank != self._rank and _lives(process) and (self._store is None or not self._store.has(f'left/{rank}'))]
         except RuntimeError:  # the store is gone, with the launcher say: so are the ranks
             return []
 
@@ -145,27 +154,49 @@ def _lives(process: int) -> bool:
         return False
 
 
-def start(exchange: ranks.Exchange, budgets: dict[str, Any], seconds: float) -> PrivateServer | ServerOfOne:
-    """COLLECTIVE. seconds: see PrivateServer."""
-    if not ranks.active():
-        return ServerOfOne(**budgets)
-    said = [each.decode().rpartition(' ') for each in exchange(f'{socket.gethostname()} {os.getpid()}'.encode())]
-    hosts = sorted({host for host, _, _ in said})
-    if len(hosts) > 1:
-        raise Error(f'ranks on {len(hosts)} hosts ({", ".join(hosts)}) and no state servers: start ballastd beside '
+def start(group: Group, exchange: Exchange, places: list[hosts.Place], asked: dict[str, Any], seconds: float) -> PrivateServer:
+    """A use of the server that the group's ranks have in this directory; starts one if there is none. COLLECTIVE. asked: arguments of an
+    embedded server. places: of the ranks. seconds: see PrivateServer."""
+    names = hosts.hosts(places)
+    if len(names) > 1:
+        raise Error(f'ranks on {len(names)} hosts or containers ({", ".join(names)}) and no state servers: start ballastd beside '
                     "your trainers and name them all: servers='host:port,...' or BALLAST_SERVERS", 'BAD_CONFIG')
-    daemon = None
+    servers, key = world().servers, (tuple(group.numbers), asked['directory'])
+    budgets = {**asked, **{key: place.parse_bytes(key, asked[key]) for key in ('dram', 'nvme')}}
+    known = servers.get(key)
+    server = daemon = None
 
-    def begin():
-        nonlocal daemon
-        if ranks.rank() == 0:
-            daemon = embedded_daemon.Daemon(**budgets)
+    def begin() -> str:
+        """Rank 0's is the one to say whether there is a server: others may have left one that it has not ended yet."""
+        nonlocal server, daemon
+        if group.rank > 0:
+            return ''
+        if known is not None and known.keep():
+            server = known
+            if what := server.differs(budgets):
+                raise server.refuse(what, asked[what])
+            return server.address
+        if known is not None:
+            known.wait()
+        daemon = embedded_daemon.Daemon(**asked)
+        return daemon.address
 
     try:
-        _, addresses = everyone(exchange, begin, lambda _: b'' if daemon is None else daemon.address.encode())
-        store = ranks.Store(f'private/{next(_servers)}')
+        _, said = everyone(exchange, begin, str.encode)
+        address, store = said[0].decode(), group.store(f"private/{group.count('private')}")
     except BaseException:
         if daemon is not None:
             daemon.stop()
+        if server is not None:
+            server.let_go()
         raise
-    return PrivateServer(addresses[0].decode(), daemon, [int(process) for _, _, process in said], store, seconds)
+    if server is None and known is not None and known.address == address:
+        server = known
+    if server is None:
+        server = PrivateServer(address, budgets, daemon, [each.process for each in places], group, seconds)
+        if daemon is not None:
+            server.keep()
+        if asked['directory'] is not None:
+            servers[key] = server
+    server.use(store)
+    return server

@@ -9,7 +9,7 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error
-from ballast.torch.group import placement, ranks
+from ballast.torch.group import placement
 from ballast.torch.group import roster as rosters
 from ballast.torch.group.agreement import check_values
 from ballast.torch.group.ranks import Exchange
@@ -66,7 +66,7 @@ def new_tensors(job: Job, trained: Collection[str] = ()) -> list[Fresh]:
             continue
         if parameter.numel() == 0:
             continue  # nothing to train; servers have no empty tensors
-        check_parameter(name, parameter)
+        check_parameter(name, parameter, job.group)
         if name in names:
             raise Error(f"there are two parameters '{name}', or one took the place of another after the first step; give "
                         'parameters of several models names of their own, and make a new optimizer for new parameters',
@@ -97,9 +97,9 @@ def _fresh(job: Job, name: str, unit: str, group: int, parameter: torch.Tensor, 
     shape = list(parameter.shape) or [1]
     tensor = _native.Tensor(name, unit, shape, group)
     tensor.frozen = '' if name in trained else frozen_as(parameter)
-    key = placement.key_of(name, parameter)
+    key = placement.key_of(name, parameter, job.group)
     if key is not None:
-        placement.check(name, parameter, key, ranks.rank())
+        placement.check(name, parameter, key, job.group.rank)
         tensor.placement = placement.native(key)
         tensor.parts = placement.parts_of(key, tuple(shape))
     part = remote_of(parameter)
@@ -176,7 +176,7 @@ class Fit:
     def agree(self, exchange: Exchange) -> Roster:
         """Brings the ranks' parameters together. COLLECTIVE."""
         job = self._job
-        job.roster = rosters.gather(exchange, lines(job, self.members))
+        job.roster = rosters.gather(exchange, lines(job, self.members), job.group)
         job.options.placed = job.roster.places
         return job.roster
 

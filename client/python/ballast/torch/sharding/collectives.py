@@ -84,28 +84,23 @@ class _Wire:
                         'dtype of all, or a MixedPrecisionPolicy that gives them one', 'UNSUPPORTED')
 
 
-class GatherOrder:
-    """Which units this process gathered with other ranks since the last step, of all models. A gather has no room to say what it is of,
-    and ranks that gather different units of one size would mix them without a word; the next step compares."""
-
-    def __init__(self) -> None:
-        self._orders: dict[tuple[int, ...], Order] = {}  # by the ranks that gather together
-
-    def note(self, unit: Unit, group: Any) -> None:
-        together = tuple(dist.get_process_group_ranks(group))
-        order = self._orders.get(together, Order(0, 0, []))
-        name = f'model {unit.model.number}: {unit.name}'
-        if len(order.first) < _ORDER_TOLD:
-            order.first.append(name)
-        self._orders[together] = Order(order.count + 1, zlib.crc32(name.encode(), order.digest), order.first)
-
-    def take(self) -> dict[tuple[int, ...], Order]:
-        """Begins anew."""
-        orders, self._orders = self._orders, {}
-        return orders
+def note_gather(unit: Unit, group: Any) -> None:
+    """A gather has no room to say what it is of, and ranks that gather different units of one size would mix them without a word: so this
+    rank notes which units it gathers with other ranks, of all models, and the next step compares. Notes belong to the default group: one
+    that is made again begins without any, since another process may be in it."""
+    orders, together = ranks.world().gathers, tuple(dist.get_process_group_ranks(group))
+    order = orders.get(together, Order(0, 0, []))
+    name = f'model {unit.model.number}: {unit.name}'
+    if len(order.first) < _ORDER_TOLD:
+        order.first.append(name)
+    orders[together] = Order(order.count + 1, zlib.crc32(name.encode(), order.digest), order.first)
 
 
-ORDER = GatherOrder()
+def take_gathers(group: ranks.Group) -> dict[tuple[int, ...], Order]:
+    """What was noted since the last step, by the ranks that gather together, where all are in the group; by their numbers in it."""
+    orders = ranks.world().gathers
+    taken = {together: orders.pop(together) for together in list(orders) if group.numbers.keys() >= set(together)}
+    return {tuple(map(group.numbers.get, together)): order for together, order in taken.items()}
 
 
 class Gather(_Wire):
@@ -126,7 +121,7 @@ class Gather(_Wire):
         return self._second is not None and self._at == self._unit.model.now()
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> None:
-        ORDER.note(self._unit, group)
+        note_gather(self._unit, group)
         if self.has_second:
             self._gather_within(output_tensor)
             return
@@ -171,16 +166,16 @@ class Gather(_Wire):
                 if left <= 0:
                     raise self._missing(what, group, error) from error
             if not said:
-                ranks.Store(self._place(what)).set(str(ranks.rank()), b'')
+                self._store(what).set(str(ranks.world().rank), b'')
                 said = True
 
-    def _place(self, what: str) -> str:
-        return f'gather/{self._unit.model.number}/{self._unit.name}/{self._unit.gathers}/{what}'
+    def _store(self, what: str) -> ranks.Store:
+        return self._unit.model.group.store(f'gather/{self._unit.model.number}/{self._unit.name}/{self._unit.gathers}/{what}')
 
     def _missing(self, what: str, group: Any, error: RuntimeError) -> Error:
         """Ranks that came have said so, or will soon: the connection of one may have broken before it waited."""
-        store = ranks.Store(self._place(what))
-        store.set(str(ranks.rank()), b'')
+        store = self._store(what)
+        store.set(str(ranks.world().rank), b'')
         missing, until = [], time.monotonic() + 2 * _SAY_SECONDS
         for rank in dist.get_process_group_ranks(group):
             try:
@@ -188,7 +183,7 @@ class Gather(_Wire):
             except RuntimeError:  # dist.DistStoreError
                 missing.append(rank)
         who = f'ranks {missing} did not come to it' if missing else 'all ranks came to it'
-        return Error(f"a gather of unit '{self._unit.name}' ended on rank {ranks.rank()} by a broken connection or after "
+        return Error(f"a gather of unit '{self._unit.name}' ended on rank {ranks.world().rank} by a broken connection or after "
                      f'{self._unit.model.timeout:g} s (step_timeout), and {who}; expected all ranks to run the same passes over the same '
                      f'units, and to live; start all ranks again ({str(error).splitlines()[0]})', 'RANK_MISSING')
 

@@ -140,7 +140,7 @@ def _check_collectives(fsdp_module: type, gather: Any, reduce: Any, second: Any)
     for name, value in (('gather', gather), ('reduce', reduce)):
         if value not in (None, 'q8'):
             raise Error(f"shard({name}={value!r}): expected None or 'q8'; dtypes of gathers and reductions are mp_policy's", 'BAD_CONFIG')
-    if second is not None and (getattr(second, 'ndim', None) != 1 or ranks.rank() not in second.mesh.tolist()):
+    if second is not None and (getattr(second, 'ndim', None) != 1 or ranks.world().rank not in second.mesh.tolist()):
         raise Error(f'shard(second={second!r}): expected a DeviceMesh of one dimension that has this rank: the ranks of one node, as '
                     "init_device_mesh(device, (nodes, ranks_per_node), mesh_dim_names=('node', 'local'))['local']", 'BAD_CONFIG')
 
@@ -260,12 +260,12 @@ def _drop_stale(unit: Unit, module: nn.Module, _: Any) -> None:
 def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype: torch.dtype | None) -> tuple[Part, nn.Parameter]:
     """padded: what FSDP2 gathers from every rank; None: FSDP2 left the parameter out."""
     from torch.distributed.tensor import DTensor
-    key = placement.key_of(name, parameter)
+    rank, key = ranks.world().rank, placement.key_of(name, parameter)
     if key is None or padded is None:
         what = 'a plain tensor' if key is None else f'a DTensor placed as {parameter.placements}'
         raise Error(f"parameter '{name}' is {what}, and fully_shard has not sharded it: leave ignored_params out", 'UNSUPPORTED')
-    placement.check(name, parameter, key, ranks.rank())
-    box = placement.box(key, tuple(parameter.shape), ranks.rank())
+    placement.check(name, parameter, key, rank)
+    box = placement.box(key, tuple(parameter.shape), rank)
     part = Part(name, parameter.shape, box, padded, dtype or parameter.dtype, key[0])
     device = torch.device(parameter.device_mesh.device_type) if parameter.is_meta else parameter.device
     if device.type == 'cuda':

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from ballast.torch.job.job import Job
 
 
-_models = itertools.count()  # the same on all ranks, which give theirs to shard() in one order
-
-
 class Sharded:
     """One rank's side. Threads: the training loop's and autograd's, one at a time."""
 
@@ -43,7 +39,7 @@ class Sharded:
         self.wire = collections.Counter(dict.fromkeys(WAYS, 0))  # bytes that this rank received
         self.how = how
         self.frozen = frozen
-        self.number = next(_models)
+        self.number = ranks.world().count('model')  # the same on all ranks, which give theirs to shard() in one order
         self._mixtures = 0  # so far: gathers of different units
         self._job: weakref.ref[Job] | None = None
         self._session: _native.Session | None = None  # the one that parts are placed in
@@ -64,6 +60,12 @@ class Sharded:
         self._mixtures += 1
 
     @property
+    def group(self) -> ranks.Group:
+        """The ranks that train the job."""
+        job = self._job()
+        return ranks.world() if job is None else job.group
+
+    @property
     def timeout(self) -> float:
         """Seconds that ranks wait for each other."""
         job = self._job()
@@ -80,6 +82,7 @@ class Sharded:
                         'one module that holds both, or give each an optimizer', 'UNSUPPORTED')
         self._job = weakref.ref(job)
         job.sharded = self
+        job.connection.lives_apart()
 
     @property
     def opened(self) -> Job | None:
@@ -103,7 +106,7 @@ class Sharded:
     def _check_together(self) -> None:
         """Refuses to open a job amid a pass that other ranks do not make: they wait for what the pass gives, and this rank for them."""
         here = set().union(*(part.ranks for part in self.parameters))
-        elsewhere = sorted(set(range(ranks.world_size())) - here)
+        elsewhere = sorted(self.group.numbers.keys() - here)
         if elsewhere:
             raise Error(f'parameters of this model are on ranks {sorted(here)}, and ranks {elsewhere} have others, as stages of a pipeline '
                         'do, whose first passes do not begin together: call resume() of the optimizer on all ranks before the first pass',

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ballast.errors import Error
-from ballast.torch.group import ranks
 from ballast.torch.job import spec
 from ballast.torch.job.registration import name_of, placed
 from ballast.torch.state_dict.moments import KNOWN, moment_names
@@ -114,7 +113,7 @@ def described(job: Job, entries: Mapping[int, Entry]) -> str:
     """A text of what the entries are, which ranks compare."""
     steps = {entry.steps for entry in entries.values()}
     text = f'the state of {len(entries)} parameters' + (f' after {max(steps)} steps' if steps else '')
-    if not ranks.active():
+    if not job.group.several:
         return text
     sums = [(name_of(job, g, i, parameter), entry.steps, [_sum(entry.moments[key]) for key in sorted(entry.moments)], _sum(entry.master))
             for g, i, parameter in placed(job) for entry in [entries.get(id(parameter))] if entry is not None]

@@ -4,20 +4,16 @@ them together (torch.distributed.checkpoint.state_dict) keep nothing beside `sta
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ballast.errors import Error
-from ballast.torch.group import ranks
 
 KEY = 'ballast'
 # The same for every job and version: Distributed Checkpoint reads a tensor into one of its size.
 _BYTES = 1024
-_process = secrets.token_hex(8)
 
 
 class Marker(NamedTuple):
@@ -31,12 +27,6 @@ class Marker(NamedTuple):
         """A tensor, since a state_dict of which none is a tensor has no device that torch could broadcast it on."""
         text = json.dumps(self._asdict(), ensure_ascii=False).encode()
         return torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
-
-
-def run() -> str:
-    """A name of this run of the trainers, the same on all ranks."""
-    mine = f'{_process}-{os.getpid()}'  # a fork is another run
-    return ranks.Store('run').decide(mine) if ranks.active() else mine
 
 
 def _read(value: Any) -> Marker:

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ballast import _native
 from ballast.errors import Error, warn
-from ballast.torch.group import ranks
 from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping.host_memory import HostMemory, is_elsewhere
 
 if TYPE_CHECKING:
+    from ballast.torch.group.ranks import Group
     from ballast.torch.group.roster import Line
 
 _GRADIENT_STEPS = 64
@@ -115,12 +115,12 @@ class Member:
         return self.debug and self.mark == mark_of(self.parameter) and self.digest != digest_of(self.parameter)
 
 
-def _check_parallel(name: str, parameter: torch.Tensor) -> None:
+def _check_parallel(name: str, parameter: torch.Tensor, group: Group) -> None:
     """Refuses a parameter of which only a part is here, where nothing of torch's says which part."""
     if getattr(parameter, '_fsdp_flattened', False):
         raise Error(f"parameter '{name}' belongs to FullyShardedDataParallel (FSDP1), whose ranks keep parts of flat parameters; expected "
                     'torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel', 'UNSUPPORTED')
-    if ranks.active() and getattr(parameter, 'tensor_model_parallel', False):
+    if group.several and getattr(parameter, 'tensor_model_parallel', False):
         raise Error(f"parameter '{name}' has Megatron's attribute tensor_model_parallel: ranks keep parts of it, which they call by one "
                     'name; expected whole parameters, or DTensors', 'UNSUPPORTED')
     if not is_sharded(parameter):
@@ -129,12 +129,12 @@ def _check_parallel(name: str, parameter: torch.Tensor) -> None:
                         'values; train the tensors within, or plain parameters', 'UNSUPPORTED')
 
 
-def check_parameter(name: str, parameter: torch.Tensor) -> None:
+def check_parameter(name: str, parameter: torch.Tensor, group: Group) -> None:
     if parameter.dtype not in DTYPES:
         what = 'complex parameters are' if parameter.is_complex() else f'{parameter.dtype} is'
         raise Error(f"parameter '{name}': {what} not supported; expected float32, bfloat16 or float16",
                     'BAD_DTYPE')
-    _check_parallel(name, parameter)
+    _check_parallel(name, parameter, group)
     if parameter.is_inference():
         raise Error(f"parameter '{name}' was made within torch.inference_mode(), where no version counter tells of edits; make the model "
                     'outside, or give a clone of it', 'UNSUPPORTED')
@@ -142,12 +142,12 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
         raise Error(f"parameter '{name}' is on {parameter.device}; expected the CPU, or a GPU that torch calls cuda", 'UNSUPPORTED')
 
 
-def warn_of_others(members: Sequence[Member]) -> None:
+def warn_of_others(members: Sequence[Member], group: Group) -> None:
     """Warns where other processes may write to parameters as well, as Hogwild's do: no version counter tells, and the next step undoes
     it."""
     shared = next((member.name for member in members
                    if member.here is not None and member.parameter.device.type == 'cpu' and local(member.parameter).is_shared()), None)
-    if shared is not None and multiprocessing.parent_process() is not None and not ranks.active():
+    if shared is not None and multiprocessing.parent_process() is not None and not group.several:
         warn(f"parameter '{shared}' lies in memory that is shared with other processes, and a step undoes what they write to it: where "
              'several train one model (Hogwild), use DistributedDataParallel; where this one alone does, nothing is wrong')
 

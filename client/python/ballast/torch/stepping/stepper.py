@@ -12,7 +12,7 @@ from ballast.torch.group import roster as rosters
 from ballast.torch.group.agreement import Agreed, Collected, agree, check_tied, check_values
 from ballast.torch.job import edits, registration, spec
 from ballast.torch.modes import plainly
-from ballast.torch.sharding.collectives import ORDER
+from ballast.torch.sharding.collectives import take_gathers
 from ballast.torch.sharding.remote import remote_of
 from ballast.torch.stepping.members import gradient_of
 from ballast.torch.stepping.step import Step
@@ -97,13 +97,13 @@ class Stepper:
                     job.sharded.distrust()
                 raise
         collected = self._collect()
-        roster = rosters.gather(exchange, collected.lines()) if collected.fresh else job.roster
+        roster = rosters.gather(exchange, collected.lines(), job.group) if collected.fresh else job.roster
         return Agreed(collected, roster, bool(collected.fresh), any(collected.edited), collected.edited, collected.present,
                       collected.attempt, None)
 
     def _collect(self) -> Collected:
         job = self.job
-        orders = {} if job.sharded is None else ORDER.take()
+        orders = {} if job.sharded is None else take_gathers(job.group)
         job.open(for_step=True)
         self.skipped = False
         registration.check_frozen(job.members)

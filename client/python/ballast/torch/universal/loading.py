@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree
 
 from ballast.errors import Error
-from ballast.torch.group import placement, ranks
+from ballast.torch.group import placement
 from ballast.torch.group.together import in_parts, together
 from ballast.torch.job import loading, spec
 from ballast.torch.job.loading import Plan
@@ -22,6 +22,7 @@ from ballast.torch.universal import layout
 from ballast.torch.universal.checkpoint import Checkpoint, Stored
 
 if TYPE_CHECKING:
+    from ballast.torch.group.ranks import Group
     from ballast.torch.job.job import Job
     from ballast.torch.optimizer import Optimizer
 
@@ -82,12 +83,12 @@ def _plan(job: Job, checkpoint: Checkpoint, mine: dict[int, str], names: set[str
     _check_names(checkpoint, mine, parameters, names)
     loaded = {key: name for key, name in mine.items() if name in checkpoint.trained}
     files = checkpoint.files(sorted(checkpoint.trained & names))
-    for path in files[ranks.rank()::ranks.world_size()]:
+    for path in files[job.group.rank::job.group.world_size]:
         layout.check_digests(path)
     entries = {key: Stored(checkpoint, name, parameters[key].shape, checkpoint.steps(name)) for key, name in loaded.items()}
     _check_steps(checkpoint, {loaded[key]: entry.steps for key, entry in entries.items()})
     for key, entry in entries.items():
-        _check_values(loaded[key], parameters[key], entry)
+        _check_values(loaded[key], parameters[key], entry, job.group)
     _take_options(job, checkpoint, loaded)
     said = json.dumps(sorted((loaded[key], entry.steps) for key, entry in entries.items()))
     return Plan(f'the universal checkpoint at step {checkpoint.steps_of_loop} (digest {zlib.crc32(said.encode()):08x})', entries=entries,
@@ -125,13 +126,13 @@ def _check_steps(checkpoint: Checkpoint, steps: dict[str, int]) -> None:
                         f"'{checkpoint.path}'; expected one count: are these the files of two checkpoints?", 'BAD_SPEC')
 
 
-def _check_values(name: str, parameter: torch.Tensor, entry: Stored) -> None:
+def _check_values(name: str, parameter: torch.Tensor, entry: Stored, group: Group) -> None:
     """This rank's part of each tensor."""
-    key = placement.key_of(name, parameter)
+    key = placement.key_of(name, parameter, group)
     for what, file in layout.FILES.items():
         value = entry.tensor(what)
         if key is not None:
-            value = value[tuple(slice(begin, end) for begin, end in placement.box(key, tuple(parameter.shape), ranks.rank()))]
+            value = value[tuple(slice(begin, end) for begin, end in placement.box(key, tuple(parameter.shape), group.rank))]
         # Without a copy, which isfinite(value).all() makes.
         if value.numel() > 0 and not all(math.isfinite(each) for each in torch.aminmax(value)):
             raise Error(f"'{file}' of parameter '{name}' has an Inf or a NaN", 'BAD_REQUEST')

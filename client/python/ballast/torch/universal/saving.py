@@ -14,7 +14,6 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.export import Progress, sync
-from ballast.torch.group import ranks
 from ballast.torch.group.agreement import check_values
 from ballast.torch.group.together import in_parts, together
 from ballast.torch.job import edits
@@ -60,9 +59,9 @@ def save_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: st
     together(exchange, lambda: _check_steps(parts))
     path = os.path.join(folder, tag or f'global_step{job.progress.steps}_universal')
     states = {'lr_scheduler': lr_scheduler.state_dict() if hasattr(lr_scheduler, 'state_dict') else lr_scheduler, **client}
-    with _Writing(path, is_first=ranks.rank() == 0) as writing:
+    with _Writing(path, is_first=job.group.rank == 0) as writing:
         together(exchange, lambda: writing.begin(parts))
-        together(exchange, lambda: _write_parts(job, writing.folder, [part for part in parts if holders[part.name] == ranks.rank()]))
+        together(exchange, lambda: _write_parts(job, writing.folder, [part for part in parts if holders[part.name] == job.group.rank]))
         together(exchange, lambda: writing.end(parts, _optimizer_state(job, parts), _model_states(job, parts, states)))
     return path
 
@@ -231,5 +230,5 @@ def _model_states(job: Job, parts: list[_Part], states: dict[str, Any]) -> dict[
     shapes = [{part.name: torch.Size(part.shape) for part in parts if part.group == g} for g in range(len(job.param_groups))]
     steps = parts[0].steps if parts else 0
     return {'module': {}, 'buffer_names': [], 'param_shapes': shapes, 'global_steps': job.progress.steps,
-            'skipped_steps': max(0, job.progress.steps - steps), 'dp_world_size': ranks.world_size(), 'mp_world_size': 1,
+            'skipped_steps': max(0, job.progress.steps - steps), 'dp_world_size': job.group.world_size, 'mp_world_size': 1,
             'ds_version': layout.VERSION, 'universal_checkpoint_info': {'universal_checkpoint_version': 0.4}, **states}
