@@ -394,13 +394,13 @@ def no_store():
     server = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore('127.0.0.1', server.port, is_master=False)
     del server
-    real = dist.distributed_c10d._get_default_store
-    dist.distributed_c10d._get_default_store = lambda: client
+    real = ranks.Group.torchs_store
+    ranks.Group.torchs_store = property(lambda group: client)
     try:
-        return [told(act) for act in (lambda: ranks.exchange('a test', b'', 2.0), lambda: ranks.Store('test').decide('x'),
+        return [told(act) for act in (lambda: ranks.of().exchange('a test', 2.0)(b''), lambda: ranks.of().store('test').decide('x'),
                                       make(nn.Linear(2, 2).named_parameters(), step_timeout=2.0, open_timeout=1.0).resume)]
     finally:
-        dist.distributed_c10d._get_default_store = real
+        ranks.Group.torchs_store = real
 
 
 if __name__ == '__main__':
