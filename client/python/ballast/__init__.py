@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 from ballast.errors import Error
 
 if TYPE_CHECKING:
-    import torch
-    from torch.optim.optimizer import ParamsT
-
-    from ballast import _native
+    # No `import torch` here: it would make ballast.torch the name of torch itself, for type checkers.
+    from ballast.torch.estimate import estimate
 
 __all__ = ['Error', 'drop', 'estimate', 'jobs']
 __version__ = '0.1.0'
 
 
-def estimate(params: torch.nn.Module | ParamsT, **arguments: Any) -> _native.EstimateReport:
-    """See ballast.torch.estimate."""
-    from ballast.torch.estimate import estimate as of_model  # torch takes its time to import
-    return of_model(params, **arguments)
+def __getattr__(name: str) -> Any:
+    if name == 'estimate':  # at its first use: torch takes its time to import
+        from ballast.torch.estimate import estimate
+        globals()[name] = estimate
+        return estimate
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 def jobs(directory: str | os.PathLike[str] | None = None) -> list[str]:

@@ -8,10 +8,9 @@ and param_groups are read then. It returns when every parameter holds the new ve
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import torch
 
@@ -24,6 +23,7 @@ from ballast.torch.job.job import Job
 from ballast.torch.job.naming import Group, split_named, unwrapped
 from ballast.torch.job.state import State
 from ballast.torch.modes import methods_plainly, of_torch
+from ballast.torch.options import complete
 from ballast.torch.sharding import sharded
 from ballast.torch.stepping.early import Early
 from ballast.torch.stepping.overlap import Overlap
@@ -31,6 +31,11 @@ from ballast.torch.stepping.stepper import Stepper
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
+    from typing_extensions import Unpack
+
+    from ballast.torch.options import Arguments
+
+Loss = TypeVar('Loss')
 
 
 class Resumed(NamedTuple):
@@ -40,41 +45,36 @@ class Resumed(NamedTuple):
 
 @methods_plainly('step')
 class Optimizer(torch.optim.Optimizer):
-    """See the package's README for the arguments that all optimizers share.
+    """The arguments that all optimizers share: options.Arguments.
 
     Attributes after a step, for which they wait: grad_norm (global norm of the gradients as they were taken), last_step_skipped.
     The attribute `job` is Ballast's own.
     """
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, algorithm: Algorithm, moments: str = 'f32', master: str = 'f32',
-                 servers: str | Sequence[str] | None = None, dram: int | str | None = None, nvme: int | str | None = None,
-                 directory: str | os.PathLike[str] | None = None, threads: int | None = None, name: str = 'default', resume: str = 'never',
-                 durability: str | None = None, pin_interval: int = 0, checkpoints: int = 2, max_norm: float = 0.0,
-                 chunk_elements: int = 1 << 20, seed: int = 0, step_timeout: float = 120.0, open_timeout: float = 30.0,
-                 debug: bool | None = None, overlap: torch.nn.Module | None = None, push_early: bool = False,
-                 tied: Mapping[str, Any] | None = None, states: str | None = None,
-                 tls: Mapping[str, str | os.PathLike[str]] | None = None, token_file: str | os.PathLike[str] | None = None,
-                 group: Any = None, host: str | None = None) -> None:
-        arguments.check(name=name, resume=resume, durability=durability, pin_interval=pin_interval, checkpoints=checkpoints,
-                        moments=moments, master=master, max_norm=max_norm, chunk_elements=chunk_elements, seed=seed,
-                        threads=threads, dram=dram, nvme=nvme, step_timeout=step_timeout, open_timeout=open_timeout, states=states)
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, algorithm: Algorithm, **ballast: Unpack[Arguments]) -> None:
+        given = complete(type(self).__name__, ballast)
+        arguments.check(**given)
         options = _native.OpenOptions()
-        options.job, options.resume, options.pin_interval = name, resume, pin_interval
-        options.chunk_elements, options.seed = chunk_elements, seed
-        options.step_timeout, options.open_timeout = float(step_timeout), float(open_timeout)
-        self.job = Job(algorithm, options, _groups_of(self), servers=servers, access={'tls': tls, 'token_file': token_file},
-                       durability=durability, formats={'moments': moments, 'master': master},
-                       budgets={'dram': dram, 'nvme': nvme, 'directory': directory, 'threads': threads}, checkpoints=checkpoints,
-                       tied=arguments.groups('tied', tied), group=arguments.group('group', group), host=host)
-        if states == 'named' and self.job.durability_to_be == 'none':
+        options.job, options.resume, options.pin_interval = given['name'], given['resume'], given['pin_interval']
+        options.chunk_elements, options.seed = given['chunk_elements'], given['seed']
+        options.step_timeout, options.open_timeout = float(given['step_timeout']), float(given['open_timeout'])
+
+        def some(*names: str) -> dict[str, Any]:
+            return {name: given[name] for name in names}
+        self.job = Job(algorithm, options, _groups_of(self), servers=given['servers'], access=some('tls', 'token_file'),
+                       durability=given['durability'], formats=some('moments', 'master'),
+                       budgets=some('dram', 'nvme', 'directory', 'threads'), checkpoints=given['checkpoints'],
+                       tied=arguments.groups('tied', given['tied']), group=arguments.group('group', given['group']), host=given['host'])
+        if given['states'] == 'named' and self.job.durability_to_be == 'none':
             raise Error("states='named': no version of a job with durability='none' outlives it, and a state cannot name one; expected "
                         "'full', None, or durability='step'", 'BAD_CONFIG')
-        self.job.states = states
-        self.job.debug = arguments.flag('debug', debug, 'BALLAST_DEBUG')
+        self.job.states = given['states']
+        self.job.debug = arguments.flag('debug', given['debug'], 'BALLAST_DEBUG')
+        overlap = given['overlap']
         beside = self.job.overlap = None if overlap is None else Overlap(overlap)
-        if arguments.flag('push_early', push_early):
+        if arguments.flag('push_early', given['push_early']):
             self.job.early = Early(self.job.debug, lambda: beside is not None and beside.is_under_way)
-        self._stepper = Stepper(self.job, float(max_norm))
+        self._stepper = Stepper(self.job, float(given['max_norm']))
         super().__init__([{**group, 'param_names': names} for group, names in zip(*split_named(params))], defaults)
         if overlap is not None:
             self.attach(overlap)
@@ -201,6 +201,12 @@ class Optimizer(torch.optim.Optimizer):
         if self.job.sharded is not None:
             self.job.sharded.discard()
         of_torch(super().zero_grad.__func__)(self, set_to_none)
+
+    @overload
+    def step(self, closure: None = None, *, blob: bytes = b'') -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss], *, blob: bytes = b'') -> Loss: ...
 
     def step(self, closure: Callable[[], Any] | None = None, *, blob: bytes = b'') -> Any:
         """torch's step. blob: of the caller (a data cursor), kept with the step: resume() gives the last one back. At most 64 KiB for all

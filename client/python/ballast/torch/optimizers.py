@@ -1,4 +1,4 @@
-"""torch.optim's optimizers by their names and arguments, and Lion. Keyword arguments of Ballast: see Optimizer."""
+"""torch.optim's optimizers by their names and arguments, and Lion. Keyword arguments of Ballast: options.py."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from ballast.errors import Error
 from ballast.torch import algorithms
 from ballast.torch.arguments import flag
 from ballast.torch.optimizer import Optimizer
+from ballast.torch.options import Arguments, Shared, shown
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
+    from typing_extensions import Unpack
 
 
 # Groups of torch's Adam tell which kind of weight decay they have, since torch 2.7: Distributed Checkpoint finds no state without it.
@@ -45,7 +47,7 @@ def _betas(optimizer: str, betas: Any) -> dict[str, tuple[float, float, float]]:
 class _AdamLike(Optimizer):
     def __init__(self, kind: str, params: ParamsT, lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
                  amsgrad: bool, maximize: bool, foreach: bool | None, capturable: bool, differentiable: bool, fused: bool | None,
-                 ballast: dict[str, Any]) -> None:
+                 ballast: Arguments) -> None:
         name = type(self).__name__
         _refuse(name, differentiable=differentiable, capturable=capturable)
         _check(name, lr=(float(lr), 0, None), eps=(float(eps), 0, None), weight_decay=(float(weight_decay), 0, None),
@@ -58,40 +60,51 @@ class _AdamLike(Optimizer):
         super().__init__(params, defaults, algorithm=algorithms.Adam(kind), **ballast)
 
 
+@shown(Arguments)
 class AdamW(_AdamLike):
     """torch.optim.AdamW. foreach and fused say how torch computes, and change nothing here."""
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
-                 capturable: bool = False, differentiable: bool = False, fused: bool | None = None, **ballast: Any) -> None:
+                 capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
+                 **ballast: Unpack[Arguments]) -> None:
         super().__init__('adamw', params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
                          differentiable, fused, ballast)
 
 
+@shown(Shared)
 class AdamW8bit(AdamW):
     """AdamW with moments of 8 bits, one scale per 256 elements (Dettmers et al. 2022): 2 bytes of moments per parameter
     instead of 8."""
 
-    def __init__(self, params: ParamsT, *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, moments='i8', **kwargs)
+    def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
+                 capturable: bool = False, differentiable: bool = False, fused: bool | None = None, **ballast: Unpack[Shared]) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
+                         differentiable=differentiable, fused=fused, moments='i8', **ballast)
 
 
+@shown(Arguments)
 class Adam(_AdamLike):
-    """torch.optim.Adam: weight_decay is an L2 penalty."""
+    """torch.optim.Adam: weight_decay is an L2 penalty, or with decoupled_weight_decay as AdamW's. foreach and fused change nothing here."""
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0, amsgrad: bool = False, *, foreach: bool | None = None, maximize: bool = False,
-                 capturable: bool = False, differentiable: bool = False, fused: bool | None = None, **ballast: Any) -> None:
-        super().__init__('adam', params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
+                 capturable: bool = False, differentiable: bool = False, fused: bool | None = None, decoupled_weight_decay: bool = False,
+                 **ballast: Unpack[Arguments]) -> None:
+        kind = 'adamw' if flag('decoupled_weight_decay', decoupled_weight_decay) else 'adam'
+        super().__init__(kind, params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
                          differentiable, fused, ballast)
 
 
+@shown(Arguments)
 class SGD(Optimizer):
     """torch.optim.SGD. momentum_buffer: the job keeps momentum also if all groups begin with a momentum of 0, which a schedule raises."""
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, momentum: float = 0, dampening: float = 0,
                  weight_decay: float = 0, nesterov: bool = False, *, maximize: bool = False, foreach: bool | None = None,
-                 differentiable: bool = False, fused: bool | None = None, momentum_buffer: bool = False, **ballast: Any) -> None:
+                 differentiable: bool = False, fused: bool | None = None, momentum_buffer: bool = False,
+                 **ballast: Unpack[Arguments]) -> None:
         _refuse('SGD', differentiable=differentiable)
         _check('SGD', lr=(float(lr), 0, None), momentum=(float(momentum), 0, None),
                weight_decay=(float(weight_decay), 0, None))
@@ -104,12 +117,14 @@ class SGD(Optimizer):
         super().__init__(params, defaults, algorithm=algorithm, **ballast)
 
 
+@shown(Arguments)
 class Adagrad(Optimizer):
     """torch.optim.Adagrad, for dense gradients."""
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-2, lr_decay: float = 0, weight_decay: float = 0,
                  initial_accumulator_value: float = 0, eps: float = 1e-10, foreach: bool | None = None, *, maximize: bool = False,
-                 differentiable: bool = False, fused: bool | None = None, **ballast: Any) -> None:
+                 differentiable: bool = False, fused: bool | None = None,
+                 **ballast: Unpack[Arguments]) -> None:
         _refuse('Adagrad', differentiable=differentiable)
         _check('Adagrad', lr=(float(lr), 0, None), lr_decay=(float(lr_decay), 0, None), eps=(float(eps), 0, None),
                weight_decay=(float(weight_decay), 0, None),
@@ -120,11 +135,12 @@ class Adagrad(Optimizer):
         super().__init__(params, defaults, algorithm=algorithms.Adagrad(), **ballast)
 
 
+@shown(Arguments)
 class Lion(Optimizer):
     """Lion (Chen et al. 2023, algorithm 2), with its paper's defaults."""
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
-                 weight_decay: float = 0.0, *, maximize: bool = False, **ballast: Any) -> None:
+                 weight_decay: float = 0.0, *, maximize: bool = False, **ballast: Unpack[Arguments]) -> None:
         _check('Lion', lr=(float(lr), 0, None), weight_decay=(float(weight_decay), 0, None), **_betas('Lion', betas))
         defaults = {'lr': lr, 'betas': betas, 'weight_decay': weight_decay, 'maximize': maximize}
         super().__init__(params, defaults, algorithm=algorithms.Lion(), **ballast)
