@@ -62,8 +62,14 @@ void TuneMalloc() {
   mallopt(M_TOP_PAD, 64 << 20);
 }
 
+// A parent that started this server (--end-with) reads from standard output that it is ready, or why it is not. Set
+// before there are threads.
+bool parent_reads = false;
+
 int Complain(const absl::Status& status, Exit code) {
-  std::fprintf(stderr, "ballastd: %s\n", std::string(status.message()).c_str());
+  const std::string text(status.message());
+  std::fprintf(stderr, "ballastd: %s\n", text.c_str());
+  if (parent_reads) std::printf("ballastd failed: %s\n", text.c_str());
   return code;
 }
 
@@ -252,6 +258,7 @@ int Main(int argc, char** argv) {
     return app.exit(error) == 0 ? kOk : kBadUsage;
   }
   if (parent != 0) {
+    parent_reads = true;
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     if (getppid() != parent) return Complain(absl::CancelledError("the parent process has ended already"), kFailed);
   }

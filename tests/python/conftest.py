@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ballast.torch as bt
-from ballast import embedded_daemon
+from ballast import programs
 
 _jobs = itertools.count()
 
@@ -37,7 +37,7 @@ def two_servers(tmp_path_factory):
 def two_state_servers(folder, *flags):
     """Addresses. `flags`: more of ballastd's. What they keep goes with them: a small job's gradient log alone takes 200 MiB of disk."""
     servers = [subprocess.Popen(
-        [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
+        [programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
          '127.0.0.1:0', '--data_directory', str(folder / f'server{i}'), '--budget.dram', '128MiB', '--budget.nvme', '8GiB',
          '--log_level', 'warn', *flags], stdout=subprocess.PIPE, text=True) for i in range(2)]
     try:

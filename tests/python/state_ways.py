@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import ballast
 import ballast.torch as bt
-from ballast import embedded_daemon
+from ballast import programs
 
 ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1}
 STEPS = 3
@@ -222,7 +222,7 @@ def all_cells(label, wrap, servers, folder, ways=None):
 def server(folder):
     """Its address. What it keeps goes with it: a small job's gradient log alone takes 200 MiB of disk."""
     process = subprocess.Popen(
-        [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
+        [programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
          '--data_directory', str(folder), '--budget.dram', '128MiB', '--budget.nvme', '8GiB', '--log_level', 'warn'],
         stdout=subprocess.PIPE, text=True)
     try:

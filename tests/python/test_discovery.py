@@ -14,7 +14,7 @@ from test_tls import run as openssl
 
 import ballast
 import ballast.torch as bt
-from ballast import embedded_daemon
+from ballast import programs
 
 if shutil.which('etcd') is None:
     pytest.skip('no etcd here: apt-get install etcd-server', allow_module_level=True)
@@ -55,7 +55,7 @@ def asking_for(servers, url):
 
 class Server:
     def __init__(self, folder, name, url):
-        self._command = [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
+        self._command = [programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
                          '127.0.0.1:0', '--data_directory', str(folder / name), '--server_id', name, '--budget.dram', '128MiB',
                          '--budget.nvme', '2GiB', '--log_level', 'off', '--discovery', url]
         self.start()

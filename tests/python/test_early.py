@@ -12,7 +12,7 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
-from ballast import embedded_daemon
+from ballast import programs
 
 
 class Watched:
@@ -283,7 +283,7 @@ def test_over_a_server_that_is_killed_between_backward_and_step(job, tmp_path):
     """It has lost what went early, or has it in its log: the step comes out the same."""
     def start(address='127.0.0.1:0'):
         server = subprocess.Popen(
-            [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', address, '--metrics_listen', '127.0.0.1:0',
+            [programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', address, '--metrics_listen', '127.0.0.1:0',
              '--data_directory', str(tmp_path), '--budget.dram', '128MiB', '--budget.nvme', '4GiB', '--log_level', 'error'],
             stdout=subprocess.PIPE, text=True)
         return server, re.search(r'listen=(\S+)', server.stdout.readline())[1]

@@ -1,7 +1,6 @@
 """LoRA on a frozen base of which the servers keep working copies alone, in the dtype of gathers or in 8 bits, on two ranks and on one."""
 import json
 import os
-import pathlib
 import re
 import subprocess
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from test_shard import run
 
-from ballast import embedded_daemon
+from ballast import programs
 
 FROZEN = ('working', 'q8')
 BLOCK = 256
@@ -94,7 +93,7 @@ class Server:
 
     def start(self):
         self._process = subprocess.Popen(
-            [embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
+            [programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
              '--data_directory', str(self._folder), '--budget.dram', '128MiB', '--budget.nvme', '8GiB', '--log_level', 'warn'],
             stdout=subprocess.PIPE, text=True)
         self.address = re.search(r'listen=(\S+)', self._process.stdout.readline())[1]
@@ -105,7 +104,7 @@ class Server:
         self._process.stdout.close()
 
     def ctl(self, *arguments):
-        ctl = pathlib.Path(embedded_daemon._binary()).with_name('ballastctl')
+        ctl = programs.path('ballastctl')
         return subprocess.run([ctl, *arguments], capture_output=True, text=True)
 
     def tiers(self, job):

@@ -1,8 +1,11 @@
 """What optimizers are to the processes they are in: directories, locks, threads, forks, Ctrl-C."""
 import os
+import subprocess
 
 import pytest
 from own_process import run_anew as run
+
+import ballast
 
 
 def test_after_a_budget_that_was_too_small_another_may_be_given(tmp_path):
@@ -159,6 +162,32 @@ def test_the_same_line_finds_room_again_on_a_disk_that_is_nearly_full(tmp_path):
     assert abs(place.budgets(tmp_path / 'jobs', 1, None)[1] - before) < 1 << 28
 
 
+def test_a_private_server_that_does_not_start_says_why(tmp_path):
+    """Its own standard error may be in another file, as under torchrun."""
+    from ballast import embedded_daemon
+    first = embedded_daemon.Daemon(tmp_path / 'jobs', '64MiB', '64MiB', 1)
+    try:
+        with pytest.raises(ballast.Error, match=r'ended with exit code 6 before it was ready: data directory .*jobs is in use by '
+                                                r'process \d+; stop it') as raised:
+            embedded_daemon.Daemon(tmp_path / 'jobs', '64MiB', '64MiB', 1)
+        assert raised.value.reason == 'SERVER_DOWN'
+    finally:
+        first.stop()
+
+
+def test_programs_are_found_beside_the_package(monkeypatch):
+    from ballast import programs
+    for name in ('ballastd', 'ballastctl'):
+        assert subprocess.run([programs.path(name), '--help'], stdout=subprocess.DEVNULL, check=False).returncode == 0
+    # A script of the package on PATH starts the program beside it, and never itself.
+    monkeypatch.setattr(programs, '__file__', '/nowhere/programs.py')
+    monkeypatch.delenv('BALLASTD', raising=False)
+    with pytest.raises(ballast.Error, match='ballastd is not at /nowhere/bin/ballastd: install the package again'):
+        programs.path('ballastd')
+    with pytest.raises(SystemExit, match='^ballastd: ballastd is not at'):
+        programs.ballastd()
+
+
 @pytest.mark.parametrize('daemon', [False, True])
 def test_temporary_directories_of_killed_processes_go(daemon, tmp_path):
     start = f'''
@@ -199,8 +228,8 @@ assert os.path.isdir(mine)
 
 STOPPED = '''
 import atexit, subprocess, threading
-import ballast.embedded_daemon
-server = subprocess.Popen([ballast.embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0',
+import ballast.programs
+server = subprocess.Popen([ballast.programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0',
                            '--metrics_listen', '127.0.0.1:0', '--data_directory', 'server', '--budget.dram', '64MiB',
                            '--log_level', 'warn'],
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel, installs it into a clean virtual environment beside torch, and runs there what its README prints.
+# Builds the wheel, installs it into a clean virtual environment beside torch, and runs there what its pages print.
 # Usage: tests/python/wheel_test.sh PYTHON FOLDER COMPILER
 # PYTHON: has pip, nanobind, scikit-build-core and torch. FOLDER: for the wheel and the environment; made anew. COMPILER: of C++.
 set -euo pipefail
@@ -21,16 +21,22 @@ echo "wheel: $(basename "${wheel[0]}"), $(stat -c %s "${wheel[0]}") bytes"
 "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$("$folder/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
 "$folder/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps "${wheel[0]}"
 cd "$folder"  # nothing of the source tree is importable from here
-"$folder/venv/bin/python" "$root/tests/python/run_readme.py" "$root/client/python/README.md" "$folder/readme"
+for page in README REFERENCE; do
+  "$folder/venv/bin/python" "$root/tests/python/run_readme.py" "$root/client/python/$page.md" "$folder/$page"
+done
 "$folder/venv/bin/python" - <<'EOF'
 import pathlib
 import subprocess
+import sys
 
 import ballast
 
 package = pathlib.Path(ballast.__file__).parent
 assert (package / 'py.typed').is_file() and (package / '_native.pyi').is_file(), list(package.iterdir())
-daemon = package / 'bin' / 'ballastd'
-subprocess.run([daemon, '--help'], check=True, stdout=subprocess.DEVNULL)
+# Both programs are on PATH, with their own arguments and exit codes.
+for name, argument, code, words in (('ballastd', '--version', 0, 'ballastd 0'), ('ballastctl', '--help', 0, 'Usage: ballastctl'),
+                                    ('ballastd', '--no-such-flag', 2, 'no-such-flag')):
+    run = subprocess.run([pathlib.Path(sys.executable).parent / name, argument], capture_output=True, text=True)
+    assert run.returncode == code and words in run.stdout + run.stderr, run
 EOF
 rm -rf "$folder/venv" "$root/build/wheel-test"

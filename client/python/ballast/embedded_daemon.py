@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import pathlib
 import re
-import shutil
 import subprocess
 import threading
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from ballast import place, temporary
+from ballast import place, programs, temporary
 from ballast.errors import Error
 
 _END_SECONDS = 20
 
 Result = TypeVar('Result')
-
-
-def _binary() -> str:
-    beside = pathlib.Path(__file__).parent / 'bin' / 'ballastd'
-    found = beside if beside.is_file() else os.environ.get('BALLASTD') or shutil.which('ballastd')
-    if not found:
-        raise Error(f'ballastd is neither at {beside} nor on PATH; install the package again, or name servers',
-                    'BAD_CONFIG')
-    return str(found)
 
 
 def _on_lasting_thread(start: Callable[[], Result]) -> Result:
@@ -52,7 +41,7 @@ class Daemon:
     def __init__(self, directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None,
                  threads: int | None) -> None:
         self.pid = os.getpid()
-        binary = _binary()
+        binary = programs.path('ballastd')
         self.place = place.make(directory, dram, nvme)
         command = [binary, '--end-with', str(self.pid), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
                    '--data_directory', self.place.directory, '--budget.dram', str(self.place.dram), '--budget.nvme',
@@ -61,11 +50,14 @@ class Daemon:
         self.process = _on_lasting_thread(lambda: subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True,
                                                                    start_new_session=True))  # Ctrl-C is for the ranks, which end it
         self._exit = weakref.finalize(self, self.stop)  # keeps this object; those that are newer run before
-        ready = re.search(r'ready listen=(\S+)', self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        ready = re.search(r'ready listen=(\S+)', line)
         if ready is None:
+            said = (line + self.process.stdout.read()).strip().removeprefix('ballastd failed: ')
             code = self.process.wait()
             self.stop()
-            raise Error(f'ballastd ended with exit code {code} before it was ready; it said why above', 'SERVER_DOWN')
+            how = f'exit code {code}' if code >= 0 else f'signal {-code}'
+            raise Error(f'the private ballastd ended with {how} before it was ready: {said or "it gave no reason"}', 'SERVER_DOWN')
         self.address = ready[1]
 
     def stop(self) -> None:
