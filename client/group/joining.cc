@@ -61,9 +61,9 @@ absl::Status JobExists(const std::string& job, int64_t version) {
   return model::Error(
       absl::StatusCode::kAlreadyExists, model::kJobExists,
       absl::StrCat("job '", job, "' exists, at version ", version,
-                   ", and resume=never (the default) never touches an existing job; choose resume=auto "
-                   "(continue it, or create it if missing), resume=must (continue it, fail if missing), "
-                   "or another job name"));
+                   ", and resume=never (the default) leaves it as it is. To train the weights that this model has now, "
+                   "choose another job name, or drop the old job (ballast.drop, ballastctl drop). To continue the old "
+                   "job, choose resume=auto or resume=must: its weights then replace this model's"));
 }
 
 absl::Status JobMissing(const std::string& job) {

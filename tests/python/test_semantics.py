@@ -386,7 +386,8 @@ def test_an_existing_job_is_an_error_that_names_the_three(job):
     model = mlp()
     first = bt.AdamW(model.parameters(), **job)
     train(model, first, steps=1)
-    with pytest.raises(ballast.Error, match='never.*auto.*must') as raised:
+    with pytest.raises(ballast.Error, match=r"never.*another job name, or drop the old job.*auto.*must: its weights then replace "
+                                            "this model's") as raised:
         train(model, bt.AdamW(model.parameters(), **job), steps=1)
     assert raised.value.reason == 'JOB_EXISTS'
 
