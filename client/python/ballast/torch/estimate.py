@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -11,12 +13,49 @@ from ballast import _native, place
 from ballast.errors import Error
 from ballast.torch.group import ranks
 from ballast.torch.job.naming import UnitsBySize, positional_name, split_named, unit_of
+from ballast.torch.sharding.shard import _PREFETCH_BYTES
 from ballast.torch.stepping.members import DTYPES, check_parameter
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 _PROFILE = 'ballast-profile.yaml'
+_IN_FLIGHT = 64 << 20  # bytes of pushes and pulls: client/session_types.h, inflight_bytes_max
+# Units of gathered parameters, and of gradients, that FSDP2 has at one time in backward.
+_UNITS_IN_USE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a job would take. Sizes are bytes."""
+    fits: bool
+    text: str  # for people
+    step_seconds: float  # 0: not known, without a machine profile
+    tiers: list[tuple[str, int]]  # name and bytes, of the fullest server; empty if it does not fit
+    rank_bytes: int  # a trainer's parameters and gradients, whole
+    rank_bytes_sharded: int  # and divided among the ranks
+    # The memory of each kind of process, beside what Python, torch and activations take: 'trainer', and 'server' if that is a process of
+    # its own. Empty if it does not fit.
+    processes: list[tuple[str, int]]
+
+
+def _processes(told: _native.EstimateReport, tensors: list[_native.Tensor], element_bytes: int, ranks: int, is_inside: bool,
+               is_sharded: bool, prefetch_bytes: int) -> list[tuple[str, int]]:
+    """is_inside: the server is in the trainer's process. is_sharded: by shard()."""
+    if not told.fits:
+        return []
+    units: dict[int, int] = {}
+    for tensor in tensors:
+        units[tensor.unit] = units.get(tensor.unit, 0) + math.prod(tensor.shape) * element_bytes
+    largest, whole, server = max(units.values()), sum(units.values()), dict(told.tiers)['dram']
+    if is_sharded:  # pulls ahead of use, at most: a step gathers each unit twice
+        ahead = min(max(prefetch_bytes, largest // ranks), 2 * whole // ranks)
+        trainer = min(_IN_FLIGHT, whole // ranks) + ahead + _UNITS_IN_USE * largest
+    elif is_inside:  # updates read gradients and write parameters where they are
+        trainer = told.rank_bytes
+    else:  # units that come, and slices in memory that the server shares
+        trainer = told.rank_bytes + min(max(_IN_FLIGHT, largest), whole) + min(_IN_FLIGHT, told.rank_bytes // ranks)
+    return [('trainer', trainer + server)] if is_inside else [('trainer', trainer), ('server', server)]
 
 
 def _tensors(params: torch.nn.Module | ParamsT, frozen: str | None) -> tuple[list[_native.Tensor], int, str]:
@@ -41,22 +80,22 @@ def _tensors(params: torch.nn.Module | ParamsT, frozen: str | None) -> tuple[lis
     return tensors, len(groups), DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
 
 
-def estimate(params: torch.nn.Module | ParamsT, *, optimizer: str = 'adamw', moments: str = 'f32', master: str = 'f32', ranks: int = 1,
+def estimate(params: torch.nn.Module | ParamsT, *, optimizer: Literal['adamw', 'adam', 'sgd', 'adagrad', 'lion'] = 'adamw',
+             moments: Literal['f32', 'bf16', 'i8', 'f8'] = 'f32', master: Literal['f32', 'remainder'] = 'f32', ranks: int = 1,
              servers: int = 0, dram: int | str | None = None, nvme: int | str | None = None,
-             directory: str | os.PathLike[str] | None = None, threads: int | None = None, durability: str | None = None,
-             pin_interval: int = 0, chunk_elements: int = 1 << 20, profile: str | None = None, amsgrad: bool = False,
-             momentum: bool = False, frozen: str | None = None) -> _native.EstimateReport:
+             directory: str | os.PathLike[str] | None = None, threads: int | None = None,
+             durability: Literal['step', 'every-K', 'none'] | None = None, pin_interval: int = 0,
+             chunk_elements: int = 1 << 20, profile: str | None = None, amsgrad: bool = False, momentum: bool = False,
+             frozen: Literal['working', 'q8', 'state'] | None = None, prefetch_bytes: int = _PREFETCH_BYTES) -> Estimate:
     """A model's job: bytes per tier and rank, what binds, and the time of a step. A server that has no job is asked, in a
     temporary directory; nothing is taken.
 
     params: a model, also on the device 'meta', or what an optimizer takes. servers: how many state servers, alike; 0 for the one
     inside the trainer, or of several ranks beside them. momentum: SGD keeps a buffer.
     frozen: as shard()'s, of parameters that want no gradient (give one for any model of shard()'s, whose servers keep its parameters);
-    None: the optimizer without shard(), whose servers have none of these.
+    None: the optimizer without shard(), whose servers have none of these. prefetch_bytes: shard()'s.
     dram, nvme, threads: each server's, as an optimizer's arguments. profile: what `ballastctl iotune` wrote; else
     ballast-profile.yaml in the directory, if it is there: without one no time is told.
-    Returns an object with fits, text (for people), step_seconds (0: not known), tiers [(name, bytes of the fullest
-    server)], rank_bytes and rank_bytes_sharded (a trainer's parameters and gradients, whole or sharded).
     """
     if servers > 0 and dram is None:
         raise Error("servers=...: expected their budgets, such as dram='64GiB'", 'BAD_CONFIG')
@@ -75,4 +114,9 @@ def estimate(params: torch.nn.Module | ParamsT, *, optimizer: str = 'adamw', mom
         profile = os.path.join(directory, _PROFILE)
     # A server keeps parameters, but for the one inside a trainer that has them.
     keeps = servers > 0 or ranks > 1 or frozen is not None
-    return _native.estimate(tensors, options, dram, nvme, threads or place.processors(), servers, profile or '', keeps)
+    told = _native.estimate(tensors, options, dram, nvme, threads or place.processors(), servers, profile or '', keeps)
+    processes = _processes(told, tensors, 4 if dtype == 'f32' else 2, ranks, servers == 0 and ranks == 1, frozen is not None,
+                           prefetch_bytes)
+    rows = ''.join(f'  {name:<42} {size / 2**30:.2f} GiB\n' for name, size in processes)
+    text = told.text + (f'\n  Memory of each process, beside what Python, torch and activations take:\n{rows}' if rows else '')
+    return Estimate(told.fits, text, told.step_seconds, told.tiers, told.rank_bytes, told.rank_bytes_sharded, processes)
