@@ -13,6 +13,7 @@ def run(folder, name, *arguments):
     done = subprocess.run([sys.executable, EXAMPLES / name, *arguments], cwd=folder, capture_output=True, text=True, timeout=300,
                           check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert 'lr_scheduler' not in done.stderr, done.stderr  # torch's warning that a schedule stepped before the optimizer
     return done.stdout
 
 

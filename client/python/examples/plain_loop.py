@@ -13,11 +13,11 @@ steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
 model, dataset = make_model(), make_dataset()
 optimizer = ballast.torch.AdamW(model.named_parameters(), lr=3e-3, directory='plain_loop_state', dram='256MiB', nvme='1GiB',
                                 resume='auto')
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-
 start, _ = optimizer.resume()
-for _ in range(start):
-    schedule.step()
+for group in optimizer.param_groups:
+    group['initial_lr'] = group['lr']  # of a schedule that begins later, torch wants it
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10), last_epoch=start - 1)
+
 for step in range(start, steps):
     rows = [dataset[(8 * step + i) % len(dataset)] for i in range(8)]
     loss = model(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss
