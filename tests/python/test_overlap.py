@@ -294,7 +294,7 @@ def test_refusals(job):
     backward(other)
     with pytest.raises(ballast.Error, match='expected the model whose forward passes'):
         bt.AdamW(model.parameters(), overlap=True, **job)
-    with pytest.raises(ballast.Error, match='parameter 0 of group 0 is not one of the model'):
+    with pytest.raises(ballast.Error, match='is not one of the model'):
         bt.AdamW(other.parameters(), overlap=model, **job).step()
     compiled = torch.compile(model)
     with pytest.raises(ballast.Error, match='is compiled'):

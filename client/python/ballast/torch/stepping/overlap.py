@@ -13,7 +13,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.job.naming import unit_of
-from ballast.torch.job.registration import placed
+from ballast.torch.job.registration import name_of, placed
 from ballast.torch.modes import plainly
 from ballast.torch.stepping.members import Member, is_sharded
 
@@ -65,7 +65,9 @@ class Overlap:
                 raise Error('overlap: parameters are DTensors, which fully_shard gathers before any hook of ours; leave overlap out',
                             'UNSUPPORTED')
             if id(parameter) not in seen:
-                raise Error(f'overlap: parameter {i} of group {g} is not one of the model: nothing would wait for it', 'BAD_CONFIG')
+                raise Error(f"overlap: parameter '{name_of(job, g, i, parameter)}' is not one of the model, or is no more: nothing would "
+                            'wait for it. Give overlap= the model that has it; where the model has another in its place, make a new '
+                            'optimizer', 'BAD_CONFIG')
 
     def start(self, step: Step, members: list[Member], gradients: Sequence[torch.Tensor | None]) -> None:
         """Begins a step. wait() has been called before."""
