@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/client/python/native/python_session.h"
 #include "ballast/client/python/native/python_stash.h"
+#include "ballast/client/python/native/sample.h"
 #include "ballast/client/python/native/status_error.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/self_test.h"
@@ -418,6 +419,16 @@ NB_MODULE(_native, m) {
         return kernels::Crc32c({reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()});
       },
       "bytes"_a);
+  m.def(
+      "samples",
+      [](const std::vector<nb::ndarray<nb::c_contig, nb::device::cpu>>& tensors, const std::vector<uint64_t>& turns) {
+        if (tensors.size() != turns.size()) throw nb::value_error("turns: one per tensor");
+        const nb::gil_scoped_release release;
+        std::vector<absl::Span<const std::byte>> bytes;
+        for (const auto& tensor : tensors) bytes.emplace_back(static_cast<const std::byte*>(tensor.data()), tensor.nbytes());
+        return SamplesOf(bytes, turns);
+      },
+      "tensors"_a, "turns"_a);
   m.attr("JOB_NAME_RULE") = model::kJobNameRule;
   m.def(
       "is_job_name", [](const std::string& name) { return model::IsJobName(name); }, "name"_a);

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils import _pytree
 
-from ballast.errors import Error
+from ballast.errors import Error, warn
 from ballast.torch.group import placement
-from ballast.torch.group.together import alike
+from ballast.torch.group.together import alike, everyone
 from ballast.torch.job import edits, registration
 from ballast.torch.state_dict import marker, matching
+from ballast.torch.stepping import marks
 
 if TYPE_CHECKING:
     from ballast import _native
@@ -70,10 +71,8 @@ def unopened(job: Job) -> dict[str, Any]:
 
 def keep(job: Job) -> dict[str, Any]:
     """The state_dict of an open job's version now, which the servers keep."""
-    if job.options.world_size == 1:
-        edits.settle(job)
     job.kept.keep(job.session)
-    said = marker.Marker(job.options.job, job.session.version, job.progress.steps)
+    said = marker.Marker(job.options.job, job.session.version, job.progress.steps, edited=edits.pending(job))
     return {'state': {}, 'param_groups': _packed(job, said)}
 
 
@@ -136,13 +135,14 @@ def versions(job: Job) -> list[int]:
     return session.pins() if job.progress.partly else job.open(alone=was_open).pins()
 
 
-def rollback(job: Job, version: int) -> None:
-    """Takes the job, parameters included, back to a version that a state_dict named. COLLECTIVE."""
+def rollback(job: Job, version: int, keeps: bool = False) -> None:
+    """Takes the job, parameters included, back to a version that a state_dict named. COLLECTIVE. keeps: on some rank; parameters stay as
+    they are, as edits of that version."""
     was_open = job.session is not None
     if not was_open:  # ranks that make another call would be in its opening
         _agree_version(job, version, job.check_usable)
     try:
-        _roll_back(job, version)
+        _roll_back(job, version, keeps)
     except BaseException:
         if not was_open:
             job.leave()
@@ -154,14 +154,14 @@ def _agree_version(job: Job, version: int, act: Callable[[], Result]) -> Result:
     return alike(job.exchange('rollback()'), act, lambda _: [('the version', str(version))])
 
 
-def _roll_back(job: Job, version: int) -> None:
+def _roll_back(job: Job, version: int, keeps: bool) -> None:
     if job.session is None:
         job.open(partly=True)
 
     def look() -> _native.Session:
         session = job.open(partly=True)
         for member in job.members:
-            member.edited()  # where a pull could not write to it, an error
+            member.check_shape()  # a pull could not write to it
         if session.version == version and version not in session.pins():
             raise Error(f"version {version} is the one that job '{job.options.job}' is at, and no state_dict() has named it: a state that "
                         'names it is of another job of that name', 'VERSION_GONE')
@@ -180,4 +180,16 @@ def _roll_back(job: Job, version: int) -> None:
                 job.take_blob()
     job.progress.check_whole(job.options.job)
     job.kept.loaded(version)
+    _, said = everyone(job.exchange('rollback()'), lambda: keeps, lambda keeps: bytes([keeps]))
+    if any(map(any, said)):
+        edits.keep(job, job.exchange('rollback()'))
+        job.unpulled = False
+        return
+    edited = [member for member, is_edited in zip(job.members, marks.edited(job.members)) if is_edited]
+    before = [member.digest_now() for member in edited]
     job.pull()
+    undone = [member.name for member, digest in zip(edited, before) if member.digest_now() != digest]
+    if undone:
+        warn(f"parameter '{undone[0]}'{f' and {len(undone) - 1} others, which were' if undone[1:] else ', which was'} written to since the "
+             f"last step, now hold{'' if undone[1:] else 's'} the value of version {version}: a state that names a version brings its "
+             "parameters too. To keep other values, load the model's state after the optimizer's")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from ballast.errors import warn
 from ballast.torch.group.agreement import check_loaded, check_values
 from ballast.torch.group.ranks import Exchange
 from ballast.torch.group.together import everyone, together
 from ballast.torch.modes import same_bits
 from ballast.torch.state_dict.moments import read_part
+from ballast.torch.stepping import marks
 from ballast.torch.stepping.members import Member, digest_of, on_host
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def sync(job: Job) -> None:
-    """Takes over the values of all parameters, whether their version counters moved or not. COLLECTIVE."""
+    """Takes over the values of all parameters, whether their marks tell of edits or not. COLLECTIVE."""
     if job.session is None:
         job.open()
     exchange = job.exchange('sync_from_params()')
@@ -38,10 +38,9 @@ def take(job: Job, members: Iterable[Member], exchange: Exchange) -> None:
     def write() -> None:
         written = set(job.session.written)  # names of tensors whose edits no step has taken
         for member in members:
-            _write(job, member, written)
+            _put(job, member, on_host(member.parameter), written)
     together(exchange, write)
-    for member in members:
-        member.noted()
+    marks.note(members)
 
 
 @torch.no_grad()
@@ -58,13 +57,6 @@ def give(job: Job, given: Mapping[int, torch.Tensor]) -> None:
     commit_written(job, exchange)
 
 
-def _write(job: Job, member: Member, written: Collection[str]) -> None:
-    if member.edited_unseen():
-        warn(f"parameter '{member.name}' was written through .data, which its version counter does not tell: taken over at step "
-             f'{job.progress.steps}, as by sync_from_params(); without debug it would be lost')
-    _put(job, member, on_host(member.parameter), written)
-
-
 def _put(job: Job, member: Member, values: torch.Tensor, written: Collection[str]) -> None:
     """values: this rank's. Where the master rounds to them it stays."""
     master = read_part(job.session, member, 'master')
@@ -75,10 +67,16 @@ def _put(job: Job, member: Member, values: torch.Tensor, written: Collection[str
         job.session.write(member.name, torch.where(kept, master, values.float()).reshape(-1))
 
 
-def settle(job: Job) -> None:
-    """Makes edits since the last step a part of the version that is about to be kept. For one rank."""
-    take(job, [member for member in job.members if member.edited()], job.session.exchange)
-    commit_written(job, job.session.exchange)
+def pending(job: Job) -> bool:
+    """Some parameter here holds values that no step has taken: the job's version is without them."""
+    return any(marks.edited(job.members)) or bool(job.session.written)
+
+
+def keep(job: Job, exchange: Exchange) -> None:
+    """Parameters are ahead of the job's version, where they differ from it. COLLECTIVE."""
+    members = [member for member in job.members if member.here is not None]
+    check_values(exchange, job.roster, job.members, members)
+    take(job, members, exchange)
 
 
 def commit_written(job: Job, exchange: Exchange) -> None:
@@ -93,8 +91,8 @@ def commit_written(job: Job, exchange: Exchange) -> None:
         job.session.commit_values()
 
 
-def edited(job: Job, members: Iterable[Member]) -> list[bool]:
+def edited(job: Job, members: Sequence[Member]) -> list[bool]:
     """By member: whether it was edited since the last step. With several ranks also where an edit was written before: one of them may not
     have written it."""
     written = set(job.session.written) if job.options.world_size > 1 else ()
-    return [member.edited() or member.name in written for member in members]
+    return [is_edited or member.name in written for member, is_edited in zip(members, marks.edited(members))]

@@ -25,7 +25,7 @@ from ballast.torch.job.registration import Fit, check_frozen, placed
 from ballast.torch.modes import plainly
 from ballast.torch.state_dict import moments
 from ballast.torch.stepping.host_memory import HostMemory
-from ballast.torch.stepping.members import Member, Memory, give_values, warn_of_others
+from ballast.torch.stepping.members import Member, Memory, give_values, warn_of_others, wrote
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -55,7 +55,7 @@ class Job:
         self._origin = f"{'several' if self.group.several else 'one'}/{self.group.count('job')}"
         self.algorithm, self.options, self.formats = algorithm, options, formats
         self.tied = tied
-        self.debug = False  # digests tell of writes that version counters do not show
+        self.debug = False  # digests tell of writes that marks do not show
         self.states: str | None = None  # what a state_dict() has: 'named' (a version's name), 'full' (moments), None: see gives_moments
         self.connection = Connection(servers, budgets, access, host)
         self.session: _native.Session | None = None  # None: the job is not open
@@ -271,9 +271,9 @@ class Job:
         """Brings the job's version to all parameters."""
         memory = Memory(self.members, self.host).wait()
         self.session.pull(memory.parameters)
-        for i, member in enumerate(self.members):
+        for i in range(len(self.members)):
             memory.write_back(i)
-            member.wrote()
+        wrote(self.members)
         self.unpulled = False
 
     def _member(self, parameter: torch.Tensor) -> Member | None:

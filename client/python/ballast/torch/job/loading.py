@@ -19,6 +19,7 @@ from ballast.torch.modes import plainly, same_bits
 from ballast.torch.state_dict import entries, marker, matching
 from ballast.torch.state_dict.entries import Entry
 from ballast.torch.state_dict.moments import moment_names, read_part
+from ballast.torch.stepping import marks
 from ballast.torch.stepping.members import Member, digest_of, is_sharded, local, on_host
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ _BATCH_BYTES = 256 << 20
 class Plan(NamedTuple):
     """The outcome of a look at the state that is loaded."""
     what: str  # the same on all ranks
-    version: int = -1  # go back to this one, or:
+    version: int = -1  # go back to this one,
+    keeps: bool = False  # without its parameters, or:
     entries: dict[int, Entry] | None = None  # bring these in, by id of the parameter; None: nothing
     begins: bool = False  # the entries are those of a job that has made no step
     unknown: bool = False  # ... if the job, which is not open, is one
@@ -51,7 +53,7 @@ def load(job: Job, state_dict: Mapping[str, Any]) -> None:
                 if plan.version >= 0 and not was_open:
                     job.options.resume = 'must'  # who loads a state wants the job that has it
                 if plan.version >= 0:
-                    checkpoint.rollback(job, plan.version)
+                    checkpoint.rollback(job, plan.version, plan.keeps)
                 elif plan.unknown:
                     _check_begins(job)
             except BaseException:
@@ -122,7 +124,7 @@ def _plan(job: Job, state_dict: Mapping[str, Any]) -> Plan:
         raise Error(f"the state names job '{said.job}' and has moments as well: give a state_dict() or a full_state_dict()", 'BAD_SPEC')
     if said is not None and said.version >= 0:
         checkpoint.check_job(said, job.options.job)
-        plan = Plan(f"a state_dict of job '{said.job}' at version {said.version}", version=said.version)
+        plan = Plan(f"a state_dict of job '{said.job}' at version {said.version}", version=said.version, keeps=said.edited)
     elif said is not None:
         plan = _plan_unopened(job, said)
     checkpoint.check_options(job, groups)
@@ -300,5 +302,4 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
                     job.progress.loaded(steps, blob)
     if masters_win:
         job.pull()
-    for member in members:
-        member.noted()
+    marks.note(members)

@@ -26,17 +26,8 @@ class RemoteMember(Member):
     def initial(self) -> torch.Tensor:
         return self.part.unit.model.values.of(self.part)
 
-    def noted(self) -> None:
+    def check_shape(self) -> None:
         pass
-
-    def wrote(self) -> None:
-        pass
-
-    def edited(self) -> bool:
-        return False
-
-    def edited_unseen(self) -> bool:
-        return False
 
 
 def member_of(line: Line, group: int, parameter: torch.Tensor, debug: bool) -> Member:

@@ -22,6 +22,7 @@ class Marker(NamedTuple):
     steps: int = 0
     origin: str = ''  # the optimizer whose job was not open
     begins: bool = False  # the job was not open, and could only be a new one: resume='never'
+    edited: bool = False  # parameters held values then that the version is without: the model's own state has them
 
     def tensor(self) -> torch.Tensor:
         """A tensor, since a state_dict of which none is a tensor has no device that torch could broadcast it on."""

@@ -15,7 +15,7 @@ from ballast.errors import Error, warn
 from ballast.torch.modes import plainly
 from ballast.torch.stepping import background
 from ballast.torch.stepping.host_memory import HostMemory
-from ballast.torch.stepping.members import Member, digest_of, gradient_of, in_host, is_elsewhere, is_sharded, local, mark_of
+from ballast.torch.stepping.members import Member, digest_of, gradient_of, in_host, is_elsewhere, is_sharded, local, versions_of
 
 if TYPE_CHECKING:
     from ballast import _native
@@ -45,12 +45,12 @@ class _Mark:
     """Shows that a gradient is as it was. GradScaler's unscale_ moves no version counter, so a sum is part of it."""
 
     def __init__(self, gradient: torch.Tensor, debug: bool) -> None:
-        self._mark = mark_of(gradient)
+        self._versions = versions_of(gradient)
         self._sum = _sum_of(gradient)
         self._digest = digest_of(gradient) if debug else None
 
     def is_same(self, other: _Mark) -> bool:
-        return self._mark == other._mark and self._digest == other._digest and torch.equal(self._sum, other._sum)
+        return self._versions == other._versions and self._digest == other._digest and torch.equal(self._sum, other._sum)
 
 
 class Early:

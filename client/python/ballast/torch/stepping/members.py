@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ballast import _native
 from ballast.errors import Error, warn
 from ballast.torch.sharding.remote import remote_of
+from ballast.torch.stepping import marks
 from ballast.torch.stepping.host_memory import HostMemory, is_elsewhere
 
 if TYPE_CHECKING:
@@ -52,42 +53,37 @@ def digest_of(tensor: torch.Tensor) -> int:
     return _native.crc32c(on_host(tensor).reshape(-1).view(torch.uint8))
 
 
-def mark_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """A mark that any operation changes that writes to the tensor, but by way of .data."""
+def versions_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """What any operation of torch's changes that writes to the tensor, but one by way of .data."""
     # An operation on a DTensor moves its own counter and not that of its local tensor.
     memory = local(tensor)
     return tensor._version, memory._version, memory.data_ptr()
 
 
 class Member:
-    """A parameter that is registered: its place in the job, and the marks of Ballast's last write to it: version counters (mark), and
-    with debug a digest, which tells of writes that they do not."""
+    """A parameter that is registered: its place in the job, and the mark of Ballast's last write to it; with debug also a digest."""
 
     def __init__(self, line: Line, group: int, parameter: torch.Tensor, debug: bool = False) -> None:
         self.line, self.name, self.group, self.parameter = line, line.name, group, parameter
         self.turn = zlib.crc32(line.name.encode())  # when its gradient is compared: the same on all ranks
-        self.mark: tuple[int, int, int] | None = None
+        self.mark: marks.Mark | None = None
         self.digest: int | None = None
         self.debug = debug
         self.agreed = False  # ranks have compared a gradient
         self.is_frozen = False  # the servers have its value alone
         self.shape = local(parameter).shape
-        self.noted()
+        marks.note([self])
 
     def is_due(self, steps: int, debug: bool) -> bool:
         """Replicas compare the gradient in this step: in the first, and then in one of _GRADIENT_STEPS; all with debug. steps: made."""
         return debug or not self.agreed or self.turn % _GRADIENT_STEPS == steps % _GRADIENT_STEPS
 
-    def noted(self) -> None:
-        """The parameter is as Ballast wrote it, or took it over."""
-        self.mark = mark_of(self.parameter)
-        if self.debug:
-            self.digest = digest_of(self.parameter)
+    @property
+    def versions(self) -> tuple[int, int, int]:
+        return versions_of(self.parameter)
 
-    def wrote(self) -> None:
-        """Ballast has written to the parameter: its counter moves once, as by one of torch's in-place operations."""
-        torch.autograd.graph.increment_version(local(self.parameter))
-        self.noted()
+    def digest_now(self) -> int:
+        return digest_of(self.parameter)
 
     @property
     def here(self) -> torch.Tensor | None:
@@ -101,18 +97,21 @@ class Member:
     @property
     def moved(self) -> bool:
         """The parameter is in other memory now."""
-        return self.mark[-1] != local(self.parameter).data_ptr()
+        return self.mark.versions[-1] != local(self.parameter).data_ptr()
 
-    def edited(self) -> bool:
-        """Somebody else has written to the parameter."""
+    def check_shape(self) -> None:
+        """Refuses a parameter that is not what was registered."""
         if self.moved and local(self.parameter).shape != self.shape:
             raise Error(f"parameter '{self.name}' has shape {list(local(self.parameter).shape)} on this rank, and registered with "
                         f'{list(self.shape)}; make a new optimizer for new parameters', 'BAD_SPEC')
-        return self.mark != mark_of(self.parameter) or self.edited_unseen()
 
-    def edited_unseen(self) -> bool:
-        """Only the digest tells of an edit."""
-        return self.debug and self.mark == mark_of(self.parameter) and self.digest != digest_of(self.parameter)
+
+def wrote(members: Iterable[Member]) -> None:
+    """Ballast has written to parameters: their counters move once, as by one of torch's in-place operations."""
+    members = [member for member in members if member.here is not None]
+    for member in members:
+        torch.autograd.graph.increment_version(local(member.parameter))
+    marks.note(members)
 
 
 def _check_parallel(name: str, parameter: torch.Tensor, group: Group) -> None:

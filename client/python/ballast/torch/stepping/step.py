@@ -10,7 +10,7 @@ from ballast.errors import Error
 from ballast.torch.group.agreement import Collected
 from ballast.torch.job import progress
 from ballast.torch.stepping.host_memory import current_streams, on_streams
-from ballast.torch.stepping.members import Memory, local
+from ballast.torch.stepping.members import Memory, local, wrote
 
 if TYPE_CHECKING:
     from ballast.torch.stepping.stepper import Stepper
@@ -64,9 +64,10 @@ class Step:
 
     def land(self, indices: set[int]) -> None:
         """Parameters of these members, by index, hold the new version."""
-        for i in (indices & self._changes) - self._landed:
+        landed = sorted((indices & self._changes) - self._landed)
+        for i in landed:
             self._memory.write_back(i)
-            self._members[i].wrote()
+        wrote([self._members[i] for i in landed])
         self._landed |= indices
 
     def end(self) -> None:

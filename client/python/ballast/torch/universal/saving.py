@@ -19,6 +19,7 @@ from ballast.torch.group.together import in_parts, together
 from ballast.torch.job import edits
 from ballast.torch.modes import plainly
 from ballast.torch.state_dict.moments import read_array
+from ballast.torch.stepping import marks
 from ballast.torch.universal import layout
 from ballast.torch.universal.loading import names_of
 
@@ -78,7 +79,7 @@ def _check(job: Job, tag: str | None, client: Mapping[str, Any]) -> None:
 def _settle(job: Job) -> None:
     """Edits since the last step become part of the version that is saved. COLLECTIVE."""
     exchange = job.exchange(CALL)
-    mine = together(exchange, lambda: [member.name for member in job.members if member.edited()])
+    mine = together(exchange, lambda: [member.name for member, edited in zip(job.members, marks.edited(job.members)) if edited])
     names = {name for said in in_parts(exchange, json.dumps(mine).encode()) for name in json.loads(said)}
     if not names:
         return
