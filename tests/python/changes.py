@@ -16,6 +16,8 @@ class Way(NamedTuple):
     change: Callable
     wants: str = COUNTS  # as with torch.optim; or refused by the name of a parameter
     first: str = COUNTS  # what it wants before the first step
+    fp32: str = ''  # what it wants of fp32 parameters, if another
+    overlap: str = ''  # what it wants with overlap, if another
     once: bool = False  # a second time changes nothing more
 
 
@@ -78,7 +80,7 @@ of('equal values')(lambda p: p.copy_(p.clone()))
 @way('one row')
 @torch.no_grad()
 def _row(model, save):
-    largest(model)[1] = 0.25
+    largest(model)[1].neg_()
 
 
 @way('_foreach')
@@ -119,12 +121,12 @@ def _foreach_data(model, save):
 
 @way('.data, one row')
 def _data_row(model, save):
-    largest(model).data[1] = 0.25
+    largest(model).data[1].neg_()
 
 
 @way('.data, one column')
 def _data_column(model, save):
-    largest(model).data[:, 3] = 0.25
+    largest(model).data[:, 3].neg_()
 
 
 @way('renormalised by numpy')
@@ -162,7 +164,7 @@ def _transposed(model, save):
     weight.data = (weight.data * 0.5).t().contiguous().t()
 
 
-@way('.data = another shape', wants=REFUSED, first=REFUSED, once=True)
+@way('.data = another shape', wants=REFUSED, once=True)
 def _resized(model, save):
     parameter = largest(model)
     before = parameter.data
@@ -181,10 +183,10 @@ def _tied_data(model, save):
 @way('dtype there and back')
 def _there_and_back(model, save):
     dtype = next(model.parameters()).dtype
-    model.to(torch.float16).to(dtype)
+    model.to(torch.float64).to(dtype)
 
 
-@way('dtype', wants=REFUSED, once=True)
+@way('a narrower dtype', wants=REFUSED, fp32=COUNTS, once=True)
 def _dtype(model, save):
     dtype = next(model.parameters()).dtype
     model.to(torch.float16)
@@ -193,38 +195,56 @@ def _dtype(model, save):
 
 # --- parameters and modules
 
+def structure(model):
+    """Returns what brings back the modules and parameters that are there now."""
+    there = [(module, dict(module._parameters), dict(module._modules)) for module in model.modules()]
+
+    def undo():
+        for module, parameters, modules in there:
+            module._parameters.update(parameters)
+            module._modules.update(modules)
+    return undo
+
+
 def twins(model):
     """Two linear layers of one shape."""
     linears = of_kind(model, nn.Linear)
     return next((one, other) for i, one in enumerate(linears) for other in linears[i + 1:] if one.weight.shape == other.weight.shape)
 
 
-@way('a replaced Parameter', once=True)
+def put_for(model, old, new):
+    parent, name = next((parent, name) for parent in model.modules() for name, child in parent.named_children() if child is old)
+    setattr(parent, name, new)
+
+
+@way('a replaced Parameter', overlap=REFUSED, once=True)
 def _replaced(model, save):
-    layer = first(model, nn.Linear)
+    layer, undo = first(model, nn.Linear), structure(model)
     layer.weight = nn.Parameter(layer.weight.detach() * 0.5)
+    return undo
 
 
-@way('a replaced module', once=True)
+@way('a replaced module', overlap=REFUSED, once=True)
 def _replaced_module(model, save):
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                fresh = nn.Linear(child.in_features, child.out_features, dtype=child.weight.dtype)
-                fresh.load_state_dict({key: value * 0.5 for key, value in child.state_dict().items()})
-                setattr(parent, name, fresh)
-                return
+    old, undo = first(model, nn.Linear), structure(model)
+    new = nn.Linear(old.in_features, old.out_features, old.bias is not None, dtype=old.weight.dtype)
+    new.load_state_dict({key: value * 0.5 for key, value in old.state_dict().items()})
+    put_for(model, old, new)
+    return undo
 
 
-@way('load_state_dict(assign=True)', once=True)
+@way('load_state_dict(assign=True)', overlap=REFUSED, once=True)
 def _assigned(model, save):
+    undo = structure(model)
     model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+    return undo
 
 
-@way('tied', once=True)
+@way('tied', overlap=REFUSED, once=True)
 def _tied(model, save):
-    one, other = twins(model)
+    (one, other), undo = twins(model), structure(model)
     one.weight = other.weight
+    return undo
 
 
 @way('tied and untied')
@@ -236,14 +256,14 @@ def _untied(model, save):
     own.data.copy_(other.weight.data)
 
 
-@way('a resized embedding', once=True)
+@way('a resized embedding', overlap=REFUSED, once=True)
 def _resized_embedding(model, save):
-    old = first(model, nn.Embedding)
+    old, undo = first(model, nn.Embedding), structure(model)
     new = nn.Embedding(old.num_embeddings + 2, old.embedding_dim, dtype=old.weight.dtype)
     new.weight.data.fill_(0.01)
     new.weight.data[:old.num_embeddings] = old.weight.data
-    parent, name = next((parent, name) for parent in model.modules() for name, child in parent.named_children() if child is old)
-    setattr(parent, name, new)
+    put_for(model, old, new)
+    return undo
 
 
 @way('parametrized', once=True)
@@ -370,7 +390,7 @@ def _twice(model, save):
     sum(parameter.square().sum() for parameter in model.parameters() if parameter.requires_grad).backward()
 
 
-@way('of another shape', to=GRADIENTS, wants=REFUSED, first=REFUSED)
+@way('of another shape', to=GRADIENTS, wants=REFUSED, once=True)
 def _other_shape(model, save):
     weight = first(model, nn.Linear).weight
     before, gradient = weight.data, weight.grad

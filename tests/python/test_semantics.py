@@ -1,5 +1,6 @@
 """What a loop does around step() means what it means in torch."""
 import copy
+import re
 import warnings
 
 import pytest
@@ -263,31 +264,36 @@ def test_model_state_loaded_after_construction(job):
     assert_close(*both(script, *pair(job)))
 
 
-def test_edits_through_data_need_a_word(job):
+def wide():
+    """A model with a tensor that is sampled."""
+    return nn.Sequential(nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 4))
+
+
+def write_to_one_element(sync):
     def script(model, make):
         optimizer = make(model.parameters())
 
         def after(i):
             if i == 5:
-                model[0].weight.data.mul_(0.5)
-                getattr(optimizer, 'sync_from_params', lambda: None)()
-        return train(model, optimizer, after_step=after)
-    assert_close(*both(script, *pair(job)))
+                model[0].weight.data[500, 7] = 3.0
+                if sync:
+                    getattr(optimizer, 'sync_from_params', lambda: None)()
+        return train(model, optimizer, steps=10, after_step=after)
+    return script
 
 
-def test_debug_finds_edits_through_data(job):
-    def script(model, make):
-        optimizer = make(model.parameters())
+def test_a_write_to_one_element_through_data_needs_a_word(job):
+    assert_close(*both(write_to_one_element(sync=True), *pair(job), make_model=wide))
 
-        def after(i):
-            if i == 5:
-                model[0].weight.data.mul_(0.5)
-        return train(model, optimizer, after_step=after)
+
+def test_debug_finds_a_write_to_one_element_through_data(job):
     ours, theirs = pair({**job, 'debug': True})
-    with pytest.warns(UserWarning, match='was written through .data.*taken over at step 6') as warned:
-        assert_close(*both(script, ours, theirs))
-    assert len(warned) == 1
-    assert warned[0].filename.endswith('scripts.py'), 'the line of the script'
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        assert_close(*both(write_to_one_element(sync=False), ours, theirs, make_model=wide))
+    for each in caught:  # none where the sample has the element
+        assert re.search("parameter 'group0.0.*' was written to by .data.* in so few elements", str(each.message))
+        assert each.filename.endswith('scripts.py'), 'the line of the script'
 
 
 def test_an_edit_of_bf16_keeps_the_master_bits_of_what_was_not_edited(job):
