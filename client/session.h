@@ -243,15 +243,19 @@ class Session {
   absl::Status UnpinDurably(int64_t version);
   // Versions kept on the disk by all servers, ascending. Versions that servers pinned by themselves may go with any
   // step.
-  absl::StatusOr<std::vector<int64_t>> DurablePins();
+  absl::StatusOr<std::vector<KeptVersion>> DurablePins();
+  // Called by any one rank. OK if all servers keep this version, and the state is the one asked for; what KeptVersion
+  // does not know is not compared. Errors: BAD_SPEC, it is of another life of the job; VERSION_GONE, no server keeps
+  // it, or it is of another history of this job.
+  absl::Status CheckKept(const KeptVersion& wanted);
   // COLLECTIVE, between steps, with no push or write pending. The next transaction: all state and step counts become
   // those of a version kept on the disk, and resumed_blobs() its blobs. version() goes up by one, as with any
   // transaction: no number ever names two states. With durability every-K the restore, like any step, can be lost until
   // servers pin a later version: pin to be safe. Servers read the kept version and write all state; step_timeout bounds
   // that.
-  // Errors before any change: VERSION_GONE, a server lacks the version; BAD_SPEC, tensors got their first values since.
+  // Errors before any change: CheckKept's; BAD_SPEC, tensors got their first values since.
   // ABORTED: this group's epoch is over; the state is at the old version or restored.
-  absl::StatusOr<StepReport> Restore(int64_t version);
+  absl::StatusOr<StepReport> Restore(const KeptVersion& kept);
   // Reads a whole tensor, or `runs` of a tensor, at `version`: the current or a pinned version. Working values are
   // widened to fp32.
   absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to,

@@ -125,6 +125,17 @@ struct StepReport {
   double norm = 0;       // global norm of scaled gradients, before clipping
 };
 
+// A version that the servers keep, and which state it is: the number alone does not tell. A job that is dropped and
+// made again counts from 0, and a job that is trained on from an older copy of its servers' directories counts on from
+// there.
+struct KeptVersion {
+  int64_t version = 0;
+  // The job's, over all its servers: a name that is dropped and made again has another. 0: not known.
+  uint64_t life = 0;
+  // The epoch of the version's decision. No two groups share one. Counter 0: not known.
+  v1::Epoch decided_by = {};
+};
+
 // Seconds and bytes since Open.
 struct SessionStats {
   double pull_seconds = 0;    // blocked on pulls

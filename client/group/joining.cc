@@ -99,18 +99,33 @@ absl::Status Differs(const v1::OpenRequest& other, uint32_t rank, const v1::Open
 
 }  // namespace
 
-absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string& job, absl::Time deadline) {
+absl::StatusOr<Pins> AskPins(Router* router, const std::string& job, absl::Time deadline) {
   v1::GetJobRequest ask;
   ask.set_job(job);
   ask.set_without_open(true);
   BALLAST_ASSIGN_OR_RETURN(const auto answers, (router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
                                                    &Transport::GetJob, "GetJob", ask, deadline)));
-  std::map<int64_t, uint32_t> servers;
+  Pins pins;
+  bool told = true;
+  std::map<int64_t, PinnedOn> versions;
   for (const v1::GetJobResponse& answer : answers) {
-    for (const int64_t version : answer.durable_versions()) ++servers[version];
+    told = told && answer.life() != 0;
+    pins.life ^= answer.life();  // whatever the order of servers
+    for (int i = 0; i < answer.durable_versions_size(); ++i) {
+      const v1::Epoch decided_by = i < answer.decided_by_size() ? answer.decided_by(i) : v1::Epoch();
+      const auto [place, is_new] = versions.try_emplace(answer.durable_versions(i));
+      PinnedOn& pin = place->second;
+      ++pin.servers;
+      if (is_new) pin.kept = {.version = place->first, .decided_by = decided_by};
+      pin.differs = pin.differs || !model::MayBeSame(pin.kept.decided_by, decided_by);
+      if (decided_by.counter() == 0) pin.kept.decided_by.Clear();  // all servers tell, or it is not known
+    }
   }
-  std::vector<PinnedOn> pins;
-  for (const auto& [version, count] : servers) pins.push_back({version, count});
+  if (!told) pins.life = 0;
+  for (auto& [version, pin] : versions) {
+    pin.kept.life = pins.life;
+    pins.versions.push_back(std::move(pin));
+  }
   return pins;
 }
 
@@ -303,15 +318,15 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
 
 absl::Status Opening::DropPartialPins(const v1::OpenRequest& open, absl::Time deadline) {
   if (open.spec().durability() == v1::DURABILITY_NONE) return absl::OkStatus();
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<PinnedOn> pins, AskPins(router_, open.spec().name(), deadline));
-  for (const PinnedOn& pin : pins) {
+  BALLAST_ASSIGN_OR_RETURN(const Pins pins, AskPins(router_, open.spec().name(), deadline));
+  for (const PinnedOn& pin : pins.versions) {
     if (pin.servers == router_->server_count()) continue;
     v1::UnpinRequest request;
     request.set_job(open.spec().name());
-    request.set_version(pin.version);
+    request.set_version(pin.kept.version);
     request.set_durable(true);
     *request.mutable_epoch() = open.epoch();
-    const std::string what = absl::StrCat("Unpin of version ", pin.version, ", which only some servers have");
+    const std::string what = absl::StrCat("Unpin of version ", pin.kept.version, ", which only some servers have");
     BALLAST_RETURN_IF_ERROR(
         (router_->CallAll<v1::UnpinRequest, v1::UnpinResponse>(&Transport::Unpin, what, request, deadline)).status());
   }

@@ -17,13 +17,18 @@
 
 namespace ballast::client {
 
-// A version, and the number of servers that keep the version on the disk.
+// A version, and the number of servers that keep it on the disk.
 struct PinnedOn {
-  int64_t version = 0;
+  KeptVersion kept;
   uint32_t servers = 0;
+  bool differs = false;  // two servers keep different states under this number
 };
-// Returns kept versions, ascending.
-absl::StatusOr<std::vector<PinnedOn>> AskPins(Router* router, const std::string& job, absl::Time deadline);
+// Versions of a job on its servers.
+struct Pins {
+  uint64_t life = 0;               // as KeptVersion's
+  std::vector<PinnedOn> versions;  // ascending
+};
+absl::StatusOr<Pins> AskPins(Router* router, const std::string& job, absl::Time deadline);
 
 class Opening {
  public:

@@ -84,6 +84,8 @@ struct Session::Impl {
                                       const std::string& blob, const Values::Source& source);
   // COLLECTIVE. The rest of a transaction, from the seal on. `blob`: this rank's blob of `agreed`.
   absl::StatusOr<StepReport> Conduct(const Agreement& agreed, const std::string& blob, const Values::Source& source);
+  // Asks all servers, by this rank alone; returns the versions that all keep.
+  absl::StatusOr<Pins> AskCommonPins();
   // Asks all servers about a kept version, by this rank alone.
   absl::StatusOr<v1::PinResponse> AskPin(int64_t pinned);
   // COLLECTIVE. The transaction that restores a version, the first of its epoch.

@@ -53,15 +53,57 @@ absl::Status Session::UnpinDurably(int64_t version) {
   return impl_->Conclude(answers.status());
 }
 
-absl::StatusOr<std::vector<int64_t>> Session::DurablePins() {
-  BALLAST_RETURN_IF_ERROR(impl_->Usable());
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<PinnedOn> pins,
-                           AskPins(impl_->router.get(), impl_->seat.job, impl_->seat.Deadline()));
-  std::vector<int64_t> common;
-  for (const PinnedOn& pin : pins) {
-    if (pin.servers == impl_->router->server_count()) common.push_back(pin.version);
+absl::StatusOr<Pins> Session::Impl::AskCommonPins() {
+  BALLAST_RETURN_IF_ERROR(Usable());
+  auto pins = AskPins(router.get(), seat.job, seat.Deadline());
+  if (!pins.ok()) return Conclude(pins.status());
+  std::erase_if(pins->versions,
+                [&](const PinnedOn& pin) { return pin.differs || pin.servers < router->server_count(); });
+  return pins;
+}
+
+absl::StatusOr<std::vector<KeptVersion>> Session::DurablePins() {
+  BALLAST_ASSIGN_OR_RETURN(const Pins pins, impl_->AskCommonPins());
+  std::vector<KeptVersion> kept;
+  for (const PinnedOn& pin : pins.versions) kept.push_back(pin.kept);
+  return kept;
+}
+
+absl::Status Session::CheckKept(const KeptVersion& wanted) {
+  BALLAST_ASSIGN_OR_RETURN(const Pins pins, impl_->AskCommonPins());
+  const std::string& job = impl_->seat.job;
+  if (wanted.life != 0 && pins.life != 0 && wanted.life != pins.life) {
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kBadSpec,
+        absl::StrCat("version ", wanted.version, " is of an earlier job '", job,
+                     "', which was dropped or whose data directories were removed: it is of life ",
+                     absl::Hex(wanted.life, absl::kZeroPad16), ", and the job of that name now of life ",
+                     absl::Hex(pins.life, absl::kZeroPad16),
+                     ". The version went with the earlier job: bring its directories back, or take a state that has "
+                     "the values themselves. Nothing was changed"));
   }
-  return common;
+  const auto found = std::find_if(pins.versions.begin(), pins.versions.end(),
+                                  [&](const PinnedOn& pin) { return pin.kept.version == wanted.version; });
+  if (found == pins.versions.end()) {
+    const auto number = [](std::string* out, const PinnedOn& pin) { absl::StrAppend(out, pin.kept.version); };
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+        absl::StrCat("version ", wanted.version, " of job '", job, "' is not kept by all servers; ",
+                     pins.versions.empty() ? "no version is"
+                                           : absl::StrCat("these are: ", absl::StrJoin(pins.versions, ", ", number))));
+  }
+  if (model::MayBeSame(wanted.decided_by, found->kept.decided_by)) return absl::OkStatus();
+  const auto show = [](const v1::Epoch& epoch) {
+    return absl::StrCat(epoch.counter(), "-", absl::Hex(epoch.nonce(), absl::kZeroPad16));
+  };
+  return model::Error(
+      absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+      absl::StrCat(
+          "version ", wanted.version, " of job '", job, "' is of another history than the one asked for: that ",
+          "one was decided in epoch ", show(wanted.decided_by), ", the servers keep the one of epoch ",
+          show(found->kept.decided_by),
+          ". The servers' directories were replaced by an older copy, and the job went on from there: bring the "
+          "directories back, or take a state that has the values themselves. Nothing was changed"));
 }
 
 absl::StatusOr<v1::PinResponse> Session::Impl::AskPin(int64_t pinned) {
@@ -116,9 +158,10 @@ absl::Status Session::Impl::GoBack(int64_t pinned) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<StepReport> Session::Restore(int64_t version) {
+absl::StatusOr<StepReport> Session::Restore(const KeptVersion& kept) {
   BALLAST_RETURN_IF_ERROR(impl_->Usable());
   Impl& impl = *impl_;
+  const int64_t version = kept.version;
   absl::Status mine;
   if (impl.seat.version < 0) mine = Precondition("the job is new and has nothing to restore; Initialise comes first");
   if (!impl.gradients.empty()) mine = Precondition("gradients were pushed; Step or Drop before Restore");
@@ -132,13 +175,7 @@ absl::StatusOr<StepReport> Session::Restore(int64_t version) {
   // Before the fence: a version that is not there, or cannot be restored, must not cost the group its epoch.
   v1::PinResponse pin;
   if (rank() == 0) {
-    const auto pins = DurablePins();
-    mine = pins.status();
-    if (pins.ok() && !std::binary_search(pins->begin(), pins->end(), version)) {
-      mine = model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
-                          absl::StrCat("version ", version, " is not pinned durably on all servers; there ",
-                                       pins->empty() ? "is none" : absl::StrCat("are ", absl::StrJoin(*pins, ", "))));
-    }
+    mine = CheckKept(kept);
     if (mine.ok()) {
       auto asked = impl.AskPin(version);
       mine = asked.status();

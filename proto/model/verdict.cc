@@ -97,6 +97,10 @@ std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b) {
   return a.nonce() <=> b.nonce();
 }
 
+bool MayBeSame(const v1::Epoch& a, const v1::Epoch& b) {
+  return a.counter() == 0 || b.counter() == 0 || Compare(a, b) == 0;
+}
+
 std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, const v1::StepHeader& header,
                      absl::Span<const std::string> blobs) {
   FieldHash hash;
@@ -352,6 +356,16 @@ absl::Status StateLost(const v1::GetJobResponse& answer) {
                    kHowToDrop, ") and start it again"));
 }
 
+// The epoch that decided a version which the server keeps; counter 0: the server does not tell. Null: it does not keep
+// the version.
+const v1::Epoch* DecidedBy(const v1::GetJobResponse& answer, int64_t version) {
+  const auto& versions = answer.durable_versions();
+  const auto found = std::lower_bound(versions.begin(), versions.end(), version);
+  if (found == versions.end() || *found != version) return nullptr;
+  const auto at = static_cast<int>(found - versions.begin());
+  return at < answer.decided_by_size() ? &answer.decided_by(at) : &v1::Epoch::default_instance();
+}
+
 // Chooses among the versions kept by all servers. Takes the version that became the one to go on from in the latest
 // transaction. This need not be the highest version: a restore gives up versions later than the restored one, and a
 // server that has not heard of the restore's decision still keeps them. A version pinned only by request may be among
@@ -360,9 +374,11 @@ std::optional<int64_t> NewestCommonPin(absl::Span<const v1::GetJobResponse> answ
   std::optional<std::pair<int64_t, int64_t>> newest;  // since, version
   std::optional<int64_t> asked_for;
   const auto common = [&](int64_t version) {
-    return std::all_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& other) {
-      return std::binary_search(other.durable_versions().begin(), other.durable_versions().end(), version);
-    });
+    const v1::Epoch* const first = DecidedBy(answers.front(), version);
+    return first != nullptr && std::all_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& other) {
+             const v1::Epoch* const decided = DecidedBy(other, version);
+             return decided != nullptr && MayBeSame(*first, *decided);
+           });
   };
   for (const v1::GetJobResponse& answer : answers) {
     for (int i = 0; i < answer.automatic_versions_size(); ++i) {

@@ -15,6 +15,8 @@ namespace ballast::model {
 
 // Lexicographic by (counter, nonce).
 std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b);
+// False if the epochs differ. An epoch with counter 0 is not known, and may be any.
+bool MayBeSame(const v1::Epoch& a, const v1::Epoch& b);
 
 // A fence may raise a promise's counter by so much. Groups raise it by little, and a promise near the end of the
 // numbers would leave none for the groups to come: 2^32 such fences would be needed for that.

@@ -147,7 +147,9 @@ void Job::GetJob(Reply<v1::GetJobResponse> reply) {
       0,
       [this]() -> Outcome<v1::GetJobResponse> {
         core_.mu.AssertHeld();
-        return core_.Describe();
+        v1::GetJobResponse job = core_.Describe();
+        job.set_life(journal_.life());
+        return job;
       },
       absl::InfiniteFuture(), "", std::move(reply));
 }

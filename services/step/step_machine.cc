@@ -26,6 +26,7 @@ v1::GetJobResponse StepMachine::Describe() const {
   job.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
   for (const auto& [version, pin] : m.pins) {
     job.add_durable_versions(version);
+    *job.add_decided_by() = pin.decision().epoch();
     if (!pin.automatic()) continue;
     job.add_automatic_versions(version);
     job.add_automatic_since(pin.automatic_since());

@@ -124,6 +124,29 @@ TEST(ResolveTest, LossAndDivergenceAreRefused) {
   EXPECT_EQ(ReasonOf(Resolve(std::vector{At(4), other}).status()), kDiverged);
 }
 
+// Two servers of which one was replaced by an older copy may keep two states under one number.
+TEST(ResolveTest, AVersionOfWhichServersKeepTwoHistoriesIsNotRestored) {
+  const auto keeps = [](std::vector<std::pair<int64_t, uint64_t>> versions) {
+    v1::GetJobResponse answer = At(9);
+    answer.set_state_lost(true);
+    answer.mutable_open()->mutable_spec()->set_durability(v1::DURABILITY_EVERY_K);
+    for (const auto& [version, nonce] : versions) {
+      answer.add_durable_versions(version);
+      answer.add_automatic_versions(version);
+      v1::Epoch* const epoch = answer.add_decided_by();
+      epoch->set_counter(3);
+      epoch->set_nonce(nonce);
+    }
+    return answer;
+  };
+  EXPECT_EQ(Resolve(std::vector{keeps({{4, 1}, {8, 2}}), keeps({{4, 1}, {8, 2}})})->restores, 8);
+  EXPECT_EQ(Resolve(std::vector{keeps({{4, 1}, {8, 2}}), keeps({{4, 1}, {8, 5}})})->restores, 4);
+  EXPECT_EQ(ReasonOf(Resolve(std::vector{keeps({{8, 2}}), keeps({{8, 5}})}).status()), kStateLost);
+  v1::GetJobResponse silent = keeps({{8, 2}});  // an earlier version of the server
+  silent.clear_decided_by();
+  EXPECT_EQ(Resolve(std::vector{keeps({{8, 5}}), silent})->restores, 8);
+}
+
 class HeaderTest : public ::testing::Test {
  protected:
   HeaderTest() {

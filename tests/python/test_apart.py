@@ -24,7 +24,7 @@ TOLD = {
                                                       'expected',
     'a_rollback_beside_a_step_of_a_job_that_was_found': "rank 0 is in rollback() of job 'found_step' and rank 1 in the opening of a job; "
                                                         'expected',
-    'a_rollback_that_was_refused': 'version 77 is not pinned durably on all servers; there ',
+    'a_rollback_that_was_refused': "the servers do not keep version 77 of job 'found_refused' (any more); they keep ",
     'sync_on_one_rank': 'rank 0 is in sync_from_params() and rank 1 in step(); expected the same calls on all ranks, in one order '
                         '[RANKS_DIFFER]',
     'a_load_on_one_rank': 'rank 0 is in step() and rank 1 in load_state_dict(); expected the same calls on all ranks',

@@ -185,6 +185,21 @@ void BindOptions(nb::module_& m) {
       .def_rw("placement", &Tensor::placement)
       .def_rw("parts", &Tensor::parts)
       .def_rw("frozen", &Tensor::frozen);
+  // decided_by: counter and nonce of an epoch, (0, 0) if not known.
+  nb::class_<client::KeptVersion>(m, "KeptVersion")
+      .def(
+          "__init__",
+          [](client::KeptVersion* kept, int64_t version, uint64_t life, std::pair<uint64_t, uint64_t> decided_by) {
+            new (kept) client::KeptVersion{.version = version, .life = life};
+            kept->decided_by.set_counter(decided_by.first);
+            kept->decided_by.set_nonce(decided_by.second);
+          },
+          "version"_a, "life"_a = 0, "decided_by"_a = std::pair<uint64_t, uint64_t>(0, 0))
+      .def_ro("version", &client::KeptVersion::version)
+      .def_ro("life", &client::KeptVersion::life)
+      .def_prop_ro("decided_by", [](const client::KeptVersion& kept) {
+        return std::pair(kept.decided_by.counter(), kept.decided_by.nonce());
+      });
   nb::class_<Report>(m, "Report")
       .def_ro("version", &Report::version)
       .def_ro("skipped", &Report::skipped)
@@ -395,7 +410,8 @@ void BindSession(nb::module_& m) {
       .def("pin", Watched(&PythonSession::Pin), Release())
       .def("unpin", Watched(&PythonSession::Unpin), "version"_a, Release())
       .def("pins", Watched(&PythonSession::Pins), Release())
-      .def("restore", Watched(&PythonSession::Restore), "version"_a, Release())
+      .def("check_kept", Watched(&PythonSession::CheckKept), "wanted"_a, Release())
+      .def("restore", Watched(&PythonSession::Restore), "kept"_a, Release())
       // Ends what another thread waits for, and the session.
       .def("interrupt", [](const PythonSession& session) { session.interrupt().Raise(); })
       .def("close", &PythonSession::Close, Release());

@@ -533,8 +533,8 @@ void PythonSession::Register(const std::vector<Tensor>& tensors) {
   MakeTensors();
 }
 
-Report PythonSession::Restore(int64_t version) {
-  const client::StepReport stepped = Take(Use()->Restore(version));
+Report PythonSession::Restore(const client::KeptVersion& kept) {
+  const client::StepReport stepped = Take(Use()->Restore(kept));
   return {.version = stepped.version, .skipped = stepped.skipped};
 }
 
@@ -568,7 +568,8 @@ std::vector<std::string> PythonSession::Exchange(const std::string& mine) {
 
 void PythonSession::Pin() { Check(Use()->PinDurably()); }
 void PythonSession::Unpin(int64_t version) { Check(Use()->UnpinDurably(version)); }
-std::vector<int64_t> PythonSession::Pins() { return Take(Use()->DurablePins()); }
+std::vector<client::KeptVersion> PythonSession::Pins() { return Take(Use()->DurablePins()); }
+void PythonSession::CheckKept(const client::KeptVersion& wanted) { Check(Use()->CheckKept(wanted)); }
 
 std::vector<std::pair<uint64_t, uint64_t>> BoxOf(const Placement& placement, const std::vector<uint64_t>& shape,
                                                  uint64_t place) {

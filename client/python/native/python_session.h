@@ -227,7 +227,7 @@ class PythonSession {
   };
   Report CommitState(const std::string& array, absl::Span<const State> states, const std::string& blob);
   void Register(const std::vector<Tensor>& tensors);
-  Report Restore(int64_t version);
+  Report Restore(const client::KeptVersion& kept);
 
   // Returns every rank's bytes, in rank order; at most 1 MiB per rank.
   std::vector<std::string> Exchange(const std::string& mine);
@@ -240,7 +240,8 @@ class PythonSession {
   std::string FrozenAs(const std::string& tensor);
   void Pin();
   void Unpin(int64_t version);
-  std::vector<int64_t> Pins();
+  std::vector<client::KeptVersion> Pins();
+  void CheckKept(const client::KeptVersion& wanted);
   // Ends the session; further calls throw.
   void Close();
   ~PythonSession();

@@ -33,6 +33,25 @@ class Servers {
   void Restart() {
     for (int i = 0; i < kServers; ++i) Restart(i);
   }
+  // All servers end, and start again on copies of the directories `from` (as `Copy` made them).
+  void RestartOn(const std::deque<ScratchDirectory>& from) {
+    for (int i = 0; i < kServers; ++i) {
+      servers_[i].state.reset();
+      std::filesystem::remove_all(servers_[i].directory.path());
+      std::filesystem::copy(from[i].path(), servers_[i].directory.path(), std::filesystem::copy_options::recursive);
+    }
+    Restart();
+  }
+  // All servers end, their directories are copied, and the servers start again.
+  std::deque<ScratchDirectory> Copy() {
+    std::deque<ScratchDirectory> copies(kServers);
+    for (int i = 0; i < kServers; ++i) {
+      servers_[i].state.reset();
+      std::filesystem::copy(servers_[i].directory.path(), copies[i].path(), std::filesystem::copy_options::recursive);
+    }
+    Restart();
+    return copies;
+  }
   void Restart(int i) {
     servers_[i].state.reset();
     services::StateServerOptions options;
@@ -74,6 +93,12 @@ class Servers {
   const storage::TierBytes budget_;
   std::deque<Server> servers_;
 };
+
+inline std::vector<int64_t> Numbers(const std::vector<KeptVersion>& kept) {
+  std::vector<int64_t> numbers;
+  for (const KeptVersion& each : kept) numbers.push_back(each.version);
+  return numbers;
+}
 
 inline SessionOptions DurableOptions() {
   SessionOptions options = TestOptions();

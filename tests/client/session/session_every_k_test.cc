@@ -85,13 +85,13 @@ TEST_P(SessionEveryKTest, KeepsOnePinOfItsOwnAndThoseOfUsers) {
                        BALLAST_RETURN_IF_ERROR(session.PinDurably());
                        BALLAST_RETURN_IF_ERROR(Train(session, 5, 11));
                        BALLAST_ASSIGN_OR_RETURN(auto pins, session.DurablePins());
-                       BALLAST_RETURN_IF_ERROR(Expect(pins == std::vector<int64_t>({3, 4, 9}), "pins"));
+                       BALLAST_RETURN_IF_ERROR(Expect(Numbers(pins) == std::vector<int64_t>({3, 4, 9}), "pins"));
                        // Each kind comes back to whom it is of.
                        BALLAST_RETURN_IF_ERROR(session.UnpinDurably(3));
                        BALLAST_RETURN_IF_ERROR(session.UnpinDurably(4));
                        BALLAST_RETURN_IF_ERROR(session.UnpinDurably(9));
                        BALLAST_ASSIGN_OR_RETURN(pins, session.DurablePins());
-                       BALLAST_RETURN_IF_ERROR(Expect(pins == std::vector<int64_t>({9}), "pins"));
+                       BALLAST_RETURN_IF_ERROR(Expect(Numbers(pins) == std::vector<int64_t>({9}), "pins"));
                        return Expect(servers_.NvmeUsed() == used, "space");
                      }),
             absl::OkStatus());
@@ -105,11 +105,11 @@ TEST_P(SessionEveryKTest, WhatAUserRestoredIsWhatIsGoneBackTo) {
                      [&](Session& session) -> absl::Status {
                        BALLAST_RETURN_IF_ERROR(session.PinDurably());
                        BALLAST_RETURN_IF_ERROR(Train(session, 2, 7));
-                       BALLAST_RETURN_IF_ERROR(session.Restore(1).status());
+                       BALLAST_RETURN_IF_ERROR(session.Restore({.version = 1}).status());
                        BALLAST_RETURN_IF_ERROR(ExpectIsStep(session, 1));
                        // 6 is of what was given up; the server keeps 1 in its place.
                        BALLAST_ASSIGN_OR_RETURN(const auto pins, session.DurablePins());
-                       BALLAST_RETURN_IF_ERROR(Expect(pins == std::vector<int64_t>({1}), "pins"));
+                       BALLAST_RETURN_IF_ERROR(Expect(Numbers(pins) == std::vector<int64_t>({1}), "pins"));
                        return session.UnpinDurably(1);
                      }),
             absl::OkStatus());

@@ -32,7 +32,7 @@ TEST_P(SessionRestoreTest, WhatFollowsARestoreIsWhatFollowedThePin) {
                        if (session.rank() == 0) BALLAST_RETURN_IF_ERROR(session.PinDurably());
                        BALLAST_RETURN_IF_ERROR(Train(session, 4, 6));
                        BALLAST_RETURN_IF_ERROR(ExpectIsStep(session, 6));
-                       BALLAST_ASSIGN_OR_RETURN(const StepReport report, session.Restore(3));
+                       BALLAST_ASSIGN_OR_RETURN(const StepReport report, session.Restore({.version = 3}));
                        BALLAST_RETURN_IF_ERROR(Expect(report.version == 7 && session.version() == 7, "version"));
                        BALLAST_RETURN_IF_ERROR(Expect(session.resumed_blobs() == blobs_of(3), "blobs"));
                        BALLAST_RETURN_IF_ERROR(ExpectIsStep(session, 3));
@@ -48,8 +48,8 @@ TEST_P(SessionRestoreTest, WhatFollowsARestoreIsWhatFollowedThePin) {
                        BALLAST_RETURN_IF_ERROR(Expect(session.resumed_blobs() == blobs_of(5), "blobs"));
                        BALLAST_RETURN_IF_ERROR(ExpectIsStep(session, 5));
                        BALLAST_ASSIGN_OR_RETURN(const auto pins, session.DurablePins());
-                       BALLAST_RETURN_IF_ERROR(Expect(pins == std::vector<int64_t>{3}, "pins"));
-                       BALLAST_RETURN_IF_ERROR(session.Restore(3).status());
+                       BALLAST_RETURN_IF_ERROR(Expect(Numbers(pins) == std::vector<int64_t>{3}, "pins"));
+                       BALLAST_RETURN_IF_ERROR(session.Restore({.version = 3}).status());
                        BALLAST_RETURN_IF_ERROR(Expect(session.version() == 10, "version"));
                        BALLAST_RETURN_IF_ERROR(Expect(session.resumed_blobs() == blobs_of(3), "blobs"));
                        return ExpectIsStep(session, 3);
@@ -89,7 +89,7 @@ TEST_P(SessionRestoreTest, SeveralPinsShareWhatDidNotChange) {
   ASSERT_EQ(RunRanks(1,
                      [&](Session& session) -> absl::Status {
                        BALLAST_RETURN_IF_ERROR(session.UnpinDurably(3));
-                       BALLAST_RETURN_IF_ERROR(session.Restore(2).status());
+                       BALLAST_RETURN_IF_ERROR(session.Restore({.version = 2}).status());
                        return ExpectIsStep(session, 2);
                      }),
             absl::OkStatus());
@@ -109,7 +109,7 @@ TEST_P(SessionRestoreTest, UnpinnedSpaceComesBack) {
                        BALLAST_RETURN_IF_ERROR(session.UnpinDurably(1));  // is not there: no error
                        BALLAST_RETURN_IF_ERROR(Expect(servers_.NvmeUsed() == before, "space after unpins"));
                        BALLAST_RETURN_IF_ERROR(
-                           ExpectError(session.Restore(4).status(), model::kVersionGone, "there is none"));
+                           ExpectError(session.Restore({.version = 4}).status(), model::kVersionGone, "no version is"));
                        // The session goes on.
                        BALLAST_RETURN_IF_ERROR(Train(session, 6, 6));
                        return ExpectIsStep(session, 6);
@@ -150,7 +150,7 @@ TEST_P(SessionRestoreTest, AVersionFromBeforeARegistrationIsRefusedAndTheGroupGo
                        BALLAST_RETURN_IF_ERROR(session.Register({late}));
                        for (int i = 0; i < 2; ++i) {
                          BALLAST_RETURN_IF_ERROR(Expect(session.needs_values() == (i == 0), "values"));
-                         BALLAST_RETURN_IF_ERROR(ExpectError(session.Restore(1).status(), model::kBadSpec,
+                         BALLAST_RETURN_IF_ERROR(ExpectError(session.Restore({.version = 1}).status(), model::kBadSpec,
                                                              "before tensor 'late' had values"));
                          if (i == 0) BALLAST_RETURN_IF_ERROR(InitialiseAll(session));
                        }
@@ -158,7 +158,56 @@ TEST_P(SessionRestoreTest, AVersionFromBeforeARegistrationIsRefusedAndTheGroupGo
                        const int64_t whole = session.version();
                        if (session.rank() == 0) BALLAST_RETURN_IF_ERROR(session.PinDurably());
                        BALLAST_RETURN_IF_ERROR(Train(session, 2, 2));
-                       return session.Restore(whole).status();
+                       return session.Restore({.version = whole}).status();
+                     }),
+            absl::OkStatus());
+}
+
+// The number alone does not tell: a job trained on from an older copy of its servers' directories counts on from there.
+TEST_P(SessionRestoreTest, AVersionOfAnotherLifeOrHistoryIsRefusedAndTheGroupGoesOn) {
+  KeptVersion common, given_up, own;
+  // Runs steps first..4, with a pin of step 4; returns that pin and the first one.
+  const auto history = [&](int64_t first, KeptVersion* newest) {
+    return RunRanks(1, [&, first, newest](Session& session) -> absl::Status {
+      if (first == 1) {
+        BALLAST_RETURN_IF_ERROR(InitialiseAll(session));
+        BALLAST_RETURN_IF_ERROR(Train(session, 1, 2));
+        BALLAST_RETURN_IF_ERROR(session.PinDurably());
+      } else {
+        BALLAST_RETURN_IF_ERROR(Train(session, 3, 4));
+        BALLAST_RETURN_IF_ERROR(session.PinDurably());
+      }
+      BALLAST_ASSIGN_OR_RETURN(const auto pins, session.DurablePins());
+      *newest = pins.back();
+      return absl::OkStatus();
+    });
+  };
+  ASSERT_EQ(history(1, &common), absl::OkStatus());
+  const std::deque<ScratchDirectory> copies = servers_.Copy();
+  ASSERT_EQ(history(3, &given_up), absl::OkStatus());
+  servers_.RestartOn(copies);
+  ASSERT_EQ(history(3, &own), absl::OkStatus());
+  EXPECT_NE(own.life, 0);
+  EXPECT_EQ(own.life, given_up.life);
+  EXPECT_EQ(own.version, 4);
+  EXPECT_EQ(given_up.version, 4);
+  ASSERT_EQ(RunRanks(2,
+                     [&](Session& session) -> absl::Status {
+                       BALLAST_RETURN_IF_ERROR(Train(session, 5, 5));
+                       BALLAST_RETURN_IF_ERROR(
+                           ExpectError(session.Restore(given_up).status(), model::kVersionGone, "of another history"));
+                       KeptVersion earlier = own;
+                       earlier.life ^= 1;
+                       BALLAST_RETURN_IF_ERROR(
+                           ExpectError(session.Restore(earlier).status(), model::kBadSpec, "of an earlier job 'test'"));
+                       BALLAST_RETURN_IF_ERROR(ExpectIsStep(session, 5));
+                       // What is there, what both histories have, and what only a number names.
+                       BALLAST_RETURN_IF_ERROR(session.Restore(own).status());
+                       BALLAST_RETURN_IF_ERROR(ExpectIsStep(session, 4));
+                       BALLAST_RETURN_IF_ERROR(session.Restore(common).status());
+                       BALLAST_RETURN_IF_ERROR(ExpectIsStep(session, 2));
+                       BALLAST_RETURN_IF_ERROR(session.Restore({.version = 4}).status());
+                       return ExpectIsStep(session, 4);
                      }),
             absl::OkStatus());
 }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils import _pytree
 
+from ballast import _native
 from ballast.errors import Error, warn
 from ballast.torch.group import placement
 from ballast.torch.group.together import alike, everyone
@@ -18,7 +19,6 @@ from ballast.torch.state_dict import marker, matching
 from ballast.torch.stepping import marks
 
 if TYPE_CHECKING:
-    from ballast import _native
     from ballast.torch.job.job import Job
 
 Result = TypeVar('Result')
@@ -71,8 +71,9 @@ def unopened(job: Job) -> dict[str, Any]:
 
 def keep(job: Job) -> dict[str, Any]:
     """The state_dict of an open job's version now, which the servers keep."""
-    job.kept.keep(job.session)
-    said = marker.Marker(job.options.job, job.session.version, job.progress.steps, edited=edits.pending(job))
+    kept = job.kept.keep(job.session)
+    said = marker.Marker(job.options.job, kept.version, job.progress.steps, life=kept.life, decided_by=kept.decided_by,
+                         edited=edits.pending(job))
     return {'state': {}, 'param_groups': _packed(job, said)}
 
 
@@ -132,17 +133,18 @@ def versions(job: Job) -> list[int]:
     """The versions that all servers keep."""
     was_open = job.session is not None
     session = job.open(partly=True)
-    return session.pins() if job.progress.partly else job.open(alone=was_open).pins()
+    session = session if job.progress.partly else job.open(alone=was_open)
+    return [pin.version for pin in session.pins()]
 
 
-def rollback(job: Job, version: int, keeps: bool = False) -> None:
-    """Takes the job, parameters included, back to a version that a state_dict named. COLLECTIVE. keeps: on some rank; parameters stay as
-    they are, as edits of that version."""
+def rollback(job: Job, version: int, said: marker.Marker | None = None) -> None:
+    """Takes the job, parameters included, back to a version that a state_dict named. said: by that state_dict; where it was edited, on any
+    rank, parameters stay as they are, as edits of that version. COLLECTIVE."""
     was_open = job.session is not None
     if not was_open:  # ranks that make another call would be in its opening
         _agree_version(job, version, job.check_usable)
     try:
-        _roll_back(job, version, keeps)
+        _roll_back(job, version, said)
     except BaseException:
         if not was_open:
             job.leave()
@@ -154,7 +156,8 @@ def _agree_version(job: Job, version: int, act: Callable[[], Result]) -> Result:
     return alike(job.exchange('rollback()'), act, lambda _: [('the version', str(version))])
 
 
-def _roll_back(job: Job, version: int, keeps: bool) -> None:
+def _roll_back(job: Job, version: int, said: marker.Marker | None) -> None:
+    life, decided_by = (0, (0, 0)) if said is None else (said.life, said.decided_by)
     if job.session is None:
         job.open(partly=True)
 
@@ -162,9 +165,8 @@ def _roll_back(job: Job, version: int, keeps: bool) -> None:
         session = job.open(partly=True)
         for member in job.members:
             member.check_shape()  # a pull could not write to it
-        if session.version == version and version not in session.pins():
-            raise Error(f"version {version} is the one that job '{job.options.job}' is at, and no state_dict() has named it: a state that "
-                        'names it is of another job of that name', 'VERSION_GONE')
+        if job.options.rank == 0:
+            job.kept.check(session, _native.KeptVersion(version, life, decided_by))
         return session
     session = _agree_version(job, version, look)
     job.give_values(job.exchange('rollback()'))
@@ -173,15 +175,15 @@ def _roll_back(job: Job, version: int, keeps: bool) -> None:
     before = session.version
     if before != version:
         try:
-            session.restore(version)
+            session.restore(_native.KeptVersion(version, life, decided_by))
         finally:  # Ctrl-C may come when the job is there
             if session.version != before:
                 job.unpulled = True
                 job.take_blob()
     job.progress.check_whole(job.options.job)
     job.kept.loaded(version)
-    _, said = everyone(job.exchange('rollback()'), lambda: keeps, lambda keeps: bytes([keeps]))
-    if any(map(any, said)):
+    _, edited = everyone(job.exchange('rollback()'), lambda: said is not None and said.edited, lambda edited: bytes([edited]))
+    if any(map(any, edited)):
         edits.keep(job, job.exchange('rollback()'))
         job.unpulled = False
         return

@@ -64,7 +64,7 @@ class Job:
         self.roster: Roster | None = None  # what all ranks have; None: the job was not open yet
         self.host = HostMemory()
         self.progress = Progress()
-        self.kept = Kept(checkpoints)
+        self.kept = Kept(options.job, checkpoints)
         self.unpulled = False  # parameters may not hold the job's version yet
         self.found: int | None = None  # the version that the job was found at; None: the job was new
         self.overlap: Overlap | None = None

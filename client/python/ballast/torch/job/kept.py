@@ -17,36 +17,59 @@ class Kept:
     counts as saved, and one that was loaded. So versions go when `count` saved ones newer than they are there, whoever made them;
     if servers run out of room before that, the oldest go first, but none that is known to be saved."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, job: str, count: int) -> None:
+        """job: the name."""
+        self._job, self._count = job, count
         self._made: list[int] = []  # by this process, ascending; all but the last are saved
         self._loaded: int | None = None
 
     def loaded(self, version: int) -> None:
         self._loaded = version
 
-    def keep(self, session: _native.Session) -> None:
+    def keep(self, session: _native.Session) -> _native.KeptVersion:
         """The servers keep the session's version from now on."""
         version = session.version
-        if self._made and self._made[-1] == version:
-            return
+        if self._made[-1:] != [version]:
+            self._pin(session)
+            self._made = [*self._made, version][-self._count - 1:]
+        kept = {pin.version: pin for pin in session.pins()}
+        if version not in kept:
+            self._made.pop()
+            raise Error(f"version {version} of job '{self._job}' was given up as this state_dict() named it, by ballastctl or another "
+                        'optimizer; call state_dict() again', 'VERSION_GONE')
+        if len(self._made) > self._count:
+            for old in [old for old in kept if old < self._made[0]]:
+                session.unpin(old)
+                del kept[old]
+        return kept[version]
+
+    def check(self, session: _native.Session, wanted: _native.KeptVersion) -> None:
+        """Refuses a version that the servers do not keep, or keep of another job or history."""
+        try:
+            session.check_kept(wanted)
+        except Error as error:
+            there = [pin.version for pin in session.pins()] if error.reason == 'VERSION_GONE' else [wanted.version]
+            if wanted.version in there:
+                raise
+            raise Error(f"the servers do not keep version {wanted.version} of job '{self._job}' (any more); they keep "
+                        f"{', '.join(map(str, there)) or 'none'}, of the newest {self._count + 1} state_dict()s. {_MORE}",
+                        'VERSION_GONE') from error
+
+    def _pin(self, session: _native.Session) -> None:
         while True:
             try:
-                session.pin()
-                break
+                return session.pin()
             except Error as error:
                 if error.reason not in ('BUDGET', 'DISK_FULL') or not self._give_up_oldest(session):
                     raise
-        self._made.append(version)
-        if len(self._made) > self._count:
-            self._made = self._made[-self._count - 1:]
-            for old in session.pins():
-                if old < self._made[0]:
-                    session.unpin(old)
 
     def _give_up_oldest(self, session: _native.Session) -> bool:
-        for old in session.pins():
-            if old not in self._made[-self._count:] and old != self._loaded:
-                session.unpin(old)
+        for pin in session.pins():
+            if pin.version not in self._made[-self._count:] and pin.version != self._loaded:
+                session.unpin(pin.version)
                 return True
         return False
+
+
+_MORE = ('To keep more, give the optimizer checkpoints=N, N being how many you want to go back to; for checkpoints that hold the whole '
+         "state themselves, give it states='full'")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from ballast.errors import Error
+from ballast.errors import Error, warn
 from ballast.torch.group import placement
 from ballast.torch.group import roster as rosters
 from ballast.torch.group.agreement import Collected, agree, check_loaded, check_values
@@ -35,8 +35,7 @@ _BATCH_BYTES = 256 << 20
 class Plan(NamedTuple):
     """The outcome of a look at the state that is loaded."""
     what: str  # the same on all ranks
-    version: int = -1  # go back to this one,
-    keeps: bool = False  # without its parameters, or:
+    said: marker.Marker | None = None  # go back to the version that it names, or:
     entries: dict[int, Entry] | None = None  # bring these in, by id of the parameter; None: nothing
     begins: bool = False  # the entries are those of a job that has made no step
     unknown: bool = False  # ... if the job, which is not open, is one
@@ -50,10 +49,10 @@ def load(job: Job, state_dict: Mapping[str, Any]) -> None:
         with _groups_as_before(job):
             plan = _agreed(job, 'load_state_dict()', lambda: _plan(job, state_dict))
             try:
-                if plan.version >= 0 and not was_open:
+                if plan.said is not None and not was_open:
                     job.options.resume = 'must'  # who loads a state wants the job that has it
-                if plan.version >= 0:
-                    checkpoint.rollback(job, plan.version, plan.keeps)
+                if plan.said is not None:
+                    checkpoint.rollback(job, plan.said.version, plan.said)
                 elif plan.unknown:
                     _check_begins(job)
             except BaseException:
@@ -124,7 +123,11 @@ def _plan(job: Job, state_dict: Mapping[str, Any]) -> Plan:
         raise Error(f"the state names job '{said.job}' and has moments as well: give a state_dict() or a full_state_dict()", 'BAD_SPEC')
     if said is not None and said.version >= 0:
         checkpoint.check_job(said, job.options.job)
-        plan = Plan(f"a state_dict of job '{said.job}' at version {said.version}", version=said.version, keeps=said.edited)
+        plan = Plan(f'a state_dict of {said.show()}', said=said)
+        if not said.decided_by[0] and job.group.rank == 0:
+            warn(f"the state names version {said.version} of job '{said.job}' as earlier versions of the package did: it does not say "
+                 'which job of that name it is of, nor which history of it. If the job was dropped and made again since, or its directory '
+                 'replaced by an older copy, another version is loaded; save the state again')
     elif said is not None:
         plan = _plan_unopened(job, said)
     checkpoint.check_options(job, groups)

@@ -23,6 +23,15 @@ class Marker(NamedTuple):
     origin: str = ''  # the optimizer whose job was not open
     begins: bool = False  # the job was not open, and could only be a new one: resume='never'
     edited: bool = False  # parameters held values then that the version is without: the model's own state has them
+    # Which version of that number, as _native.KeptVersion has it: the job's life, and the epoch that decided the version. 0: not known, as
+    # in states of earlier versions of the package.
+    life: int = 0
+    decided_by: tuple[int, int] = (0, 0)
+
+    def show(self) -> str:
+        life = f' of life {self.life:016x}' if self.life else ''
+        epoch = f', decided in epoch {self.decided_by[0]}-{self.decided_by[1]:016x}' if self.decided_by[0] else ''
+        return f"job '{self.job}'{life} at version {self.version}{epoch}"
 
     def tensor(self) -> torch.Tensor:
         """A tensor, since a state_dict of which none is a tensor has no device that torch could broadcast it on."""
@@ -32,7 +41,9 @@ class Marker(NamedTuple):
 
 def _read(value: Any) -> Marker:
     try:
-        return Marker(**json.loads(bytes(value.cpu().tolist())))
+        said = Marker(**json.loads(bytes(value.cpu().tolist())))
+        counter, nonce = said.decided_by  # JSON has lists
+        return said._replace(decided_by=(int(counter), int(nonce)))
     except (AttributeError, TypeError, ValueError) as error:
         raise Error(f"'{KEY}' in the state's param_groups is {value!r}, which no state_dict() of ballast.torch has; take another copy of "
                     'the state', 'BAD_SPEC') from error
@@ -49,6 +60,5 @@ def of(groups: Sequence[Mapping[str, Any]]) -> Marker | None:
     markers = [_read(group[KEY]) for group in groups]
     for g, each in enumerate(markers):
         if each != markers[0]:
-            raise Error(f"the state's group 0 is of job '{markers[0].job}' at version {markers[0].version}, group {g} of job "
-                        f"'{each.job}' at version {each.version}; give one state", 'BAD_SPEC')
+            raise Error(f"the state's group 0 is of {markers[0].show()}, group {g} of {each.show()}; give one state", 'BAD_SPEC')
     return markers[0]

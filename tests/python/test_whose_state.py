@@ -1,0 +1,102 @@
+"""States say which job, and which history of it, they are of; what goes away is announced; an ended session says what is left."""
+import pytest
+from own_process import run
+
+# Two jobs or histories that differ in the learning rate alone, so that every version number is there twice.
+HISTORIES = '''
+import shutil, warnings
+def open_job(resume, lr):
+    model = mlp()
+    optimizer = make(model, resume=resume, lr=lr)
+    optimizer.resume()
+    for group in optimizer.param_groups:
+        group['lr'] = lr
+    return model, optimizer
+def train(model, optimizer, begin, end):
+    """What is saved at the end."""
+    for batch in list(batches(end))[begin:]:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, 'saved.pt')
+    return torch.load('saved.pt', weights_only=True)
+def stop(optimizer):
+    optimizer.close()
+    ballast.embedded.stop()
+def parameters(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+def same(a, b):
+    return all(torch.equal(value, b[name]) for name, value in a.items())
+def refused(model, optimizer, saved, reason, *words):
+    """The load is, by name, and changes nothing."""
+    before, version = parameters(model), optimizer.job.session.version
+    try:
+        optimizer.load_state_dict(saved['optimizer'])
+    except ballast.Error as error:
+        assert error.reason == reason and all(word in str(error) for word in words), error
+    else:
+        raise AssertionError('loaded')
+    assert same(before, parameters(model)) and optimizer.job.session.version == version
+'''
+
+
+@pytest.mark.parametrize('how', ['removed', 'dropped'])
+@pytest.mark.parametrize('steps', [2, 4])  # 2: the new job is at the very version
+def test_a_state_of_an_earlier_job_of_that_name_is_refused(how, steps, tmp_path):
+    run(tmp_path, HISTORIES + '''
+model, first = open_job('never', 1e-2)
+earlier = train(model, first, 0, 2)
+if os.environ['HOW'] == 'removed':
+    stop(first)
+    shutil.rmtree('state')
+else:
+    first.close()
+    ballast.drop('default', 'state')
+model, second = open_job('never', 1e-3)
+own = train(model, second, 0, 2)
+train(model, second, 2, int(os.environ['STEPS']))
+refused(model, second, earlier, 'BAD_SPEC', "version 2 is of an earlier job 'default', which was dropped or whose data directories")
+second.load_state_dict(own['optimizer'])
+assert same(own['model'], parameters(model)) and second.resume().step == 2
+''', HOW=how, STEPS=str(steps))
+
+
+def test_a_state_of_a_history_that_a_restored_backup_gave_up_is_refused(tmp_path):
+    run(tmp_path, HISTORIES + '''
+model, optimizer = open_job('never', 1e-2)
+common = train(model, optimizer, 0, 2)
+stop(optimizer)
+shutil.copytree('state', 'backup')
+model, optimizer = open_job('must', 1e-2)
+given_up = train(model, optimizer, 2, 4)
+stop(optimizer)
+shutil.rmtree('state')
+shutil.move('backup', 'state')
+model, optimizer = open_job('must', 1e-3)
+own = train(model, optimizer, 2, 4)
+assert not same(own['model'], given_up['model'])
+refused(model, optimizer, given_up, 'VERSION_GONE', "version 4 of job 'default' is of another history", 'older copy')
+train(model, optimizer, 4, 5)
+refused(model, optimizer, given_up, 'VERSION_GONE', "version 4 of job 'default' is of another history", 'older copy')
+for saved, step in ((own, 4), (common, 2)):  # also what both histories have
+    optimizer.load_state_dict(saved['optimizer'])
+    assert same(saved['model'], parameters(model)) and optimizer.resume().step == step
+''')
+
+
+def test_a_state_of_an_earlier_version_loads_with_a_warning(tmp_path):
+    run(tmp_path, HISTORIES + '''
+import json
+model, optimizer = open_job('never', 1e-2)
+saved = train(model, optimizer, 0, 2)
+for group in saved['optimizer']['param_groups']:
+    said = json.loads(bytes(group['ballast'].tolist()))
+    old = {key: said[key] for key in ('job', 'version', 'steps', 'origin', 'begins')}
+    group['ballast'] = torch.frombuffer(bytearray(json.dumps(old).encode().ljust(1024)), dtype=torch.uint8)
+train(model, optimizer, 2, 3)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter('always')
+    optimizer.load_state_dict(saved['optimizer'])
+assert len(told) == 1 and "names version 2 of job 'default' as earlier versions of the package did" in str(told[0].message), told
+assert same(saved['model'], parameters(model)) and optimizer.resume().step == 2
+''')
