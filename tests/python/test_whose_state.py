@@ -100,3 +100,18 @@ with warnings.catch_warnings(record=True) as told:
 assert len(told) == 1 and "names version 2 of job 'default' as earlier versions of the package did" in str(told[0].message), told
 assert same(saved['model'], parameters(model)) and optimizer.resume().step == 2
 ''')
+
+
+def test_an_opening_is_told_to_whoever_sets_up_logging(tmp_path):
+    output = run(tmp_path, HISTORIES + '''
+import io, logging
+said = io.StringIO()
+logging.basicConfig(stream=said, level=logging.INFO, format='%(name)s %(levelname)s %(message)s')
+model, optimizer = open_job('auto', 1e-2)
+train(model, optimizer, 0, 2)
+optimizer.close()
+open_job('auto', 1e-2)
+open_job('must', 1e-2)
+assert said.getvalue().splitlines() == ["ballast INFO job 'default' is new", "ballast INFO job 'default' goes on after step 2 (version 2)"]
+''')
+    assert "job 'default' is new" not in output

@@ -1,7 +1,8 @@
-"""Ballast's errors and warnings."""
+"""What Ballast tells its users: errors, warnings, and lines of a log."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -23,6 +24,15 @@ class Error(RuntimeError):
         self.reason = reason
         self.code = code
         self.details = details or {}
+
+
+def say(text: str) -> None:
+    """A line for whoever watches the run: INFO of the logger `ballast`, and on stderr where nobody has set up logging."""
+    logger = logging.getLogger('ballast')
+    if logger.hasHandlers():
+        logger.info(text)
+    else:
+        print(f'ballast: {text}', file=sys.stderr)
 
 
 def warn(text: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ballast import _native
-from ballast.errors import Error, warn
+from ballast.errors import Error, say, warn
 from ballast.torch.group import ranks
 from ballast.torch.group.agreement import check_values
 from ballast.torch.group.roster import Roster
@@ -195,6 +195,10 @@ class Job:
         self.unpulled = self.session.version >= 0
         self.give_values(ranks.Within('the beginning of a job', self.session.exchange, self.options.rank))
         self.found = self.session.version if self.unpulled else None
+        if self.options.resume == 'auto' and self.options.rank == 0:
+            after = 'a load that did not end' if self.progress.partly else f'step {self.progress.steps}'
+            say(f"job '{self.options.job}' " + (
+                'is new' if self.found is None else f'goes on after {after} (version {self.found})'))
         if self.sharded is not None:
             self.sharded.values.forget()
 
