@@ -102,6 +102,25 @@ assert same(saved['model'], parameters(model)) and optimizer.resume().step == 2
 ''')
 
 
+def test_what_goes_away_is_announced_before_it_goes(tmp_path):
+    run(tmp_path, HISTORIES + '''
+model = mlp()
+optimizer = make(model, checkpoints=2)
+saved, told = [], []
+for step in range(5):
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter('always')
+        saved.append(train(model, optimizer, step, step + 1))
+    told.append([str(each.message) for each in heard])
+    there = [1, 2, 3, 4, 5][max(0, step - 2):step + 1]
+    assert optimizer.versions() == there, optimizer.versions()
+assert [len(each) for each in told] == [0, 0, 1, 0, 0], told
+assert "so the next state_dict() gives up version 1," in told[2][0] and 'checkpoints=N' in told[2][0] and "states='full'" in told[2][0]
+refused(model, optimizer, saved[0], 'VERSION_GONE', "do not keep version 1 of job 'default'", 'they keep 3, 4, 5', 'checkpoints=N',
+        "states='full'")
+''')
+
+
 def test_an_opening_is_told_to_whoever_sets_up_logging(tmp_path):
     output = run(tmp_path, HISTORIES + '''
 import io, logging

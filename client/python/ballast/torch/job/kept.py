@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ballast.errors import Error
+from ballast.errors import Error, warn
 
 if TYPE_CHECKING:
     from ballast import _native
@@ -15,13 +15,15 @@ class Kept:
 
     Nobody tells whether a state_dict was ever saved: its process may have died on the way. Only a state_dict that a later one followed
     counts as saved, and one that was loaded. So versions go when `count` saved ones newer than they are there, whoever made them;
-    if servers run out of room before that, the oldest go first, but none that is known to be saved."""
+    if servers run out of room before that, the oldest go first, but none that is known to be saved. A warning comes before the first
+    version goes."""
 
     def __init__(self, job: str, count: int) -> None:
         """job: the name."""
         self._job, self._count = job, count
         self._made: list[int] = []  # by this process, ascending; all but the last are saved
         self._loaded: int | None = None
+        self._warned = False
 
     def loaded(self, version: int) -> None:
         self._loaded = version
@@ -41,6 +43,7 @@ class Kept:
             for old in [old for old in kept if old < self._made[0]]:
                 session.unpin(old)
                 del kept[old]
+        self._announce(min(kept))
         return kept[version]
 
     def check(self, session: _native.Session, wanted: _native.KeptVersion) -> None:
@@ -60,12 +63,23 @@ class Kept:
             try:
                 return session.pin()
             except Error as error:
-                if error.reason not in ('BUDGET', 'DISK_FULL') or not self._give_up_oldest(session):
+                if error.reason not in ('BUDGET', 'DISK_FULL') or not self._give_up_oldest(session, error.reason):
                     raise
 
-    def _give_up_oldest(self, session: _native.Session) -> bool:
+    def _announce(self, oldest: int) -> None:
+        """oldest: of those that are kept."""
+        stays = self._made[-self._count:]  # after the next state_dict()
+        if self._warned or len(stays) < self._count or oldest >= stays[0]:
+            return
+        self._warned = True
+        warn(f"job '{self._job}': the servers keep the versions of the newest {self._count + 1} state_dict()s, so the next state_dict() "
+             f'gives up version {oldest}, and a checkpoint that names it can then not be loaded. {_MORE}')
+
+    def _give_up_oldest(self, session: _native.Session, reason: str) -> bool:
         for pin in session.pins():
             if pin.version not in self._made[-self._count:] and pin.version != self._loaded:
+                warn(f"job '{self._job}': the servers have no room for one more version ({reason}), so version {pin.version} goes; a "
+                     'checkpoint that names it can then not be loaded')
                 session.unpin(pin.version)
                 return True
         return False
