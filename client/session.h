@@ -100,6 +100,8 @@ class Session {
 
   // The last decided step. -1: the job is new, and Initialise comes first.
   int64_t version() const;
+  // OK, or the error that ended the session, which every call returns from then on.
+  const absl::Status& ended() const;
   // How often Drop was called since that step; ranks whose counts differ cannot make the next one.
   uint64_t attempt() const;
   // Whether some tensors have no values yet: the job is new, or tensors were registered and not initialised before a

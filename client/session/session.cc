@@ -128,7 +128,7 @@ UnitLease Session::Impl::Lease(Session* session, uint32_t unit, std::unique_ptr<
 absl::Status Session::Impl::Conclude(absl::Status status) {
   const std::string reason = model::ReasonOf(status);
   if (reason == model::kStaleEpoch || reason == model::kRankMissing || reason == model::kStateLost ||
-      absl::IsDataLoss(status)) {
+      absl::IsDataLoss(status) || (absl::IsCancelled(status) && options.interrupted && options.interrupted())) {
     finished = status;
   }
   return status;
@@ -195,6 +195,7 @@ Session::~Session() {
 int64_t Session::version() const { return impl_->seat.version; }
 
 uint64_t Session::attempt() const { return impl_->seat.attempt; }
+const absl::Status& Session::ended() const { return impl_->finished; }
 bool Session::needs_values() const { return !impl_->without_values.empty(); }
 const std::vector<std::string>& Session::resumed_blobs() const { return impl_->resumed_blobs; }
 int64_t Session::restored_version() const { return impl_->restored_version; }

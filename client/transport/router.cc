@@ -59,24 +59,26 @@ Router::Router(std::vector<std::unique_ptr<Transport>> servers, RouterOptions op
     : servers_(std::move(servers)), options_(std::move(options)), thread_([this] { Run(); }) {}
 
 Router::~Router() {
-  Stop();
+  Stop("the session was closed");
   thread_.join();
   servers_.clear();  // waits for calls under way, whose answers are final now
 }
 
-void Router::Stop() {
+void Router::Stop(absl::string_view why) {
   std::deque<OperationPtr> waiting;
   std::multimap<absl::Time, std::function<void()>> timers;
+  absl::Status stopped;
   {
     absl::MutexLock lock(&mutex_);
-    stopping_ = true;
+    if (stopped_.ok()) stopped_ = absl::CancelledError(why);
+    stopped = stopped_;
     waiting.swap(waiting_);
     admitted_ = queued_;
     for (const OperationPtr& op : waiting) Activate(op);
     timers.swap(timers_);
   }
-  for (const OperationPtr& op : waiting) Finish(op, absl::CancelledError("the session ended"));
-  for (auto& [time, task] : timers) task();  // with stopping_ set, each finishes its operation
+  for (const OperationPtr& op : waiting) Finish(op, stopped);
+  for (auto& [time, task] : timers) task();  // with stopped_ set, each finishes its operation
 }
 
 void Router::Reorder(absl::Span<const uint32_t> order) {
@@ -145,17 +147,19 @@ void Router::Activate(const OperationPtr& op) {
 }
 
 void Router::Start(OperationPtr op) {
+  absl::Status stopped;
   {
     absl::ReleasableMutexLock lock(&mutex_);
-    if (!stopping_ && op->bytes > 0) {
+    stopped = stopped_;
+    if (stopped.ok() && op->bytes > 0) {
       waiting_.push_back(std::move(op));
       ++queued_;
       lock.Release();
       return Pump();
     }
-    if (!stopping_) Activate(op);
+    if (stopped.ok()) Activate(op);
   }
-  if (op->started == absl::InfiniteFuture()) return op->done(absl::CancelledError("the session ended"));
+  if (!stopped.ok()) return op->done(stopped);
   Send(op);
 }
 
@@ -191,7 +195,7 @@ void Router::Send(const OperationPtr& op) {
 }
 
 Router::Next Router::Classify(const Operation& op, const absl::Status& status) const {
-  if (status.ok() || stopping_ || absl::Now() >= op.deadline) return Next::kDone;
+  if (status.ok() || !stopped_.ok() || absl::Now() >= op.deadline) return Next::kDone;
   if (IsRetryable(status)) {
     // A server that answers BUSY at once has too much to do, and Commits with their blobs would add to that. Had the
     // server lost the Commit, a later try waits there until its deadline.
@@ -217,6 +221,7 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
   Next next = Next::kDone;
   {
     absl::MutexLock lock(&mutex_);
+    if (absl::IsCancelled(status) && !stopped_.ok()) status = stopped_;
     next = Classify(*op, status);
     if (next != Next::kDone) {
       op->last = status;
@@ -233,24 +238,24 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
 void Router::Repair(const OperationPtr& op, Next how) {
   std::shared_ptr<const v1::OpenRequest> open;
   std::shared_ptr<const v1::CommitRequest> commit;
-  bool stopping = false;
+  absl::Status stopped;
   {
     absl::MutexLock lock(&mutex_);
-    stopping = stopping_;
+    stopped = stopped_;
     if (how == Next::kSendOpen) open = open_;
     if (how == Next::kSendCommit) commit = commit_;
   }
-  if (stopping) return Finish(op, absl::CancelledError("the session ended"));
+  if (!stopped.ok()) return Finish(op, stopped);
   const auto then = [this, op](const absl::Status& repaired) {
     // If the Commit was sent unasked, before a retry, the call's own error says more than the Commit's.
     if (!repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last)) return Finish(op, repaired);
-    bool cancelled = false;
+    absl::Status cancelled;
     {
       absl::MutexLock lock(&mutex_);
-      cancelled = stopping_;
-      if (!cancelled) timers_.emplace(absl::Now(), [this, op] { Repair(op, Next::kRetry); });
+      cancelled = stopped_;
+      if (cancelled.ok()) timers_.emplace(absl::Now(), [this, op] { Repair(op, Next::kRetry); });
     }
-    if (cancelled) Finish(op, absl::CancelledError("the session ended"));
+    if (!cancelled.ok()) Finish(op, cancelled);
   };
   const absl::Time try_deadline = std::min(op->deadline, absl::Now() + options_.try_timeout);
   Transport* const server = servers_[op->server].get();
@@ -323,16 +328,16 @@ std::string Router::LongestWait(absl::Time now) {
 // Fires retries, admits what waits for bytes in flight, shows long waits.
 void Router::Run() {
   mutex_.Lock();
-  while (!stopping_) {
+  while (stopped_.ok()) {
     const bool watching = !active_.empty() || !watches_.empty();
     absl::Time wake = watching ? absl::Now() + absl::Milliseconds(500) : absl::InfiniteFuture();
     if (!timers_.empty()) wake = std::min(wake, timers_.begin()->first);
     const auto changed = [this, wake, watching]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-      return stopping_ || pump_wanted_ || (!timers_.empty() && timers_.begin()->first < wake) ||
+      return !stopped_.ok() || pump_wanted_ || (!timers_.empty() && timers_.begin()->first < wake) ||
              (!watching && (!active_.empty() || !watches_.empty()));
     };
     mutex_.AwaitWithDeadline(absl::Condition(&changed), wake);
-    if (stopping_) break;
+    if (!stopped_.ok()) break;
     const absl::Time now = absl::Now();
     std::vector<std::function<void()>> due;
     while (!timers_.empty() && timers_.begin()->first <= now) {
@@ -346,7 +351,7 @@ void Router::Run() {
     if (pump) Pump();
     if (!line.empty()) options_.progress(line);
     if (watching && options_.interrupted && options_.interrupted()) {
-      Stop();
+      Stop("an interrupt (Ctrl-C) ended the session as it waited for servers");
       CancelActive();
     }
     mutex_.Lock();

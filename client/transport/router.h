@@ -147,7 +147,8 @@ class Router {
   void Finish(const OperationPtr& op, absl::Status status);
   absl::Status Explain(const Operation& op, const absl::Status& status) const;
   void Repair(const OperationPtr& op, Next how);
-  void Stop();  // waiting and later operations get CANCELLED; an operation at a server gets the server's answer
+  // Waiting and later operations get CANCELLED, with `why`; an operation at a server gets the server's answer.
+  void Stop(absl::string_view why);
   void CancelActive();
   void Pump();
   bool CanAdmit() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -169,7 +170,7 @@ class Router {
   uint64_t admitted_ ABSL_GUARDED_BY(mutex_) = 0;  // ever taken out
   bool pumping_ ABSL_GUARDED_BY(mutex_) = false;
   bool pump_wanted_ ABSL_GUARDED_BY(mutex_) = false;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status stopped_ ABSL_GUARDED_BY(mutex_);  // once stopped: what operations get
   absl::Time last_report_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
   absl::BitGen random_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;

@@ -121,6 +121,105 @@ refused(model, optimizer, saved[0], 'VERSION_GONE', "do not keep version 1 of jo
 ''')
 
 
+# An interrupt amid a step, whose call then takes as long as `body` of slow() says.
+INTERRUPTED = HISTORIES + '''
+import time
+class Slow:
+    """A session whose step calls slow() once, as the server updates."""
+    def __init__(self, session, slow):
+        self._session, self._slow = session, slow
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+    def step(self, *arguments, ready=None, **more):
+        calls = [self._slow]
+        return self._session.step(*arguments, ready=lambda _: calls and calls.pop()(), **more)
+def interrupted_step(model, optimizer, batch, slow):
+    """The loop's next step; what the step raised."""
+    session = optimizer.job.session
+    optimizer.job.session = Slow(session, slow)
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    try:
+        optimizer.step()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        optimizer.job.session = session
+    raise AssertionError('no interrupt')
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+data = list(batches(6))
+def undisturbed():
+    torch.manual_seed(5)
+    twin = mlp()
+    theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for batch in data:
+        theirs.zero_grad()
+        loss_of(twin, batch).backward()
+        theirs.step()
+    return twin
+def go_on(model, optimizer, begin):
+    for batch in data[begin:]:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    for mine, expected in zip(model.parameters(), undisturbed().parameters()):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+'''
+PLACES = {'memory': "where = {'directory': None, 'nvme': None}\n", 'directory': 'where = {}\n'}
+
+
+@pytest.mark.parametrize('place', PLACES)
+def test_ctrl_c_amid_a_slow_step_loses_nothing(place, tmp_path):
+    """The server is in this process, so the step ends by itself."""
+    run(tmp_path, INTERRUPTED + PLACES[place] + '''
+torch.manual_seed(5)
+model = mlp()
+optimizer = make(model, **where)
+train(model, optimizer, 0, 2)
+def slow():
+    ctrl_c()
+    time.sleep(2.5)  # longer than a call has before its wait is ended
+interrupted_step(model, optimizer, data[2], slow)
+assert optimizer.resume().step == 3
+go_on(model, optimizer, 3)
+''')
+
+
+@pytest.mark.parametrize('place', PLACES)
+def test_an_ended_session_says_why_and_what_is_left(place, tmp_path):
+    output = run(tmp_path, INTERRUPTED + PLACES[place] + '''
+torch.manual_seed(5)
+model = mlp()
+optimizer = make(model, resume='auto', **where)
+train(model, optimizer, 0, 2)
+def slow():
+    ctrl_c()
+    time.sleep(2.5)
+    ctrl_c()
+    time.sleep(0.5)
+interrupted_step(model, optimizer, data[2], slow)
+for call in (optimizer.resume, optimizer.step, optimizer.state_dict):
+    try:
+        call()
+    except ballast.Error as error:
+        assert "the session of job 'default' has ended after step 3: an interrupt (Ctrl-C)" in str(error), error
+        assert "make a new optimizer with name='default' and resume='auto', which goes on from there" in str(error), error
+        left = 'in memory until this optimizer is closed' if 'directory' in where else 'on the disk'
+        assert left in str(error), error
+    else:
+        raise AssertionError(call)
+torch.manual_seed(6)
+model = mlp()
+again = make(model, resume='auto', **where)
+assert again.resume().step == 3
+go_on(model, again, 3)
+''')
+    lines = [line for line in output.splitlines() if line.startswith('ballast: ')]
+    assert lines[0] == "ballast: job 'default' is new" and lines[-1].startswith("ballast: job 'default' goes on after step 3 (version 3)")
+    assert any('A second Ctrl-C ends the session' in line for line in lines)
+
+
 def test_an_opening_is_told_to_whoever_sets_up_logging(tmp_path):
     output = run(tmp_path, HISTORIES + '''
 import io, logging

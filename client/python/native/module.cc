@@ -294,6 +294,7 @@ void BindSession(nb::module_& m) {
           "options"_a, "tensors"_a, "server"_a.none(), "store"_a.none())
       // Whoever holds the session may want the interpreter's lock.
       .def_prop_ro("version", &PythonSession::version, Release())
+      .def_prop_ro("ended", &PythonSession::ended, Release())
       .def_prop_ro("attempt", &PythonSession::attempt, Release())
       .def_prop_ro("needs_values", &PythonSession::needs_values, Release())
       .def_prop_ro("written", &PythonSession::written, Release())
@@ -412,8 +413,8 @@ void BindSession(nb::module_& m) {
       .def("pins", Watched(&PythonSession::Pins), Release())
       .def("check_kept", Watched(&PythonSession::CheckKept), "wanted"_a, Release())
       .def("restore", Watched(&PythonSession::Restore), "kept"_a, Release())
-      // Ends what another thread waits for, and the session.
-      .def("interrupt", [](const PythonSession& session) { session.interrupt().Raise(); })
+      // Ends what another thread waits for, and the session. A call of the server in this process goes on.
+      .def("interrupt", [](const PythonSession& session) { session.interrupt().EndWait(); })
       .def("close", &PythonSession::Close, Release());
 }
 

@@ -324,7 +324,7 @@ std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, c
                                                    PythonServer* server, client::Rendezvous* store,
                                                    const Interrupt& interrupt) {
   LetForkedChildrenExit();
-  std::unique_ptr<PythonSession> session(new PythonSession(interrupt));
+  std::unique_ptr<PythonSession> session(new PythonSession(server == nullptr ? interrupt : interrupt.OfOwnServer()));
   if (options.world_size > 1) {
     client::GlooOptions gloo;
     gloo.host = options.host;
@@ -356,6 +356,20 @@ void PythonSession::MakeTensors() {
 PythonSession::Using::Using(const PythonSession* of) : lock_(of->mutex_), session_(of->session_.get()) {
   if (session_ != nullptr) return;
   throw StatusError(model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest, "the session was closed"));
+}
+
+std::pair<std::string, std::string> PythonSession::ended() const {
+  const Using session = Use();
+  const absl::Status& why = session->ended();
+  if (!why.ok()) return {std::string(why.message()), model::ReasonOf(why)};
+  return {interrupt_.raised()() ? "an interrupt (Ctrl-C) ended it" : "", ""};
+}
+
+void Interrupt::SayThatItWaits() {
+  std::fputs(
+      "ballast: Ctrl-C came amid a call to the server in this process; the call ends first. A second Ctrl-C ends the "
+      "session\n",
+      stderr);
 }
 
 std::vector<std::string> PythonSession::written() const {

@@ -139,18 +139,33 @@ struct Report {
 // Notices Ctrl-C while a call waits for servers. Threads: any.
 class Interrupt {
  public:
+  // For calls to a server in this process, which end by themselves. A job without a disk would lose its state with the
+  // session, so the first Ctrl-C waits for the call's end, and the second one ends the session.
+  Interrupt OfOwnServer() const {
+    Interrupt own = *this;
+    own.own_server_ = true;
+    return own;
+  }
   // Runs `call` on a thread of its own, and returns its result or throws its exception. If a signal's handler raises
   // meanwhile (this is the main thread), the call has two seconds to end by itself; then its wait is ended, and the
-  // session too. Either way the handler's exception is thrown. Call without the interpreter's lock.
+  // session too, but see OfOwnServer(). Either way the handler's exception is thrown. Call without the interpreter's
+  // lock.
   template <typename Call>
   auto Watch(const Call& call) const;
-  // Acts as after a signal: ends the wait, and the session too.
+  // Ends the wait, and the session too.
   void Raise() const { raised_->store(true); }
+  // The same, but for calls of the server in this process, which go on.
+  void EndWait() const {
+    if (!own_server_) Raise();
+  }
   std::function<bool()> raised() const {
     return [raised = raised_] { return raised->load(); };
   }
 
  private:
+  static void SayThatItWaits();
+
+  bool own_server_ = false;
   std::shared_ptr<std::atomic<bool>> raised_ = std::make_shared<std::atomic<bool>>(false);
 };
 
@@ -166,10 +181,17 @@ auto Interrupt::Watch(const Call& call) const {
       if (PyErr_CheckSignals() != 0) error.emplace();
     }
     if (!error.has_value()) continue;
-    if (result.wait_for(kGrace) != std::future_status::ready) {
-      Raise();
-      result.wait();
-    }
+    if (result.wait_for(kGrace) == std::future_status::ready) throw *std::move(error);
+    if (own_server_) SayThatItWaits();
+    bool ends = !own_server_;
+    do {
+      if (ends) Raise();
+      const nanobind::gil_scoped_acquire lock;
+      if (PyErr_CheckSignals() != 0) {
+        ends = true;
+        error.emplace();
+      }
+    } while (result.wait_for(kAsk) != std::future_status::ready);
     throw *std::move(error);
   }
   return result.get();
@@ -184,6 +206,8 @@ class PythonSession {
   const Interrupt& interrupt() const { return interrupt_; }
 
   int64_t version() const { return Use()->version(); }
+  // Why the session has ended, and the error's reason, while it is not closed. An empty text: it has not.
+  std::pair<std::string, std::string> ended() const;
   uint64_t attempt() const { return Use()->attempt(); }
   bool needs_values() const { return Use()->needs_values(); }
   // Names of tensors with written values that no transaction has taken yet.

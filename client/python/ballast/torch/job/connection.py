@@ -97,6 +97,19 @@ class Connection:
         self._found = session.version >= 0
         return session, fit
 
+    def what_is_left(self, options: _native.OpenOptions) -> str:
+        """Of the job, once its session has ended: a sentence for the user."""
+        again = f"make a new optimizer with name='{options.job}' and resume='auto', which goes on from there"
+        if options.durability != 'none':
+            return f'The servers have the job on the disk: {again}'
+        if self._servers:
+            return f'The servers keep the job in memory while they run: {again}'
+        if self._use is not None:
+            return (f'The server in this process keeps the job in memory until this optimizer is closed or collected: before, {again}. '
+                    'Then the job is gone, and parameters stay as they are')
+        return ('The job was in the memory of its private server, which goes with the session: parameters stay as they are, and a new '
+                'optimizer begins with moments of zero. With a directory, or servers, a job outlives its session')
+
     def _entries(self, options: _native.OpenOptions) -> list[tuple[str, str]]:
         servers = f'one of {len(self._servers)}' if self._servers else 'none'
         return [("the job's name", repr(options.job)), ('the list of servers', servers)]

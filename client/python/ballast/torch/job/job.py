@@ -112,6 +112,7 @@ class Job:
         nothing by itself."""
         self.check_usable()
         self.wait()
+        self._check_session()
         alone = alone and self.session is not None and self.options.world_size > 1
         if self.session is None:
             self._start(trained)
@@ -133,6 +134,13 @@ class Job:
         self.connection.check_process()
         if self._closed:
             raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
+
+    def _check_session(self) -> None:
+        """Refuses a session that has ended, with why it did and what is left of the job."""
+        why, reason = ('', '') if self.session is None else self.session.ended
+        if why:
+            left = self.connection.what_is_left(self.options)
+            raise Error(f"the session of job '{self.options.job}' has ended after step {self.progress.steps}: {why}. {left}", reason)
 
     def exchange(self, call: str) -> ranks.Exchange:
         """The exchange of ranks that make this call."""
