@@ -112,6 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         """Names of parameters, and units (a block each), from `model`; before the first step. Returns self."""
         if self.job.session is not None:
             raise Error('attach(model) comes before the first step: the job has its names', 'BAD_REQUEST')
+        self.job.buffers.of(model)
         known = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
         for group in self.param_groups:
             self.job.names.add(group, [known.get(parameter) for parameter in group['params']])

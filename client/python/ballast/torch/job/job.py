@@ -17,6 +17,7 @@ from ballast.torch.group.agreement import check_values
 from ballast.torch.group.roster import Roster
 from ballast.torch.group.together import everyone, together
 from ballast.torch.job import spec
+from ballast.torch.job.buffers import Buffers
 from ballast.torch.job.connection import Connection
 from ballast.torch.job.kept import Kept
 from ballast.torch.job.naming import Names
@@ -69,6 +70,7 @@ class Job:
         self.found: int | None = None  # the version that the job was found at; None: the job was new
         self.overlap: Overlap | None = None
         self.early: Early | None = None
+        self.buffers = Buffers()
         self.sharded: Sharded | None = None  # the model whose parameters live on the servers alone
         self._groups = groups
         self._durability = durability
@@ -207,6 +209,8 @@ class Job:
             after = 'a load that did not end' if self.progress.partly else f'step {self.progress.steps}'
             say(f"job '{self.options.job}' " + (
                 'is new' if self.found is None else f'goes on after {after} (version {self.found})'))
+        if self.progress.steps > 0:
+            self.buffers.warn(self.options.job, self.progress.steps)
         if self.sharded is not None:
             self.sharded.values.forget()
 
