@@ -200,6 +200,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.job.early is not None:
             self.job.early.discard()
         if self.job.sharded is not None:
+            self.job.sharded.passes.forget()
             self.job.sharded.discard()
         of_torch(super().zero_grad.__func__)(self, set_to_none)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,11 +44,12 @@ def take(job: Job, members: Iterable[Member], exchange: Exchange) -> None:
 
 
 @torch.no_grad()
-def give(job: Job, given: Mapping[int, torch.Tensor]) -> None:
+def give(job: Job, given: Mapping[int, torch.Tensor], check: Callable[[], None] = lambda: None) -> None:
     """Values for parameters that live on the servers alone, committed: this rank's parts in the host's memory, by id of the parameter.
-    COLLECTIVE: all ranks that have a part of one give it, replicas the same."""
+    COLLECTIVE: all ranks that have a part of one give it, replicas the same. check(): raises what speaks against it on this rank; it is
+    raised on all, and nothing is given."""
     exchange = job.exchange('load_state_dict() of a model')
-    together(exchange, job.open)
+    together(exchange, lambda: (check(), job.open()))
     job.give_values(exchange)
     job.sharded.discard()
     members = [member for member in job.members if id(member.parameter) in given]

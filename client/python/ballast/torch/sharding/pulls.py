@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from ballast import _native
     from ballast.torch.job.job import Job
     from ballast.torch.sharding.memory import Memory
+    from ballast.torch.sharding.remote import Part
     from ballast.torch.sharding.unit import Unit
 
 # Gathers of one step, or of passes without a step, that are remembered.
 _GATHERS_MAX = 1 << 16
+# Pulls of whole parameters that are under way together.
+_BATCHES = 4
 _DTYPES = {'f32': torch.float32, 'bf16': torch.bfloat16, 'f16': torch.float16}
 
 
@@ -84,6 +87,29 @@ class Pulls:
         pull.end()
         self.wait_seconds += time.perf_counter() - before
         return pull.pieces
+
+    def whole(self, parts: Sequence[Part]) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Parameters at the job's version, in the job's working dtype, as they come. parts: whole ones, as one rank has them. Several are
+        under way at a time."""
+        session, dtype = self._job().session, _DTYPES[self._job().options.optimizer.working]
+        waiting = collections.deque(parts)
+        under_way: collections.deque[tuple[int, list[tuple[Part, torch.Tensor]]]] = collections.deque()
+        used = 0
+        while waiting or under_way:
+            while waiting and (not under_way or used < self._bytes_max):
+                batch, size = [], 0
+                while waiting and size < self._bytes_max // _BATCHES:
+                    part = waiting.popleft()
+                    batch.append((part, torch.empty(part.elements, dtype=dtype, device='cpu')))
+                    size += batch[-1][1].nbytes
+                indices = [self._indices[part.unit][part.unit.parts.index(part)] for part, _ in batch]
+                under_way.append((session.start_pull(indices, [values for _, values in batch]), batch))
+                used += size
+            number, batch = under_way.popleft()
+            session.await_pull(number)
+            used -= sum(values.nbytes for _, values in batch)
+            for part, values in batch:
+                yield part, values.view(part.shape)
 
     def stepped(self) -> None:
         """The job has a new version: its first units are pulled as the servers make it."""

@@ -12,7 +12,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.modes import plainly
-from ballast.torch.sharding.remote import GoneGradient, Remote, remote_of
+from ballast.torch.sharding.remote import GoneGradient, Remote, named, remote_of
 from ballast.torch.stepping import background
 from ballast.torch.stepping.host_memory import current_streams, is_elsewhere
 from ballast.torch.stepping.members import Member, digest_of, gradient_of, local, on_host
@@ -212,8 +212,8 @@ def _replace(member: Member, gradient: torch.Tensor, compares: bool) -> None:
     grad = member.parameter.grad
     told = (digest_of(gradient), sketch(gradient)) if compares else (None, None)
     gone = Remote(GoneGradient(member.name, *told), local(grad).shape, grad.dtype, grad.device)
-    member.parameter.grad = type(grad).from_local(gone, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape,
-                                                  stride=grad.stride())
+    member.parameter.grad = named(type(grad).from_local(gone, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape,
+                                                        stride=grad.stride()))
 
 
 def _over(error: Exception | None = None) -> concurrent.futures.Future:

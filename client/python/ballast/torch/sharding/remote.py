@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ class Part:
         self._box = tuple(slice(begin, end) for begin, end in box)
         self.elements = math.prod(end - begin for begin, end in box)
         self.unit: Unit | None = None  # the unit that the parameter is gathered with
+        self.requires_grad = True  # of the parameter, at its last gather
+        self.version: int | None = None  # of the gathered parameter's memory, which no gather moves; None: there was no gather
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This part of the whole parameter, contiguous, in memory of its own."""
@@ -37,6 +40,13 @@ class Part:
         return Error(f"parameter '{self.name}' lives on Ballast's servers and has no memory here, which {operation} needs: read it within "
                      'ballast.torch.gathered(model), write it through the optimizer; dtype and device are fixed before shard(), and '
                      'CPUOffloadPolicy has nothing to offload', 'UNSUPPORTED')
+
+
+    def lost(self, what: str) -> Error:
+        """what: became of the parameter in the trainer."""
+        return Error(f"parameter '{self.name}' lives on Ballast's servers, and {what} since shard(): they would know nothing of it, and "
+                     'the next gather would undo it. Write values within ballast.torch.gathered(model, write=True), or by the model\'s '
+                     'load_state_dict(); make other modules and shapes before shard()', 'UNSUPPORTED')
 
 
 class GoneGradient:
@@ -96,12 +106,57 @@ class Remote(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any,
                             mp_policy: Any) -> tuple[tuple[torch.Tensor, ...], None]:
         """FSDP2's extension: the part that this rank brings to the gather, padded."""
+        self.of.requires_grad = self.of.unit.model.parameters[self.of].requires_grad
         return (self.of.unit.take(self.of, mp_policy.param_dtype or self.dtype),), None
 
     def fsdp_post_all_gather(self, gathered: tuple[torch.Tensor, ...], metadata: None, param_dtype: torch.dtype, *,
                              out: torch.Tensor | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """FSDP2's extension: the gathered parts are the parameter."""
         return None if out is not None else (gathered[0], (gathered[0],))
+
+
+def named(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor over a Remote, which refuses by name from now on what passes by its local tensor, or what DTensors refuse."""
+    tensor.__class__ = _named_class()
+    return tensor
+
+
+@functools.cache
+def _named_class() -> type:
+    from torch.distributed.tensor import DTensor
+
+    class RemoteDTensor(DTensor):
+        __slots__ = ()
+
+        @property
+        def data(self) -> torch.Tensor:
+            return named(DTensor.data.__get__(self))
+
+        @data.setter
+        def data(self, _: torch.Tensor) -> None:
+            raise self._local_tensor.of.refuse('an assignment to .data')  # it would change nothing
+
+        def untyped_storage(self) -> Any:
+            raise self._local_tensor.of.refuse('its storage')  # it has a size and no memory: a write ends the process
+
+        def __deepcopy__(self, memo: Any) -> torch.Tensor:
+            raise self._local_tensor.of.refuse('a copy')
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise self._local_tensor.of.refuse('a copy')
+
+        @classmethod
+        def __torch_dispatch__(cls, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+            try:
+                return super().__torch_dispatch__(operation, types, args, kwargs or {})
+            except Error:
+                raise
+            except (RuntimeError, NotImplementedError) as error:
+                remote = next((each for each in _flat((args, kwargs or {})) if remote_of(each) is not None), None)
+                if remote is None:
+                    raise
+                raise remote_of(remote).refuse(str(operation)) from error
+    return RemoteDTensor
 
 
 def _flat(tree: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,12 +13,13 @@ from ballast.errors import Error
 from ballast.torch.arguments import flag
 from ballast.torch.group import placement, ranks
 from ballast.torch.job.naming import unwrapped
+from ballast.torch.sharding import blocks
 from ballast.torch.sharding.collectives import Gather, QuantizedReduce, Reduce
-from ballast.torch.sharding.remote import Part, Remote, remote_of
-from ballast.torch.sharding.sharded import Sharded
+from ballast.torch.sharding.passes import Passes
+from ballast.torch.sharding.remote import Part, Remote, named, remote_of
+from ballast.torch.sharding.sharded import Sharded, note
 from ballast.torch.sharding.states import States
 from ballast.torch.sharding.unit import Unit
-from ballast.torch.tiled import TiledLinear
 
 # FSDP2 of 2.6 does not run on CPUs, so that it could not be tried. Before 2.9 nothing can replace FSDP2's collectives.
 _TORCH = 2, 7
@@ -32,7 +32,8 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
           offload_policy: None = None) -> nn.Module:
     """Parameters of `model` live on the state servers from now on: FSDP2's gathers pull this rank's parts of a unit just ahead of use, and
     gradients go to the servers in backward. Give an optimizer of ballast.torch model.named_parameters(), all of them, before the first
-    forward pass, which opens the job (so do resume() and step()). Returns `model`.
+    forward pass, which opens the job (so do resume() and step()). A model in which nothing wants a gradient needs no optimizer: it has a
+    job of its own, in memory, while it lives. Returns `model`.
 
     model: on the meta device (a new job's values come from each module's reset_parameters(), under a seed from the parameter's name and
     `seed`), or with values, which are a new job's and are freed. An existing job's values are its own. Not wrapped, or wrapped by
@@ -40,8 +41,9 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     parallelize_module or of experts before. A stage of a pipeline is a model: give it reshard_after_forward=False and the schedule
     scale_grads=False (the loss divides), and call resume() on all ranks before the first pass, for stages' passes do not begin together.
     mesh: of data parallelism; None: one of all ranks.
-    units: modules that are gathered one at a time; None: the members of each ModuleList that is in no other, and the tiles of each
-    TiledLinear. The rest is one more unit.
+    units: modules that are gathered one at a time; None: the members of each ModuleList that is in no other, those of a Sequential or
+    ModuleDict that are alike and have modules of their own, classes of transformers' _no_split_modules, and the tiles of each TiledLinear.
+    The rest is one more unit. A warning names a unit that has more than half of the model and 64 MiB.
     prefetch_bytes: memory of the host for pulls ahead of use, at least one unit's.
     push_early: gradients leave the trainer in backward, so nobody else can read or clip them (the optimizer's max_norm does).
     backwards: how many backward passes with gradient sync make a step.
@@ -70,7 +72,9 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         extra = [name for name, value in given.items() if value is not None]
         if extra:
             raise Error(f'shard({extra[0]}=): the model is wrapped by fully_shard, which has it already; leave it out', 'BAD_CONFIG')
+        is_chosen = False
     else:
+        is_chosen = units is None
         _wrap(model, mesh, units, mp_policy, reshard_after_forward)
     _check_wrapped(model, FSDPModule, gather, reduce, second)
     how = {'gather': gather, 'reduce': reduce, 'second': second and f'{len(second.mesh)} ranks'}
@@ -81,32 +85,12 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
             unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
             wrapped.set_custom_all_gather(unit.gather)
             wrapped.set_custom_reduce_scatter(Reduce(unit) if reduce is None else QuantizedReduce(unit))
+    if is_chosen:
+        blocks.warn_of_large(sharded.units)
     States(model, sharded)
-    for outermost in _outermost(model, FSDPModule):
-        outermost.register_forward_pre_hook(_Begin(FSDPModule), prepend=True)
+    sharded.passes = Passes(model, sharded, FSDPModule)
+    note(model, sharded)
     return model
-
-
-def _outermost(module: nn.Module, kind: type) -> list[nn.Module]:
-    return [module] if isinstance(module, kind) else [each for child in module.children() for each in _outermost(child, kind)]
-
-
-class _Begin:
-    """FSDP2 looks over its parameters and makes its memory in the first forward pass, and in inference mode it could use neither for
-    training: then both are made before, outside that mode."""
-
-    def __init__(self, fsdp_module: type) -> None:
-        self._fsdp_module, self._is_done = fsdp_module, False
-
-    def __call__(self, wrapped: nn.Module, _: Any) -> None:
-        if torch.is_inference_mode_enabled() and not self._is_done:
-            with torch.inference_mode(False), torch.no_grad():
-                wrapped._get_fsdp_state()._lazy_init()
-                for module in wrapped.modules():
-                    if isinstance(module, self._fsdp_module):
-                        module.unshard()
-                        module.reshard()
-        self._is_done = True
 
 
 def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, prefetch_bytes: Any, backwards: Any) -> None:
@@ -186,7 +170,7 @@ def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_pol
     from torch.distributed.fsdp import fully_shard
     arguments = {'mesh': mesh, 'mp_policy': mp_policy, 'reshard_after_forward': reshard_after_forward}
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    units = _chosen(model) if units is None else list(units)
+    units = blocks.chosen(model) if units is None else list(units)
     inside = set(model.modules())
     for unit in units:
         if unit not in inside or unit is model:
@@ -198,43 +182,33 @@ def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_pol
     fully_shard(model, **arguments)
 
 
-def _chosen(model: nn.Module) -> list[nn.Module]:
-    """Units where none are given: blocks, and tiles wherever they are."""
-    tiles = [tile for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles]
-    return list(dict.fromkeys([*_blocks(model), *tiles]))
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    if isinstance(module, nn.ModuleList):
-        return [child for child in module if any(True for _ in child.parameters())]
-    return [block for child in module.children() for block in _blocks(child)]
-
-
 def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch.dtype | None) -> dict[nn.Module, Unit]:
     """Parameters become Remotes, and those of a module of fully_shard a unit, which is returned by module. A parameter belongs to the
     innermost such module that holds it. dtype: of gathers, if known."""
     owner: dict[torch.Tensor, tuple[str, nn.Module]] = {}
     wrapped_by: dict[Any, tuple[str, list[nn.Module]]] = {}  # by FSDP2's state: several modules may be gathered as one
-    padded: dict[torch.Tensor, torch.Size] = {}
+    known: dict[torch.Tensor, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, fsdp_module):
             name, together = wrapped_by.setdefault(module._get_fsdp_state(), (name, []))
             together.append(module)
             owner.update((parameter, (name, together[0])) for parameter in module.parameters())
-            padded.update((parameter, known.padded_sharded_param_size) for parameter, known in _fsdp_params(module))
+            known.update(_fsdp_params(module))
     places: dict[torch.Tensor, list[tuple[nn.Module, str, str]]] = {}
     for name, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, name, leaf))
     by_unit: dict[nn.Module, tuple[str, dict[Part, torch.Tensor]]] = {}
+    known_of: dict[Part, Any] = {}
     for parameter, there in places.items():
         module, path, leaf = there[0]
         name = f'{path}.{leaf}' if path else leaf
         if parameter not in owner:
             raise Error(f"parameter '{name}' is in no module that fully_shard has wrapped: wrap the model itself too", 'BAD_SPEC')
-        part, made = _remote(unwrapped(name), parameter, padded.get(parameter), dtype)
-        sharded.values.place(part, there)
+        its = known.get(parameter)
+        part, made = _remote(unwrapped(name), parameter, None if its is None else its.padded_sharded_param_size, dtype)
+        sharded.places[part], known_of[part] = there, its
         if not parameter.is_meta:
             local = parameter.to_local().detach()
             sharded.values.give(part, local.cpu().clone(memory_format=torch.contiguous_format))
@@ -245,16 +219,10 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch
         by_unit.setdefault(wrapped, (unit, {}))[1][part] = made
     units = {}
     for wrapped, (name, parameters) in by_unit.items():
-        unit = units[wrapped] = sharded.add(name or '(root)', parameters, next(iter(parameters.values())).device)
-        # FSDP2 keeps units gathered after passes without a gradient, whatever becomes of the job meanwhile.
-        for module in wrapped_by[wrapped._get_fsdp_state()][1]:
-            module.register_forward_pre_hook(functools.partial(_drop_stale, unit), prepend=True)
+        units[wrapped] = sharded.add(name or '(root)', parameters, next(iter(parameters.values())).device,
+                                     wrapped_by[wrapped._get_fsdp_state()][1], {part: known_of[part] for part in parameters},
+                                     _fsdp_groups(wrapped))
     return units
-
-
-def _drop_stale(unit: Unit, module: nn.Module, _: Any) -> None:
-    if unit.is_stale:
-        module.reshard()
 
 
 def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype: torch.dtype | None) -> tuple[Part, nn.Parameter]:
@@ -273,7 +241,8 @@ def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype
     memory = Remote(part, parameter.to_local().shape, parameter.dtype, device)
     made = DTensor.from_local(memory, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
                               stride=parameter.stride())
-    return part, nn.Parameter(made, requires_grad=parameter.requires_grad)
+    made = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    return part, named(made)
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[tuple[torch.Tensor, Any]]:

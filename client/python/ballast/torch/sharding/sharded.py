@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ballast.errors import Error
+from ballast.torch import arguments
 from ballast.torch.group import ranks
 from ballast.torch.sharding.collectives import WAYS
 from ballast.torch.sharding.memory import Memory
@@ -18,10 +20,18 @@ from ballast.torch.sharding.pushes import Pushes
 from ballast.torch.sharding.remote import Part, remote_of
 from ballast.torch.sharding.unit import Unit
 from ballast.torch.sharding.values import Values
+from ballast.torch.state_dict import marker
 
 if TYPE_CHECKING:
     from ballast import _native
     from ballast.torch.job.job import Job
+    from ballast.torch.optimizer import Optimizer
+    from ballast.torch.sharding.passes import Passes
+
+
+# The budget of a server that holds a model which nothing trains: bytes of a parameter, with room for padding, and the least.
+_HELD_BYTES, _HELD_BYTES_MIN = 8, 256 << 20
+_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]] = weakref.WeakKeyDictionary()
 
 
 class Sharded:
@@ -31,8 +41,11 @@ class Sharded:
         """Arguments of shard(). frozen: '' for 'state'. how: those that ranks must have alike, as a text."""
         self.units: list[Unit] = []
         self.parameters: dict[Part, torch.Tensor] = {}
+        self.places: dict[Part, list[tuple[nn.Module, str, str]]] = {}  # module, its name, the parameter's name in it
         self.tensors: dict[Part, str] = {}  # the job's names
-        self.values = Values(seed)
+        self.copies: dict[Part, nn.Parameter] = {}  # that are in the places now, within gathered()
+        self.passes: Passes | None = None  # there is one as soon as all units are
+        self.values = Values(seed, self.places)
         self.memory = Memory()
         self.pulls = Pulls(self.open, prefetch_bytes, self.memory)
         self.pushes = Pushes(backwards, self.memory) if push_early else None
@@ -42,12 +55,14 @@ class Sharded:
         self.number = ranks.world().count('model')  # the same on all ranks, which give theirs to shard() in one order
         self._mixtures = 0  # so far: gathers of different units
         self._job: weakref.ref[Job] | None = None
+        self._holder: Optimizer | None = None  # of a model that nothing trains
         self._session: _native.Session | None = None  # the one that parts are placed in
         self._sessions = 0  # so far
 
-    def add(self, name: str, parameters: dict[Part, torch.Tensor], device: torch.device) -> Unit:
-        """parameters: a unit's, by part."""
-        self.units.append(Unit(name, list(parameters), device, self))
+    def add(self, name: str, parameters: dict[Part, torch.Tensor], device: torch.device, modules: Sequence[nn.Module],
+            known: Mapping[Part, Any], groups: Sequence[Any]) -> Unit:
+        """parameters: a unit's, by part. The rest: as Unit's."""
+        self.units.append(Unit(name, list(parameters), device, self, modules, known, groups))
         self.parameters.update(parameters)
         return self.units[-1]
 
@@ -83,6 +98,7 @@ class Sharded:
         self._job = weakref.ref(job)
         job.sharded = self
         job.connection.lives_apart()
+        job.buffers.of(self.passes.model)
 
     @property
     def opened(self) -> Job | None:
@@ -93,6 +109,8 @@ class Sharded:
     def open(self) -> Job:
         """The job, opened by the first call. COLLECTIVE."""
         job = None if self._job is None else self._job()
+        if job is None and not any(parameter.requires_grad for parameter in self.parameters.values()):
+            job = self._hold()
         if job is None:
             name = self.units[0].parts[0].name
             raise Error(f"parameter '{name}' lives on Ballast's servers, and no optimizer says which: make one, as "
@@ -102,6 +120,16 @@ class Sharded:
             job.open()
         job.check_usable()
         return job
+
+    def _hold(self) -> Job:
+        """A model that nothing trains, as a reference of DPO or a teacher, has a job of its own while this object lives: it needs no
+        optimizer."""
+        from ballast.torch.optimizers import SGD
+        needed = sum(part.shape.numel() for part in self.parameters) * _HELD_BYTES
+        budgets = {} if arguments.addresses(None) else {'dram': max(_HELD_BYTES_MIN, needed)}
+        self._holder = SGD([(part.name, parameter) for part, parameter in self.parameters.items()], durability='none',
+                           name=f'frozen-{marker.run()}-{self.number}', **budgets)
+        return self._holder.job
 
     def _check_together(self) -> None:
         """Refuses to open a job amid a pass that other ranks do not make: they wait for what the pass gives, and this rank for them."""
@@ -190,3 +218,15 @@ def adopt(job: Job, names: Sequence[str | None], parameters: Sequence[torch.Tens
         part = remote_of(parameter)
         if part is not None:
             part.unit.model.adopt(job, part.name if name is None else name)
+
+
+def note(model: nn.Module, sharded: Sharded) -> None:
+    """`model` is the one that shard() has taken."""
+    for module in model.modules():
+        _of[module] = weakref.ref(sharded)
+
+
+def models_of(module: nn.Module) -> list[Sharded]:
+    """The models that shard() has taken and that the module has a part of, or all; the same order on all ranks."""
+    found = {_of[inner]() for inner in module.modules() if inner in _of}
+    return sorted((sharded for sharded in found if sharded is not None), key=lambda sharded: sharded.number)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +25,8 @@ class States:
     def __init__(self, model: nn.Module, sharded: Sharded) -> None:
         """model: with Remotes in the place of its parameters."""
         self._sharded = sharded
-        self._given: dict[Part, torch.Tensor] | None = None  # what a load_state_dict() of the model has brought so far; None: there is none
+        self._load: _Load | None = None  # the one that is under way
+        model.register_state_dict_pre_hook(self._settle)
         model.register_load_state_dict_pre_hook(self._begin)
         for module in model.modules():
             if any(remote_of(parameter) is not None for parameter in module._parameters.values()):
@@ -40,32 +42,83 @@ class States:
             if remote_of(parameter) is not None and prefix + leaf in state:
                 state[prefix + leaf] = self._sharded.open().read_master(parameter, whole=False).to(parameter.dtype)
 
-    def _begin(self, *_: Any) -> None:
-        self._given = {}
+    def _settle(self, *_: Any) -> None:
+        if not self._sharded.copies:
+            self._sharded.passes.settle()
+
+    @plainly
+    def _begin(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any,
+               errors: list[str]) -> None:
+        if self._sharded.copies:
+            raise Error(f"load_state_dict() within gathered(), of a model with parameter '{next(iter(self._sharded.copies)).name}': load "
+                        'outside, where the servers take the values', 'UNSUPPORTED')
+        self._settle()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._load = _Load({}, errors, [], buffers)
 
     def _take(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Takes the values of this module's parameters out of the state, and leaves the parameters themselves there."""
+        if self._load is None:
+            self._settle()
         for leaf, parameter in module._parameters.items():
             part, value = remote_of(parameter), state.get(prefix + leaf)
             if part is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                 continue  # torch tells what is wrong
-            if self._given is None:
+            if self._load is None:
                 raise Error(f"load_state_dict() of a module below the one that shard() was given, with parameter '{part.name}': load the "
                             'state into that model, with strict=False where it has no more', 'UNSUPPORTED')
-            if remote_of(value) is not part:
-                self._given[part] = _own(parameter, part, value)
+            try:
+                if remote_of(value) is not part:
+                    self._load.given[part] = _own(parameter, part, value)
+            except Error as error:
+                self._load.refused.append(error)
             state[prefix + leaf] = parameter
 
     @plainly
-    def _end(self, model: nn.Module, _: Any) -> None:
-        """The values become a new job's, or those of the servers in one transaction. COLLECTIVE where the job is open."""
-        given, self._given = self._given or {}, None
+    def _end(self, model: nn.Module, keys: Any) -> None:
+        """The values become a new job's, or those of the servers in one transaction; where any of them is refused, on any rank, the model
+        stays as it was. COLLECTIVE where the job is open."""
+        load, self._load = self._load, None
         job = self._sharded.opened
-        if job is not None:
-            edits.give(job, {id(self._sharded.parameters[part]): value for part, value in given.items()})
-            return
-        for part, value in given.items():
+        try:
+            if job is not None:
+                edits.give(job, {id(self._sharded.parameters[part]): value for part, value in load.given.items()},
+                           lambda: load.check(keys))
+                return
+            load.check(keys)
+        except BaseException:
+            for buffer, before in load.buffers:
+                buffer.copy_(before)
+            raise
+        for part, value in load.given.items():
             self._sharded.values.give(part, value)
+
+
+class _Load(NamedTuple):
+    """A load_state_dict() of the model that is under way."""
+    given: dict[Part, torch.Tensor]  # values so far: this rank's
+    errors: list[str]  # torch's, which it raises at the end
+    refused: list[Error]
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]  # of the model, with their values before
+
+    def check(self, keys: Any) -> None:
+        """Raises what torch will raise once all hooks have run. keys: missing and unexpected ones."""
+        if self.refused:
+            raise self.refused[0]
+        wrong = list(self.errors)
+        if _is_strict():
+            wrong += [f'{what} {names}' for what, names in (('missing keys', keys.missing_keys), ('unexpected keys', keys.unexpected_keys))
+                      if names]
+        if wrong:
+            raise Error(f'load_state_dict() of a model of shard(): {"; ".join(wrong)}. Nothing was loaded', 'BAD_SPEC')
+
+
+def _is_strict() -> bool:
+    """Whether the load_state_dict() that is under way wants all keys: torch tells no hook."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals.get('strict'))
 
 
 def _own(parameter: torch.Tensor, part: Part, value: torch.Tensor) -> torch.Tensor:

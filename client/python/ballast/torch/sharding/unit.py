@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from ballast.errors import Error
 from ballast.torch.sharding.remote import Part
 
 if TYPE_CHECKING:
@@ -17,14 +20,18 @@ if TYPE_CHECKING:
 class Unit:
     """Threads: one at a time, as FSDP2 gathers."""
 
-    def __init__(self, name: str, parts: Sequence[Part], device: torch.device, model: Sharded) -> None:
-        """device: where gathers take place."""
+    def __init__(self, name: str, parts: Sequence[Part], device: torch.device, model: Sharded, modules: Sequence[nn.Module],
+                 known: Mapping[Part, Any], groups: Sequence[Any]) -> None:
+        """device: where gathers take place. modules: that fully_shard has wrapped together. known, groups: FSDP2's objects, of each
+        parameter and of all of them."""
         self.name, self.parts, self.device, self.model = name, list(parts), device, model
+        self.modules, self.known, self.groups = list(modules), dict(known), list(groups)
         self.gathers = 0  # so far: the same on all ranks that gather together
         self._gathered_at: object = None  # Sharded.now() of the last pull
         self._pieces: dict[Part, torch.Tensor] = {}  # of the pull that is being taken, until its gather has them
         self._asked: set[Part] = set()  # by the gather that is being prepared
         self.gather: Gather | None = None  # None: FSDP2's own, which nothing can replace where a unit has several meshes
+        self._lent: list[tuple[Any, Any, Any]] = []  # groups, and what FSDP2 has in them otherwise
         for part in self.parts:
             part.unit = self
 
@@ -63,3 +70,116 @@ class Unit:
                 self._gathered_at = self.model.now()
             piece = self._pieces.pop(part)
             return piece.to(self.device, non_blocking=True).to(dtype).view(part.padded)
+
+    # --- the parameters in the trainer's modules
+
+    def reshard(self) -> None:
+        for module in self.modules:
+            module.reshard()
+
+    @property
+    def is_gathered(self) -> bool:
+        return any(group.is_unsharded for group in self.groups)
+
+    def hide(self) -> None:
+        """Gathered parameters stay in memory for the next pass, and modules have Remotes meanwhile: a write to gathered ones would be
+        lost."""
+        if self.is_gathered:
+            for part, known in self.known.items():
+                known._setattr_on_modules(self.model.parameters[part])
+
+    def show(self) -> None:
+        """Modules have the parameters that FSDP2 believes them to have."""
+        if self.is_gathered:
+            for part, known in self.known.items():
+                part.requires_grad = self.model.parameters[part].requires_grad
+                known.to_unsharded()
+
+    def note(self) -> None:
+        """What was gathered is as FSDP2 wrote it."""
+        for part, known in self.known.items():
+            if part.version is None and _whole(known) is not None:
+                part.version = _version(_whole(known))
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(self.model.parameters[part].grad is not None or known.unsharded_accumulated_grad is not None or
+                   getattr(_whole(known), 'grad', None) is not None for part, known in self.known.items())
+
+    def forget_whole_gradients(self) -> None:
+        """Those that were not reduced."""
+        for known in self.known.values():
+            known.unsharded_accumulated_grad = None
+            if _whole(known) is not None:
+                _whole(known).grad = None
+
+    def check(self, inside: Collection[nn.Module] | None = None, model: nn.Module | None = None) -> None:
+        """Refuses, by the parameter's name, what would be lost: another Parameter in its place, and a write to what was gathered; the
+        parameter is in its place again then. requires_grad that was set on a gathered one becomes the parameter's. inside: the modules
+        that `model` has now; None: not asked for."""
+        for part, known in self.known.items():
+            parameter, whole = self.model.parameters[part], _whole(known)
+            for module, path, leaf in self.model.places[part]:
+                now = module._parameters.get(leaf)
+                if now is None or (now is not parameter and now is not whole):
+                    module._parameters[leaf] = parameter
+                    for other in [other for other, there in module._parameters.items() if there is parameter]:
+                        if all((module, other) != (place[0], place[2]) for place in self.model.places[part]):
+                            del module._parameters[other]  # as torch.nn.utils.prune gives it another name
+                    raise part.lost('it was taken out of its module' if now is None else 'another Parameter took its place')
+                if inside is not None and module not in inside:
+                    parent, _, name = path.rpartition('.')
+                    with contextlib.suppress(AttributeError):  # others may have wrapped modules since
+                        model.get_submodule(parent)._modules[name] = module
+                    raise part.lost(f"module '{path}' was replaced or taken out")
+            if whole is None:
+                continue
+            is_moved = whole.untyped_storage()._cdata != known._unsharded_inner_tensors[0].untyped_storage()._cdata
+            if is_moved or part.version not in (None, _version(whole)):
+                part.version = None
+                self.reshard()
+                del known._unsharded_param  # the next gather makes another
+                raise part.lost('its gathered values were written to')
+            if self.is_gathered and whole.requires_grad != part.requires_grad:
+                parameter.requires_grad_(whole.requires_grad)
+
+    # --- within gathered()
+
+    @property
+    def has_copies(self) -> bool:
+        return any(part in self.model.copies for part in self.parts)
+
+    def lend(self) -> None:
+        """A forward pass takes the copies: FSDP2 believes that it has gathered them."""
+        copies = self.model.copies
+        for part in self.parts:
+            copy = copies.get(part)
+            if copy is None:
+                what = f"'{part.name}', which is gathered with them, is not among the copies: give gathered() the model"
+            elif self.device.type != 'cpu' or part.gathered != copy.dtype:
+                what = f'passes compute in {part.gathered} on {self.device}, and the copies are {copy.dtype} on the host'
+            elif torch.is_grad_enabled() and copy.requires_grad:
+                what = 'no step takes gradients of copies: use torch.no_grad()'
+            else:
+                continue
+            raise Error(f"a forward pass within gathered(), with copies of parameters such as '{self.parts[0].name}': {what}; or run the "
+                        'pass outside, where FSDP2 gathers for it', 'UNSUPPORTED')
+        for group in self.groups:
+            self._lent.append((group, group._sharded_state, group.post_forward_mesh_info))
+            group._sharded_state, group.post_forward_mesh_info = type(group._sharded_state).UNSHARDED, None
+
+    def take_back(self) -> None:
+        for group, state, mesh in self._lent:
+            group._sharded_state, group.post_forward_mesh_info = state, mesh
+        self._lent = []
+
+
+def _whole(known: Any) -> nn.Parameter | None:
+    """FSDP2's gathered parameter, which it makes at the first gather, and fills again at each."""
+    return getattr(known, '_unsharded_param', None)
+
+
+def _version(whole: torch.Tensor) -> int:
+    memory = getattr(whole, '_local_tensor', whole)
+    return whole._version + (0 if memory is whole else memory._version)
+

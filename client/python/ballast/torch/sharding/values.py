@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -20,19 +20,16 @@ class Values:
     """Of a model: those that it had before shard(), or where it was made on the meta device, those of each module's reset_parameters()
     under a seed from the parameter's name, so that they depend neither on the number of ranks nor on the order of modules."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, places: Mapping[Part, list[tuple[nn.Module, str, str]]]) -> None:
+        """places: of each parameter: its module, the module's name, and the parameter's name in it."""
+        self._seed, self._places = seed, places
         self._given: dict[Part, torch.Tensor] = {}
         self._gone: set[Part] = set()  # those that were given, and freed
         self._made: dict[Part, torch.Tensor] = {}  # of one unit
-        self._places: dict[Part, list[tuple[nn.Module, str, str]]] = {}  # module, its name, the parameter's name in it
 
     def give(self, part: Part, values: torch.Tensor) -> None:
         """values: of the part, on the host."""
         self._given[part] = values
-
-    def place(self, part: Part, places: list[tuple[nn.Module, str, str]]) -> None:
-        self._places[part] = places
 
     def forget(self) -> None:
         """The servers have values: memory of those that were given is free."""

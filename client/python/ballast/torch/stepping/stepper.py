@@ -103,6 +103,8 @@ class Stepper:
 
     def _collect(self) -> Collected:
         job = self.job
+        if job.sharded is not None:
+            job.sharded.passes.check()
         orders = {} if job.sharded is None else take_gathers(job.group)
         job.open(for_step=True)
         self.skipped = False

@@ -1,0 +1,71 @@
+"""Which modules shard() gathers one at a time, where it is not told."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from ballast.errors import warn
+from ballast.torch.sharding.unit import Unit
+from ballast.torch.tiled import TiledLinear
+
+# A unit is worth a warning where it has more than half of the model, and so many bytes.
+_LARGE_BYTES = 64 << 20
+
+
+def chosen(model: nn.Module) -> list[nn.Module]:
+    """Blocks, and tiles wherever they are."""
+    # transformers' models name the classes of their blocks.
+    names = {name for module in model.modules() for name in getattr(module, '_no_split_modules', None) or ()}
+    owners: collections.Counter[torch.Tensor] = collections.Counter(parameter for module in model.modules()
+                                                                    for parameter in module._parameters.values() if parameter is not None)
+    tiles = [tile for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles]
+    return list(dict.fromkeys([*(block for child in model.children() for block in _blocks(child, names, owners)),
+                               *(_members(model, owners) if _is_container(model) else ()), *tiles]))
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+
+
+def _blocks(module: nn.Module, names: Collection[str], owners: collections.Counter[torch.Tensor]) -> list[nn.Module]:
+    """Outermost ones beneath or at `module`. owners: how many modules have each parameter."""
+    if type(module).__name__ in names and _is_alone(module, owners):
+        return [module]
+    members = _members(module, owners) if _is_container(module) else []
+    return members + [block for child in module.children() if child not in members for block in _blocks(child, names, owners)]
+
+
+def _members(module: nn.Module, owners: collections.Counter[torch.Tensor]) -> list[nn.Module]:
+    """The blocks of a container: all of a ModuleList; of a Sequential or ModuleDict those that are alike, and more than a layer."""
+    there = [child for child in module.children() if any(True for _ in child.parameters())]
+    if isinstance(module, nn.ModuleList):
+        return there
+    kinds = collections.Counter(type(child) for child in there)
+    return [child for child in there if kinds[type(child)] > 1 and any(True for _ in child.children()) and _is_alone(child, owners)
+            and not isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+
+
+def _is_alone(module: nn.Module, owners: collections.Counter[torch.Tensor]) -> bool:
+    """It has parameters, and shares none with modules outside, which FSDP2 could not gather with it."""
+    inside = collections.Counter(parameter for inner in module.modules() for parameter in inner._parameters.values()
+                                 if parameter is not None)
+    return bool(inside) and all(owners[parameter] == count for parameter, count in inside.items())
+
+
+def warn_of_large(units: list[Unit]) -> None:
+    """Tells of a unit that has most of a large model: each rank holds all of it at each gather."""
+    sizes = {unit: sum(part.shape.numel() * part.gathered.itemsize for part in unit.parts) for unit in units}
+    for unit, size in sizes.items():
+        if size <= max(_LARGE_BYTES, sum(sizes.values()) / 2):
+            continue
+        within: collections.Counter[str] = collections.Counter()
+        for part in unit.parts:
+            within[part.name.rpartition('.')[0]] += part.shape.numel() * part.gathered.itemsize
+        name, largest = within.most_common(1)[0]
+        warn(f"shard(): unit '{unit.name}' has {size >> 20} of the model's {sum(sizes.values()) >> 20} MiB, and every rank holds all of a "
+             f"unit while it computes with it; the largest module in it is '{name}', {largest >> 20} MiB. Say which modules are gathered "
+             'one at a time: shard(model, units=[*model.layers, ...]); TiledLinear cuts a layer that is large by itself')

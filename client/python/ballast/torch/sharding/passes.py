@@ -1,0 +1,182 @@
+"""Forward and backward passes of a model that shard() has taken, and what they leave: units that FSDP2 keeps gathered, and its state of a
+pass that an exception has cut off."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ballast.errors import Error, warn
+
+if TYPE_CHECKING:
+    from ballast.torch.sharding.sharded import Sharded
+    from ballast.torch.sharding.unit import Unit
+
+
+class Passes:
+    """Hooks of the modules that fully_shard has wrapped. Threads: the training loop's; hooks of recomputation run on autograd's."""
+
+    def __init__(self, model: nn.Module, sharded: Sharded, fsdp_module: type) -> None:
+        """model: with Remotes in the place of its parameters, all of which sharded has in units."""
+        self.model, self._sharded, self._fsdp_module = model, sharded, fsdp_module
+        self._is_prepared = False  # FSDP2 has made its memory
+        self._inside: set[nn.Module] = set()  # outermost modules whose forward pass has begun
+        self._is_cut_off = False  # an exception has ended a forward pass
+        self._had = False  # there were gradients before the last forward pass
+        self._spoilt = False  # a backward pass was cut off, and its gradients are among those that there are
+        self._outermost = _outermost(model, fsdp_module)
+        for unit in sharded.units:
+            for module in unit.modules:
+                # Ahead of FSDP2's own hooks.
+                module.register_forward_pre_hook(functools.partial(self._before, unit), prepend=True)
+                module.register_forward_hook(functools.partial(self._after, unit), always_call=True)
+        for module in self._outermost:
+            module.register_forward_pre_hook(self._begin, prepend=True)
+            module.register_forward_hook(self._end)
+            module.register_forward_hook(self._left, always_call=True)
+
+    # --- hooks
+
+    def _begin(self, module: nn.Module, _: Any) -> None:
+        if _in_backward():
+            return
+        if module in self._inside:  # as Ctrl-C leaves it
+            self._left(module)
+        self.recover()
+        self._inside.add(module)
+        if self._sharded.copies:
+            return
+        if torch.is_inference_mode_enabled() and not self._is_prepared:
+            self.prepare()
+            self._make_memory(module)
+        self._is_prepared = True
+        if torch.is_grad_enabled():
+            self._had = any(unit.has_gradients for unit in self._sharded.units)
+            if not self._had:
+                self._spoilt = False  # recover() has dropped them
+
+    def prepare(self) -> None:
+        """FSDP2 looks over the parameters, as it does in its first forward pass: they have to be in their places."""
+        with torch.inference_mode(False), torch.no_grad():
+            for module in self._outermost:
+                module._get_fsdp_state()._lazy_init()
+
+    def _make_memory(self, module: nn.Module) -> None:
+        """FSDP2 makes its memory at the first gathers, and what is made in inference mode it could not use for training."""
+        with torch.inference_mode(False), torch.no_grad():
+            for inner in module.modules():
+                if isinstance(inner, self._fsdp_module):
+                    inner.unshard()
+                    inner.reshard()
+
+    def _end(self, module: nn.Module, _: Any, output: Any) -> None:
+        if _in_backward():
+            return
+        self._inside.discard(module)
+        for unit in self._sharded.units:
+            unit.hide()
+        if torch.is_grad_enabled():
+            hook = functools.partial(self._before_backward, self._sharded.now(), [])
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(hook)
+
+    def _left(self, module: nn.Module, *_: Any) -> None:
+        """Behind _end(), or in its place where the pass has raised an exception."""
+        if module in self._inside and not _in_backward():
+            self._inside.discard(module)
+            self._is_cut_off = True
+
+    def _before_backward(self, at: object, begun: list[bool], _: torch.Tensor) -> None:
+        """at: Sharded.now() of the forward pass. begun: its outputs whose gradients have come. Recomputation runs modules once more."""
+        if at != self._sharded.now():
+            raise Error(f"parameter '{self._sharded.units[0].parts[0].name}' and others have other values since the forward pass of this "
+                        'backward pass, by a step, a load or a rollback, and its gradients would be of both: run the forward pass again',
+                        'BAD_REQUEST')
+        for unit in self._sharded.units if not begun else ():
+            unit.check()
+            unit.show()
+        begun.append(True)
+
+    def _before(self, unit: Unit, module: nn.Module, _: Any) -> None:
+        if unit.has_copies:
+            unit.lend()
+            return
+        unit.check()
+        if unit.is_stale:
+            module.reshard()  # FSDP2 keeps units gathered after passes without a gradient, whatever becomes of the job meanwhile
+        unit.show()
+
+    def _after(self, unit: Unit, *_: Any) -> None:
+        unit.take_back()
+        unit.note()
+
+    # --- between passes
+
+    def recover(self) -> None:
+        """Where an exception has cut off a pass, FSDP2 forgets that pass, which it would go on with: gradients of a backward pass that was
+        cut off count no more."""
+        states = [module._get_fsdp_state() for module in self._outermost]
+        in_backward = any(state._state_ctx.post_backward_final_callback_queued for state in states)
+        if _in_backward() or not (in_backward or self._is_cut_off):
+            return
+        if not hasattr(torch.distributed.fsdp.FSDPModule, 'reset_iter_state'):
+            raise Error(f'an exception has cut off a pass of the model, and FSDP2 of torch {torch.__version__} cannot forget it: expected '
+                        'torch 2.13 or later to go on after it; start all ranks again', 'UNSUPPORTED')
+        kept = [(group, group._partial_reduce_output) for unit in self._sharded.units for group in unit.groups if not in_backward]
+        for state in states:
+            if state._is_root:
+                state._reset_iter_state()
+        for group, partial in kept:
+            group._partial_reduce_output = partial  # of earlier backward passes
+        self._is_cut_off = False
+        if in_backward:
+            self._spoil()
+
+    def _spoil(self) -> None:
+        self._spoilt = True
+        for unit in self._sharded.units:
+            unit.forget_whole_gradients()
+        if self._had:
+            return  # those of earlier passes are mixed with them: the step refuses, until zero_grad()
+        if self._sharded.pushes is not None:
+            self._sharded.pushes.discard()
+        for parameter in self._sharded.parameters.values():
+            parameter.grad = None
+        warn('an exception has cut off a backward pass of a model of shard(): no gradient of that pass counts')
+
+    def settle(self) -> None:
+        """Parameters are in their places, and none is gathered. Errors: as Unit.check()."""
+        self.recover()
+        for unit in self._sharded.units:
+            unit.check()
+            unit.reshard()
+
+    def check(self) -> None:
+        """Refuses a step of a model that was changed otherwise than by it, or with gradients of a pass that was cut off."""
+        if self._sharded.copies:
+            raise Error('step() within gathered(): the copies would be of the version before it; make the step outside', 'BAD_REQUEST')
+        self.recover()
+        if self._spoilt:
+            raise Error('a backward pass was cut off by an exception, and the gradients that there are since the last step are not whole: '
+                        'call zero_grad() of the optimizer, and run forward and backward again, on all ranks', 'BAD_REQUEST')
+        there = set(self.model.modules())
+        for unit in self._sharded.units:
+            unit.check(there, self.model)
+
+    def forget(self) -> None:
+        """The gradients that there are count no more."""
+        self.recover()
+        self._spoilt = False
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _outermost(module: nn.Module, kind: type) -> list[nn.Module]:
+    return [module] if isinstance(module, kind) else [each for child in module.children() for each in _outermost(child, kind)]
