@@ -33,6 +33,10 @@ std::string Unsupported(const OptimizerSpec& spec) {
   if (spec.master == MasterFormat::kRemainder && spec.working != Dtype::kBf16) {
     return "a master kept as remainder needs bf16 working parameters: take these, or an fp32 master";
   }
+  if (spec.master == MasterFormat::kLent && spec.working != Dtype::kF32) {
+    return "a parameter is its own master in fp32 alone: take fp32 working parameters, or an fp32 master on the "
+           "servers";
+  }
   return "";
 }
 

@@ -43,9 +43,10 @@ enum class MomentFormat : uint8_t {
   kF8,    // first moment: sign, 4-bit exponent, 3-bit mantissa; second: the root of v with 4-bit exponent and mantissa
 };
 
-// How servers keep the fp32 master beside a working copy: as it is, or as the bits that the working copy lacks
-// (SplitF32), for bf16 working parameters alone. The kernels here always take the fp32 master.
-enum class MasterFormat : uint8_t { kF32, kRemainder };
+// How servers keep the fp32 master: as it is; as the bits that a working copy beside it lacks (SplitF32), for bf16
+// working parameters alone; or not at all, since the trainer's fp32 parameter is the master, and is lent for each
+// update. The kernels here always take the fp32 master.
+enum class MasterFormat : uint8_t { kF32, kRemainder, kLent };
 
 inline constexpr uint64_t kMomentBlock = 256;
 inline constexpr int kMomentsMax = 3;
@@ -64,7 +65,8 @@ struct OptimizerSpec {
 };
 
 // Returns an empty text, or the reason why no kernel computes `spec`: an unlisted dtype, nesterov without momentum,
-// amsgrad of a kind other than kAdamw and kAdam, a remainder of another dtype than bf16.
+// amsgrad of a kind other than kAdamw and kAdam, a remainder of another dtype than bf16, a lent master of another dtype
+// than fp32.
 std::string Unsupported(const OptimizerSpec& spec);
 
 // Moments per parameter: AdamW and Adam {m, v} or {m, v, x} with amsgrad, SGD {} or {m}, Adagrad {v}, Lion {m}.
@@ -127,7 +129,7 @@ struct UpdateSpan {
   const std::byte* gradient = nullptr;
   float* master = nullptr;                      // in place
   std::array<MomentSpan, kMomentsMax> moments;  // in place; entries beyond MomentCount are not read
-  std::byte* working = nullptr;                 // written
+  std::byte* working = nullptr;                 // written; null where the master is lent (kLent)
 };
 
 // The span begins at a multiple of kMomentBlock elements of its chunk; its last block may be short. REQUIRES:

@@ -230,6 +230,7 @@ struct Pass {
     if (spec.gradient == Dtype::kBf16) WidenBlock<Dtype::kBf16>(gradient, widened);
     if (spec.gradient == Dtype::kF16) WidenBlock<Dtype::kF16>(gradient, widened);
     wide(coefficients, key, n, g, master, block, working);
+    if (spec.master == MasterFormat::kLent) return;
     switch (spec.working) {
       case Dtype::kF32:
         return NarrowBlock<Dtype::kF32>(master, working);
@@ -259,7 +260,8 @@ void ShortBlock(const Pass& pass, const UpdateSpan& span, const MomentSpan* mome
   }
   pass.Block(kBlock, gradient, master, whole, working, pass.key.first_element + begin);
   std::memcpy(span.master + begin, master, n * sizeof(float));
-  std::memcpy(span.working + begin * working_bytes, working, n * working_bytes);
+  if (pass.spec.master != MasterFormat::kLent)
+    std::memcpy(span.working + begin * working_bytes, working, n * working_bytes);
   for (int i = 0; i < pass.moments; ++i) std::memcpy(moment[i].values, values[i], n * width);
 }
 
@@ -288,7 +290,8 @@ void UpdateLoop(const OptimizerSpec& spec, const Coefficients& c, const RandomKe
       break;
     }
     pass.Block(n, span.gradient + begin * gradient_bytes, span.master + begin, moment,
-               span.working + begin * working_bytes, key.first_element + begin);
+               spec.master == MasterFormat::kLent ? nullptr : span.working + begin * working_bytes,
+               key.first_element + begin);
   }
   L::FlushStream();
 }

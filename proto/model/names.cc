@@ -49,9 +49,10 @@ absl::StatusOr<kernels::MomentFormat> MomentsNamed(const std::string& name) {
 
 absl::StatusOr<kernels::MasterFormat> MasterNamed(const std::string& name) {
   using kernels::MasterFormat;
-  return Find("master", name,
-              std::array<std::pair<const char*, MasterFormat>, 2>{
-                  {{"f32", MasterFormat::kF32}, {"remainder", MasterFormat::kRemainder}}});
+  return Find(
+      "master", name,
+      std::array<std::pair<const char*, MasterFormat>, 3>{
+          {{"f32", MasterFormat::kF32}, {"remainder", MasterFormat::kRemainder}, {"lent", MasterFormat::kLent}}});
 }
 
 absl::StatusOr<kernels::Dtype> DtypeNamed(const std::string& name) {

@@ -13,7 +13,7 @@ namespace ballast::model {
 
 absl::StatusOr<kernels::OptimizerKind> OptimizerNamed(const std::string& name);  // adamw, adam, sgd, adagrad, lion
 absl::StatusOr<kernels::MomentFormat> MomentsNamed(const std::string& name);     // f32, bf16, i8, f8
-absl::StatusOr<kernels::MasterFormat> MasterNamed(const std::string& name);      // f32, remainder
+absl::StatusOr<kernels::MasterFormat> MasterNamed(const std::string& name);      // f32, remainder, lent
 absl::StatusOr<kernels::Dtype> DtypeNamed(const std::string& name);              // f32, bf16, f16
 absl::StatusOr<v1::Durability> DurabilityNamed(const std::string& name);         // step, every-K, none
 

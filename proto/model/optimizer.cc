@@ -40,7 +40,8 @@ struct NamedMaster {
   MasterFormat format;
 };
 constexpr NamedMaster kMasters[] = {{v1::MASTER_FORMAT_UNSPECIFIED, MasterFormat::kF32},
-                                    {v1::MASTER_FORMAT_REMAINDER, MasterFormat::kRemainder}};
+                                    {v1::MASTER_FORMAT_REMAINDER, MasterFormat::kRemainder},
+                                    {v1::MASTER_FORMAT_LENT, MasterFormat::kLent}};
 
 struct NamedDtype {
   v1::Dtype proto;
@@ -99,7 +100,7 @@ absl::StatusOr<OptimizerSpec> OptimizerOf(const v1::JobSpec& spec) {
   }
   if (master == nullptr) {
     return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
-                 absl::StrCat("masters may be kept as they are, or as REMAINDER, came master_format ",
+                 absl::StrCat("masters may be kept as they are, as REMAINDER, or LENT, came master_format ",
                               static_cast<int>(spec.master_format())));
   }
   optimizer.master = master->format;
@@ -156,6 +157,7 @@ std::string Show(const OptimizerSpec& optimizer) {
   absl::StrAppend(&text, ", ", Find(optimizer.gradient).name, " gradients, ", Find(optimizer.working).name,
                   " working parameters");
   if (optimizer.master == MasterFormat::kRemainder) text += ", masters as remainder";
+  if (optimizer.master == MasterFormat::kLent) text += ", parameters as their masters";
   return text;
 }
 

@@ -32,7 +32,8 @@ inline void UnobservedStage(RunStage) {}
 // Spans are borrowed until Run returns.
 // `working`, for a store without working copies: the trainer's memory for the resulting working parameters, beginning
 // with the first element, in the optimizer's working dtype. null: the parameters are written nowhere. Borrowed until
-// the update is `done`.
+// the update is `done`. Where the layout lends masters, `working` is the master: every segment names it, and values
+// without it are in the trainer's memory already.
 struct ChunkUpdate {
   struct Values {
     uint64_t begin = 0;  // elements from the chunk's start

@@ -1,8 +1,9 @@
 // Layout of a chunk's state in memory and on disk: the fp32 master, then each moment (its values, then the scales of
-// 8-bit formats). In place of the master may be its remainder: the bits that the chunk's working copy lacks. The state
-// of a frozen chunk is its working copy alone, in the place of the master. Every array starts
-// at a multiple of 4096 bytes, so that an array can be read from disk alone. Behind the arrays is room for a label
-// (chunk/extent_label.h), so that a state and its label are written in a single write.
+// 8-bit formats). In place of the master may be its remainder: the bits that the chunk's working copy lacks. Or the
+// master is the trainer's parameter, and takes no bytes here. The state of a frozen chunk is its working copy alone, in
+// the place of the master. Every array starts at a multiple of 4096 bytes, so that an array can be read from disk
+// alone. Behind the arrays is room for a label (chunk/extent_label.h), so that a state and its label are written in a
+// single write.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +24,7 @@ inline constexpr int kStateArraysMax = 1 + kernels::kMomentsMax;
 // single array, kMaster: values in the working dtype, or quantized (kernels::Quantize), and no working copy beside it.
 // A chunk with a working copy may keep a remainder (OptimizerSpec::master): kMaster is then the masters' lower halves,
 // and where 8-bit formats have scales, the bitmap of carries (kernels::SplitF32). A chunk without a copy keeps fp32.
+// With lent masters kMaster is empty: each update names the trainer's memory, and nothing here reads masters.
 class StateLayout {
  public:
   StateLayout() : StateLayout(kernels::OptimizerSpec()) {}
@@ -49,6 +51,7 @@ class StateLayout {
   uint64_t ValueBytes(StateArray array, uint64_t elements) const {
     if (array != StateArray::kMaster) return kernels::MomentBytes(optimizer_.moments, elements);
     if (frozen_ == Frozen::kQ8) return kernels::QuantBytes(kernels::QuantFormat::kInt8, elements);
+    if (lends_master()) return 0;
     if (keeps_remainder()) return elements * sizeof(uint16_t);
     return elements * (frozen_ == Frozen::kNo ? sizeof(float) : working_element_bytes());
   }
@@ -86,6 +89,9 @@ class StateLayout {
   // Is the master its working copy and a remainder?
   bool keeps_remainder() const { return working_copies() && optimizer_.master == kernels::MasterFormat::kRemainder; }
 
+  // Is the master in the trainer's memory alone? Such a layout has no working copies.
+  bool lends_master() const { return optimizer_.master == kernels::MasterFormat::kLent && frozen_ == Frozen::kNo; }
+
   static constexpr uint64_t kLabelBytes = 4096;
 
   uint64_t gradient_element_bytes() const { return kernels::ElementBytes(optimizer_.gradient); }
@@ -109,7 +115,7 @@ struct StateView {
   uint64_t elements = 0;
 
   std::byte* array(StateArray which) const { return base + layout->ArrayAt(which, elements); }
-  // REQUIRES: the layout keeps no remainder.
+  // REQUIRES: the layout keeps no remainder, and lends no master.
   float* master() const { return reinterpret_cast<float*>(base); }
   // Moment `index` (from 0), from element `at` on. REQUIRES: `at` is a multiple of kernels::kMomentBlock if the format
   // has scales.

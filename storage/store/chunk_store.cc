@@ -68,6 +68,11 @@ absl::Status StoreCore::CheckPlan(absl::Span<const ChunkToAdd> added, const Plan
                                                   " with its state in ", TierName(state)));
     }
     const StateLayout of = layout.Of(added[i].frozen, plan.chunks[i]);
+    if (of.lends_master() && (versions.has_value() || of.working_copies())) {
+      return Bad(model::kBadConfig,
+                 absl::StrCat("chunk ", i, " has its master in the trainer's memory, and this store ",
+                              versions.has_value() ? "is durable" : "keeps working copies", ": keep an fp32 master"));
+    }
     if (versions.has_value() && of.keeps_remainder()) {
       return Bad(model::kBadConfig, absl::StrCat("chunk ", i, " keeps its master as remainder, and durable state is ",
                                                  "whole without a working copy: keep an fp32 master"));

@@ -42,7 +42,8 @@ class ChunkStore {
   // Borrows `tiers` and `compute`, both of which must outlive the store; without `compute`, Run computes on its
   // caller's thread alone. Add takes space, the destructor returns the space.
   // REQUIRES: kernels::Unsupported(layout.optimizer()) is empty. Without working copies no state can be in HBM. Nor can
-  // chunks that keep a remainder; and Add refuses these in a durable store.
+  // chunks that keep a remainder; and Add refuses these in a durable store. Add refuses chunks with lent masters in a
+  // durable store and beside working copies; reads of such a master are UNIMPLEMENTED (UNSUPPORTED).
   ChunkStore(Tiers* tiers, const StateLayout& layout, kernels::ThreadPool* compute = nullptr,
              std::optional<DurableOptions> durable = std::nullopt);
   ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute = nullptr,

@@ -52,9 +52,16 @@ absl::Status ReadFrozenAs(const StoredChunk& chunk, uint64_t begin, uint64_t cou
   return absl::OkStatus();
 }
 
+absl::Status MasterIsLent(const StoredChunk& chunk) {
+  return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                      absl::StrCat("chunk ", chunk.index, " has its master in the trainer's memory alone: read the ",
+                                   "parameter there"));
+}
+
 // Elements of a chunk that has no working copy, in the working dtype.
 absl::Status ReadAsWorking(const StoredChunk& chunk, uint64_t begin, uint64_t count, std::byte* to, RawRead read) {
   const kernels::Dtype dtype = chunk.layout.optimizer().working;
+  if (chunk.layout.lends_master()) return MasterIsLent(chunk);
   if (chunk.layout.frozen() != Frozen::kNo) return ReadFrozenAs(chunk, begin, count, dtype, to, read);
   return read(begin * sizeof(float), count * sizeof(float), RoundInto(dtype, to));
 }
@@ -71,6 +78,7 @@ absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begi
   if (layout.frozen() != Frozen::kNo) {
     return ReadFrozenAs(chunk, begin, to.size(), kernels::Dtype::kF32, bytes, read);
   }
+  if (array == StateArray::kMaster && layout.lends_master()) return MasterIsLent(chunk);
   const kernels::MomentFormat format = layout.optimizer().moments;
   if (array == StateArray::kMaster || format == kernels::MomentFormat::kF32) {
     return read(begin * sizeof(float), to.size() * sizeof(float), CopyInto(bytes));

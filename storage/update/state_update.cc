@@ -130,6 +130,11 @@ void WriteMaster(const ChunkUpdate::Values& values, const StateView& state, std:
       kernels::ToF32(dtype, values.narrow.data() + (from - begin) * width, to);
     }
   };
+  if (state.layout->lends_master()) {
+    auto* const to = reinterpret_cast<float*>(values.working);
+    if (to != nullptr && to != values.values.data()) take(begin, {to, end - begin});
+    return;
+  }
   if (!state.layout->keeps_remainder()) {
     const absl::Span<float> master(state.master() + begin, end - begin);
     take(begin, master);
@@ -259,11 +264,14 @@ StateUpdate::StateUpdate(const ChunkUpdate& update, const StateView& state, std:
 
 void StateUpdate::UpdateBlock(uint64_t at, uint64_t end, absl::Span<float> master) const {
   const uint64_t width = state_.layout->working_element_bytes();
+  const bool lends = state_.layout->lends_master();
   segments_.Meet(at, end, [&](const ChunkUpdate::SegmentUpdate& segment, uint64_t from, uint64_t to) {
+    auto* const lent = reinterpret_cast<float*>(segment.working) + (from - segment.begin);
     const auto run = [&](std::byte* target) {
       kernels::Update(state_.layout->optimizer(), segment.coefficients, RandomAt(update_, from),
-                      SpanOf(update_, segment, state_, &master[from - at], target, from, to - from));
+                      SpanOf(update_, segment, state_, lends ? lent : &master[from - at], target, from, to - from));
     };
+    if (lends) return run(nullptr);
     if (segment.working != nullptr) return run(segment.working + (from - segment.begin) * width);
     working_ != nullptr ? run(working_ + from * width) : WithoutWorking(run);
   });
@@ -274,7 +282,9 @@ void StateUpdate::Run(uint64_t piece) {
   for (uint64_t at = piece * kPieceElements; at < piece_end; at += kBlockElements) {
     const uint64_t end = std::min(at + kBlockElements, piece_end);
     if (digests_.of_old) DigestBlock(state_, at, end, &old_pieces_[piece]);
-    if (!state_.layout->keeps_remainder()) {
+    if (state_.layout->lends_master()) {
+      UpdateBlock(at, end, {});
+    } else if (!state_.layout->keeps_remainder()) {
       UpdateBlock(at, end, {state_.master() + at, end - at});
     } else if (segments_.Any(at, end)) {
       ChangeMaster(state_, working_, at, end, [&](absl::Span<float> master) { UpdateBlock(at, end, master); });

@@ -28,7 +28,7 @@ ArrayDigests DigestState(const StateView& state, const Compute& compute);
 // CRC32C of any bytes, computed in parallel.
 uint32_t DigestBytes(absl::Span<const std::byte> bytes, const Compute& compute);
 
-// Makes the whole chunk's working copy from its master. REQUIRES: the layout keeps no remainder.
+// Makes the whole chunk's working copy from its master. REQUIRES: the state holds the master.
 void RoundMaster(const StateView& state, std::byte* working, const Compute& compute);
 
 struct UpdateDigests {
@@ -77,7 +77,7 @@ class StateUpdate {
     std::vector<const ChunkUpdate::SegmentUpdate*>::const_iterator From(uint64_t at) const;
     std::vector<const ChunkUpdate::SegmentUpdate*> sorted_;
   };
-  // `master`: of elements [at, end).
+  // `master`: of elements [at, end); empty where the trainer lends it.
   void UpdateBlock(uint64_t at, uint64_t end, absl::Span<float> master) const;
 
   const ChunkUpdate& update_;

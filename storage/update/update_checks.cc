@@ -25,6 +25,17 @@ absl::Status CheckGradient(const StoredChunk& chunk, const ChunkUpdate& update) 
                           " bytes for all segments, from element ", begin, " of ", chunk.elements, " on"));
 }
 
+// The master is in the trainer's memory: an update without it would have nothing to update.
+absl::Status CheckLentMaster(const StoredChunk& chunk, const ChunkUpdate& update) {
+  if (!chunk.layout.lends_master()) return absl::OkStatus();
+  const bool lent = std::all_of(update.segments.begin(), update.segments.end(), [](const auto& segment) {
+    return segment.begin == segment.end || segment.working != nullptr;
+  });
+  if (lent && update.logged_values.empty()) return absl::OkStatus();
+  return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk.index, " has its master in the trainer's memory, and an ",
+                                              "update came that does not name that memory"));
+}
+
 absl::Status CheckWorking(const StoredChunk& chunk, const ChunkUpdate& update) {
   const auto lent = [](const auto& part) { return part.working != nullptr; };
   const bool narrow = std::any_of(update.values.begin(), update.values.end(),
@@ -117,6 +128,7 @@ absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
   BALLAST_RETURN_IF_ERROR(CheckFrozen(chunk, update));
   BALLAST_RETURN_IF_ERROR(CheckMomentValues(chunk, update));
   BALLAST_RETURN_IF_ERROR(CheckWorking(chunk, update));
+  BALLAST_RETURN_IF_ERROR(CheckLentMaster(chunk, update));
   return CheckGradient(chunk, update);
 }
 
