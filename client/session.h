@@ -197,6 +197,11 @@ class Session {
   // that is not updated stay as they are. Where takes_gradients(), values given to Write are lent too: no Write until
   // the loan's end.
   // Before Initialise: values of all tensors that need them. Initialise then does not call `fill`.
+  // In a job with MasterFormat::kLent parameters are their own masters, and all that is read or written of them is the
+  // trainer's to read or write: a loan of a gradient has its parameter, Write is UNIMPLEMENTED (UNSUPPORTED), as are
+  // reads of masters and pulls, and CommitState of masters takes step counts alone. A trainer that ends its loan of
+  // a step amid Step loses the job (STATE_LOST).
+  bool lends_masters() const;
   absl::Status Lend(std::vector<model::LentTensor> tensors);
   bool needs_values(uint32_t tensor) const;
   // Whether Write has given the tensor values that no step has taken yet.

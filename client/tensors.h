@@ -80,7 +80,8 @@ class Tensors {
   absl::Status Read(size_t index, Content content, absl::Span<float> to);
   // COLLECTIVE among the ranks that have a part of the tensor. Session::Write of the local elements.
   absl::Status Write(size_t index, absl::Span<const float> values);
-  // COLLECTIVE. Waits for updates and fetches parameters at the session's version. With Split::kEven ranks gather the
+  // COLLECTIVE. Waits for updates and fetches parameters at the session's version, unless they are their own masters
+  // (Session::lends_masters), and so at that version. With Split::kEven ranks gather the
   // parts of all ranks; else each rank pulls its own. Beside parameters, memory for as many bytes as the session may
   // have in flight, or for one unit if that is larger.
   absl::Status Pull(absl::Span<const TensorMemory> memory, const Ready& ready = {});

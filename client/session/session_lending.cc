@@ -16,6 +16,7 @@ bool Session::Impl::takes_loans() const {
 bool Session::Impl::lends_values() const { return takes_loans() && open->spec().durability() != v1::DURABILITY_STEP; }
 
 bool Session::takes_loans() const { return impl_->takes_loans(); }
+bool Session::lends_masters() const { return impl_->seat.optimizer.master == kernels::MasterFormat::kLent; }
 
 absl::Status Session::Lend(std::vector<model::LentTensor> tensors) {
   Impl& impl = *impl_;

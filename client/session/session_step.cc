@@ -325,6 +325,10 @@ absl::Status Session::Write(absl::string_view tensor, absl::Span<const float> va
                                      "; master weights must be finite"));
   }
   if (impl_->values.lent()) return Precondition("values are lent; Step and AwaitApplied, or Drop, come before Write");
+  if (lends_masters() && impl_->seat.units->layout().tensors()[index].frozen == v1::FROZEN_UNSPECIFIED) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        absl::StrCat("the parameter '", tensor, "' is its own master: write to it"));
+  }
   impl_->values.Write(index, values, runs);
   return absl::OkStatus();
 }

@@ -230,7 +230,7 @@ absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
   BALLAST_RETURN_IF_ERROR(CheckGradients(memory));
   if (!session_->takes_loans()) return Push(memory);
   const Dtype gradient = session_->optimizer().gradient, working = session_->optimizer().working;
-  const bool gradients = session_->takes_gradients();
+  const bool gradients = session_->takes_gradients(), lends_masters = session_->lends_masters();
   if (!gradients) BALLAST_RETURN_IF_ERROR(Push(memory));
   std::vector<model::LentTensor> lent(session_->tensor_count());
   for (size_t i = 0; i < names_.size(); ++i) {
@@ -251,6 +251,14 @@ absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
     own.lent = from.gradient != nullptr || session_->written(parts_[i].index);
     if (own.lent) own.parameter.resize(parts_[i].elements * ElementBytes(working));
     to.working = own.lent ? own.parameter.data() : nullptr;
+    if (!own.lent || !lends_masters) continue;
+    if (from.parameter_dtype != working) {
+      return model::Error(
+          absl::StatusCode::kInvalidArgument, model::kBadDtype,
+          absl::StrCat("parameter '", names_[i], "' is its own master in this job, and is not fp32: it would be ",
+                       "rounded at each step"));
+    }
+    ToServers(parts_[i], from.parameter, working, own.parameter.data(), working);
   }
   return session_->Lend(std::move(lent));
 }
@@ -364,6 +372,7 @@ absl::Status Tensors::Write(size_t index, absl::Span<const float> values) {
 
 absl::Status Tensors::Pull(absl::Span<const TensorMemory> memory, const Ready& ready) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent());
+  if (session_->lends_masters()) return session_->AwaitApplied();
   if (gathers_) return Gather(memory, ready);
   std::deque<Fetching> under_way;  // each ends its pull before its memory goes
   uint64_t bytes = 0;

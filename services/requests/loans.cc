@@ -96,6 +96,10 @@ absl::Status Loans::Check(const model::LoanRequest& request) const {
     if (core_->recoverable && (tensor.gradient != nullptr || tensor.value != nullptr)) {
       return Unsupported("with durability step gradients and values go to the log: they are pushed");
     }
+    if (core_->store->layout().lends_master() && tensor.gradient != nullptr && tensor.working == nullptr) {
+      return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                          "a gradient was lent without its parameter, which is its own master in this job");
+    }
     const kernels::Dtype working = core_->store->layout().optimizer().working;
     if (tensor.value != nullptr && tensor.value_dtype != kernels::Dtype::kF32 && tensor.value_dtype != working) {
       return model::Error(absl::StatusCode::kInvalidArgument, model::kBadDtype,
@@ -197,6 +201,13 @@ void Loans::TakeBack(const LentMemory& lent, Replies* replies) {
   // Prepared, the step may be decided by whoever fences next.
   const bool prepared = core_->machine->Snapshot().has_prepared();
   absl::Status copied;
+  if (prepared && core_->store->layout().lends_master() &&
+      lent.presence(v1::SLICE_KIND_GRADIENT).find_first_not_of('\0') != std::string::npos) {
+    return core_->Fail(model::Error(absl::StatusCode::kFailedPrecondition, model::kStateLost,
+                                    "the trainer took its parameters, which are their own masters in this job, back "
+                                    "from a step that was prepared and not decided"),
+                       "Make a new job", replies);
+  }
   for (const model::Slice& slice : core_->plan->slices()) {
     for (const v1::SliceKind kind : kKinds) {
       if (!prepared && core_->plan->Touches(slice, lent.presence(kind)))

@@ -148,8 +148,8 @@ bool Pushes::Try(const Request& request, Admitted* admitted, Replies* replies) {
   if (*admission == StepMachine::Admission::kHeld || superseded) return answer(absl::OkStatus());
   if (*admission == StepMachine::Admission::kWaits) return false;
   // After epoch and step, so that a client of an older job of this name hears of these first.
-  const absl::Status length = CheckLength(request);
-  if (!length.ok()) return answer(core_->machine->EndPush(header, length));
+  const absl::Status fits = CheckPushed(request, *admitted->chunk);
+  if (!fits.ok()) return answer(core_->machine->EndPush(header, fits));
   absl::StatusOr<Intake::Receipt> receipt = BeginReceive(admitted->chunk.get(), slice, header);
   if (!receipt.ok()) return answer(core_->machine->EndPush(header, receipt.status()));
   if (receipt->logged) room_->Expect(1);
@@ -161,8 +161,13 @@ bool Pushes::Try(const Request& request, Admitted* admitted, Replies* replies) {
   return true;
 }
 
-absl::Status Pushes::CheckLength(const Request& request) const {
+absl::Status Pushes::CheckPushed(const Request& request, const HeldChunk& chunk) const {
   const v1::PushRequest& header = request.header;
+  if (core_->store->layout().lends_master() && !chunk.is_frozen()) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        "a parameter is its own master in this job: gradients are lent together with their parameters, "
+                        "and values are written to the parameters themselves");
+  }
   const v1::JobSpec& spec = core_->plan->open().spec();
   const bool value = header.kind() == v1::SLICE_KIND_VALUE;
   const uint64_t elements = header.end() - header.begin(), bytes = request.payload.size();

@@ -40,7 +40,8 @@ class Pushes {
   // May the slice's bytes come now? If not, whatever the slice waits for wakes it.
   bool HasRoom(const std::shared_ptr<HeldChunk>& chunk, uint32_t slice, const Request& request)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  absl::Status CheckLength(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::Status CheckPushed(const Request& request, const HeldChunk& chunk) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::StatusOr<Intake::Receipt> BeginReceive(HeldChunk* chunk, uint32_t slice, const v1::PushRequest& header)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Receive(const Request& request, PushedSlice* slice) ABSL_LOCKS_EXCLUDED(job_lock);

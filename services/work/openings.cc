@@ -31,7 +31,7 @@ Outcome<v1::OpenResponse> Openings::Try(const v1::OpenRequest& request) {
 }
 
 absl::StatusOr<Openings::Plan> Openings::MakePlan(const v1::OpenRequest& request) const {
-  BALLAST_RETURN_IF_ERROR(Space::CheckSupported(request.spec(), core_->around.working_copies));
+  BALLAST_RETURN_IF_ERROR(Space::CheckSupported(request, core_->around.working_copies));
   BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request));
   return std::make_shared<const model::EpochPlan>(std::move(made));
 }

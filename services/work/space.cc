@@ -16,13 +16,21 @@
 
 namespace ballast::services {
 
-absl::Status Space::CheckSupported(const v1::JobSpec& spec, bool working_copies) {
+absl::Status Space::CheckSupported(const v1::OpenRequest& request, bool working_copies) {
+  const v1::JobSpec& spec = request.spec();
   const bool known = spec.durability() == v1::DURABILITY_NONE || spec.durability() == v1::DURABILITY_STEP ||
                      spec.durability() == v1::DURABILITY_EVERY_K;
   if (known && spec.master_format() == v1::MASTER_FORMAT_REMAINDER && !working_copies) {
     return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
                         "this server lies in its trainer's process and keeps no working copies, which a master kept as "
                         "remainder needs: keep an fp32 master, or take a server of its own");
+  }
+  const bool alone = !working_copies && request.members_size() == 1 && request.tiling().world_size() == 1;
+  const bool lends = known && spec.master_format() == v1::MASTER_FORMAT_LENT;
+  if (lends && (!alone || spec.durability() != v1::DURABILITY_NONE)) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        "a parameter is its own master (LENT) only in a job of one rank with durability none, on the "
+                        "one server in the process of that rank: keep an fp32 master on the servers");
   }
   if (known) return model::OptimizerOf(spec).status();
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
@@ -84,7 +92,7 @@ uint64_t Space::LogSteps() const {
 
 absl::StatusOr<Space::Chunks> Space::Take(const model::EpochPlan& plan, v1::OpenResponse* answer) {
   const v1::JobSpec& spec = plan.open().spec();
-  BALLAST_RETURN_IF_ERROR(CheckSupported(spec, core_->around.working_copies));
+  BALLAST_RETURN_IF_ERROR(CheckSupported(plan.open(), core_->around.working_copies));
   BALLAST_RETURN_IF_ERROR(plan.FindMember(core_->around.server_id).status());
   const std::vector<uint64_t> mine = ChunksOf(plan, core_->around.server_id);
   Chunks chunks;

@@ -35,7 +35,7 @@ class Space {
   using Chunks = std::vector<std::shared_ptr<HeldChunk>>;
   // UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC): no server can hold such a job, or no server that keeps
   // no working copies. On any thread.
-  static absl::Status CheckSupported(const v1::JobSpec& spec, bool working_copies);
+  static absl::Status CheckSupported(const v1::OpenRequest& request, bool working_copies);
   // Returns the server's chunks under `plan`, old and new. Errors: UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT
   // (BAD_SPEC), RESOURCE_EXHAUSTED (BUDGET).
   absl::StatusOr<Chunks> Take(const model::EpochPlan& plan) ABSL_LOCKS_EXCLUDED(job_lock) {
