@@ -133,7 +133,10 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
     estimate.largest_unit_bytes = std::max(estimate.largest_unit_bytes, unit.elements * working);
   }
   const uint64_t p = estimate.parameters, ranks = request.ranks;
-  const uint64_t state = storage::StateLayout(optimizer).Whole().StateBytes(trained), gradients = trained * gradient;
+  // Without servers an fp32 parameter is its own master.
+  kernels::OptimizerSpec plain = optimizer;
+  plain.master = plain.working == kernels::Dtype::kF32 ? kernels::MasterFormat::kLent : kernels::MasterFormat::kF32;
+  const uint64_t state = storage::StateLayout(plain).StateBytes(trained), gradients = trained * gradient;
   estimate.whole = {p * working, gradients, 0};
   estimate.sharded = {Share(p * working, ranks), Share(gradients, ranks), 0};
   estimate.zero[0] = {p * working, gradients, state};
