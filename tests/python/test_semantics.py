@@ -264,6 +264,11 @@ def test_model_state_loaded_after_construction(job):
     assert_close(*both(script, *pair(job)))
 
 
+def durable(job, tmp_path):
+    """With masters on the server: in memory alone a parameter is its own (test_own_masters.py)."""
+    return {**job, 'directory': str(tmp_path / 'state'), 'nvme': '512MiB'}
+
+
 def wide():
     """A model with a tensor that is sampled."""
     return nn.Sequential(nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 4))
@@ -282,12 +287,12 @@ def write_to_one_element(sync):
     return script
 
 
-def test_a_write_to_one_element_through_data_needs_a_word(job):
-    assert_close(*both(write_to_one_element(sync=True), *pair(job), make_model=wide))
+def test_a_write_to_one_element_through_data_needs_a_word(job, tmp_path):
+    assert_close(*both(write_to_one_element(sync=True), *pair(durable(job, tmp_path)), make_model=wide))
 
 
-def test_debug_finds_a_write_to_one_element_through_data(job):
-    ours, theirs = pair({**job, 'debug': True})
+def test_debug_finds_a_write_to_one_element_through_data(job, tmp_path):
+    ours, theirs = pair({**durable(job, tmp_path), 'debug': True})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         assert_close(*both(write_to_one_element(sync=False), ours, theirs, make_model=wide))

@@ -281,17 +281,18 @@ optimizer.step()
 
 
 def test_parameters_that_other_processes_may_write_to_are_told(tmp_path):
-    """Hogwild: each process's step undoes what the others wrote."""
+    """Hogwild: each process's step undoes what the others wrote, but to parameters that are their own masters, those in fp32."""
     (tmp_path / 'hogwild.py').write_text('''
 import torch, torch.multiprocessing as mp, ballast.torch as bt
-def train(model):
-    optimizer = bt.SGD(model.named_parameters(), lr=0.1, dram='64MiB', threads=1)
-    optimizer.resume()
+def train(*models):
+    for model in models:
+        bt.SGD(model.named_parameters(), name=str(model.weight.dtype)[6:], lr=0.1, dram='64MiB', threads=1).resume()
 if __name__ == '__main__':
-    model = torch.nn.Linear(2, 2)
-    train(model)
-    model.share_memory()
-    child = mp.get_context('spawn').Process(target=train, args=(model,))
+    models = [torch.nn.Linear(2, 2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    train(*models)
+    for model in models:
+        model.share_memory()
+    child = mp.get_context('spawn').Process(target=train, args=models)
     child.start()
     child.join()
     assert child.exitcode == 0

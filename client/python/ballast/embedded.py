@@ -31,6 +31,7 @@ class _Embedded:
         self.uses: set[Use] = set()  # of optimizers that are about to have a job on it, or have one
         self.began: dict[str, list[Use]] = {}  # job -> uses that have it open, the newest last
         self.lasting: set[str] = set()  # jobs that stay when nobody uses them
+        self.masters: dict[str, Any] = {}  # job -> whose parameters are the masters of its tensors, where the server has none
         self.asked = {'directory': directory, 'dram': dram, 'nvme': nvme, 'threads': threads}
         self.place = place.make(directory, dram, nvme)
         try:
@@ -92,6 +93,14 @@ class Use:
         return self._running.server
 
     @property
+    def masters(self) -> Any:
+        return self._running.masters.get(self.job)
+
+    @masters.setter
+    def masters(self, holder: Any) -> None:
+        self._running.masters[self.job] = holder
+
+    @property
     def is_over(self) -> bool:
         """The server has ended: it answers no call."""
         return self._running.stopped
@@ -112,6 +121,7 @@ class Use:
         try:
             ends = running.keeps_parameters and running.uses == {self}  # the server, and its memory with it
             if is_newest and not self._is_durable and not self.leaves_job and not running.stopped and not ends:
+                running.masters.pop(self.job, None)
                 running.server.drop(self.job)
         finally:
             running.uses.discard(self)
@@ -168,6 +178,14 @@ def want_apart(owner: object, directory: str | None) -> None:
         _apart_wanted[owner] = directory
 
 
+def keeps_parameters(directory: str | None) -> bool:
+    """The server that an optimizer of this directory has, or will have, keeps parameters, for a model of shard() has that directory too.
+    directory: of place.parse_directory()."""
+    if directory in _apart:
+        return True
+    return directory in list(_apart_wanted.values()) and (_running is None or _running.asked['directory'] != directory)
+
+
 def jobs(directory: str | os.PathLike[str] | None = None) -> list[str]:
     """See ballast.jobs."""
     with _lock:
@@ -210,8 +228,7 @@ def _start(directory: str | os.PathLike[str] | None, dram: int | str | None, nvm
     global _running
     asked = _asked(directory, dram, nvme, threads)
     _check_process(_running)
-    if asked['directory'] in _apart or (asked['directory'] in list(_apart_wanted.values())
-                                        and (_running is None or _running.asked['directory'] != asked['directory'])):
+    if keeps_parameters(asked['directory']):
         return _start_apart(**asked)
     others = [] if _running is None else _running.differs(asked)
     if directory is None and _running is not None and _running.keeps_folder:

@@ -297,6 +297,7 @@ void BindSession(nb::module_& m) {
       .def_prop_ro("ended", &PythonSession::ended, Release())
       .def_prop_ro("attempt", &PythonSession::attempt, Release())
       .def_prop_ro("needs_values", &PythonSession::needs_values, Release())
+      .def_prop_ro("lends_masters", &PythonSession::lends_masters, Release())
       .def_prop_ro("written", &PythonSession::written, Release())
       .def_prop_ro("restored_version", &PythonSession::restored_version, Release())
       .def_prop_ro("blobs",

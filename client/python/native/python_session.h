@@ -71,7 +71,7 @@ struct Optimizer {
   bool momentum = false;
   bool nesterov = false;
   std::string moments = "f32";                    // f32, bf16, i8, f8
-  std::string master = "f32";                     // f32, remainder
+  std::string master = "f32";                     // f32, remainder, lent
   std::string gradient = "f32", working = "f32";  // f32, bf16, f16
 };
 
@@ -210,6 +210,7 @@ class PythonSession {
   std::pair<std::string, std::string> ended() const;
   uint64_t attempt() const { return Use()->attempt(); }
   bool needs_values() const { return Use()->needs_values(); }
+  bool lends_masters() const { return Use()->lends_masters(); }
   // Names of tensors with written values that no transaction has taken yet.
   std::vector<std::string> written() const;
   int64_t restored_version() const { return Use()->restored_version(); }

@@ -13,6 +13,7 @@ from ballast import _native, place
 from ballast.errors import Error
 from ballast.torch.group import ranks
 from ballast.torch.job.naming import UnitsBySize, positional_name, split_named, unit_of
+from ballast.torch.job.spec import own_masters
 from ballast.torch.sharding.shard import _PREFETCH_BYTES
 from ballast.torch.stepping.members import DTYPES, check_parameter
 
@@ -58,12 +59,12 @@ def _processes(told: _native.EstimateReport, tensors: list[_native.Tensor], elem
     return [('trainer', trainer + server)] if is_inside else [('trainer', trainer), ('server', server)]
 
 
-def _tensors(params: torch.nn.Module | ParamsT, frozen: str | None) -> tuple[list[_native.Tensor], int, str]:
-    """Tensors of a model or of what an optimizer takes, the number of groups, and the job's dtype."""
+def _tensors(params: torch.nn.Module | ParamsT, frozen: str | None) -> tuple[list[_native.Tensor], list[torch.Tensor], int, str]:
+    """Tensors of a model or of what an optimizer takes, all parameters, the number of groups, and the job's dtype."""
     if isinstance(params, torch.nn.Module):
         params = list(params.named_parameters())
     groups, names = split_named(params)
-    by_size, tensors, dtypes = UnitsBySize(), [], set()
+    by_size, tensors, dtypes, parameters = UnitsBySize(), [], set(), []
     for g, group in enumerate(groups):
         for i, parameter in enumerate(group['params']):
             name = names[g][i]
@@ -71,13 +72,14 @@ def _tensors(params: torch.nn.Module | ParamsT, frozen: str | None) -> tuple[lis
             name = name if name is not None else positional_name(g, i, parameter.shape)
             if parameter.dtype not in DTYPES:
                 check_parameter(name, parameter, ranks.world())  # refuses it; a device does not matter here: 'meta' is as good
+            parameters.append(parameter)
             dtypes.add(parameter.dtype)  # also of frozen ones: they may want gradients later
             if not parameter.requires_grad and frozen is None:
                 continue
             tensor = _native.Tensor(name, unit, list(parameter.shape) or [1], g)
             tensor.frozen = '' if parameter.requires_grad or frozen == 'state' else frozen
             tensors.append(tensor)
-    return tensors, len(groups), DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
+    return tensors, parameters, len(groups), DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
 
 
 def estimate(params: torch.nn.Module | ParamsT, *, optimizer: Literal['adamw', 'adam', 'sgd', 'adagrad', 'lion'] = 'adamw',
@@ -102,18 +104,19 @@ def estimate(params: torch.nn.Module | ParamsT, *, optimizer: Literal['adamw', '
     options = _native.OpenOptions()
     if frozen not in (None, 'working', 'q8', 'state'):
         raise Error(f"frozen={frozen!r}: expected None, or shard()'s 'working', 'q8' or 'state'", 'BAD_CONFIG')
-    tensors, options.group_count, dtype = _tensors(params, frozen)
+    tensors, parameters, options.group_count, dtype = _tensors(params, frozen)
     options.world_size, options.chunk_elements, options.pin_interval = ranks, chunk_elements, pin_interval
     spec = _native.Optimizer()
     spec.kind, spec.moments, spec.master, spec.gradient, spec.working = optimizer, moments, master, dtype, dtype
     spec.amsgrad, spec.momentum = amsgrad, momentum
-    options.optimizer = spec
     options.durability = durability or ('step' if directory is not None or servers > 0 else 'none')
+    keeps = servers > 0 or ranks > 1 or frozen is not None  # a server keeps parameters, but for the one inside a trainer that has them
+    if not keeps and options.durability == 'none' and own_masters(spec, parameters):
+        spec.master = 'lent'
+    options.optimizer = spec
     dram, nvme = place.budgets(directory, dram, nvme)
     if profile is None and directory is not None and os.path.exists(os.path.join(directory, _PROFILE)):
         profile = os.path.join(directory, _PROFILE)
-    # A server keeps parameters, but for the one inside a trainer that has them.
-    keeps = servers > 0 or ranks > 1 or frozen is not None
     told = _native.estimate(tensors, options, dram, nvme, threads or place.processors(), servers, profile or '', keeps)
     processes = _processes(told, tensors, 4 if dtype == 'f32' else 2, ranks, servers == 0 and ranks == 1, frozen is not None,
                            prefetch_bytes)

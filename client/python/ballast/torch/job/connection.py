@@ -19,6 +19,7 @@ from ballast.torch.group.together import alike, together
 from ballast.torch.job import private_server
 
 if TYPE_CHECKING:
+    from ballast.torch.job.job import Job
     from ballast.torch.job.private_server import PrivateServer
     from ballast.torch.job.registration import Fit
 
@@ -50,6 +51,10 @@ class Connection:
         shares = not group.several and not apart and embedded.directory_in_use() is not None
         stays = self._budgets['directory'] is not None or shares
         return 'step' if self._servers or stays else 'none'
+
+    def shares_process(self, group: Group) -> bool:
+        """The job of an optimizer that has its parameters is, or will be, on a server inside this process that keeps none."""
+        return not self._servers and not group.several and not embedded.keeps_parameters(self._budgets['directory'])
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -128,6 +133,15 @@ class Connection:
             # The same on all ranks but for what is frozen, and for words in front of it.
             together(exchange, functools.partial(fit.follow, refused))
             fit.agree(exchange)
+
+    def hold_masters(self, job: Job) -> None:
+        """The parameters of this Job are the masters of the job on this process's server."""
+        self._use.masters = weakref.ref(job)
+
+    @property
+    def masters_holder(self) -> Job | None:
+        """The Job that said so last, while it lives."""
+        return None if self._use.masters is None else self._use.masters()
 
     def close(self) -> None:
         """Ends the session. Rank 0 of a private server waits until the other ranks have ended theirs, see PrivateServer."""

@@ -23,6 +23,8 @@ def sync(job: Job) -> None:
     """Takes over the values of all parameters, whether their marks tell of edits or not. COLLECTIVE."""
     if job.session is None:
         job.open()
+    if job.lends_masters:
+        return
     exchange = job.exchange('sync_from_params()')
     together(exchange, job.open)
     job.give_values(exchange)

@@ -96,6 +96,16 @@ class Job:
         return self._durability or self.connection.default_durability(self.group, self.sharded is not None)
 
     @property
+    def shares_process(self) -> bool:
+        """The job is, or will be, on the server inside this process, which works on the trainer's own memory."""
+        return self.sharded is None and self.connection.shares_process(self.group)
+
+    @property
+    def lends_masters(self) -> bool:
+        """Parameters are their own masters: the server has their moments alone, and whatever is written to a parameter counts."""
+        return self.session is not None and self.options.optimizer.master == 'lent'
+
+    @property
     def gives_moments(self) -> bool:
         """A state_dict() of this job has its moments, and not the name of a version: always where no version outlives the job."""
         durability = self.durability_to_be if self.session is None else self.options.durability
@@ -199,10 +209,13 @@ class Job:
         if fit.unknown:
             warn(f"job '{self.options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them: they begin anew "
                  'with the next step')
-        self._look_for_frozen()
-        warn_of_others(self.members, self.group)
+        self._look_at_members()
+        if not self.lends_masters:
+            warn_of_others(self.members, self.group)
         self.take_blob()
         self.unpulled = self.session.version >= 0
+        if self.lends_masters and not self.unpulled:
+            self.connection.hold_masters(self)
         self.give_values(ranks.Within('the beginning of a job', self.session.exchange, self.options.rank))
         self.found = self.session.version if self.unpulled else None
         if self.options.resume == 'auto' and self.options.rank == 0:
@@ -214,10 +227,11 @@ class Job:
         if self.sharded is not None:
             self.sharded.values.forget()
 
-    def _look_for_frozen(self) -> None:
-        """As the job has them, which keeps what it was made with."""
+    def _look_at_members(self) -> None:
+        """What is frozen, and whose master is where: as the job has them, which keeps what it was made with."""
         for member in self.members:
             member.is_frozen = self.session.frozen_as(member.name) != ''
+            member.is_master = self.lends_masters
         check_frozen(self.members)
 
     def leave(self) -> None:
@@ -287,10 +301,27 @@ class Job:
         """Brings the job's version to all parameters."""
         memory = Memory(self.members, self.host).wait()
         self.session.pull(memory.parameters)
-        for i in range(len(self.members)):
-            memory.write_back(i)
+        if self.lends_masters:
+            self._take_masters()
+        else:
+            for i in range(len(self.members)):
+                memory.write_back(i)
         wrote(self.members)
         self.unpulled = False
+
+    @torch.no_grad()
+    def _take_masters(self) -> None:
+        """From the optimizer of this process that had the job before: the server has moments alone."""
+        holder = self.connection.masters_holder
+        held = {member.name: member.parameter for member in ([] if holder is None else holder.members)}
+        gone = [member.name for member in self.members if member.name not in held]
+        if gone:
+            raise Error(f"job '{self.options.job}' has no values of parameter '{gone[0]}': with durability='none' they were in the "
+                        'optimizer that made the job, which is gone. Load a state, or make a job of another name', 'STATE_LOST')
+        for member in self.members:
+            if held[member.name] is not member.parameter:
+                member.parameter.copy_(held[member.name])
+        self.connection.hold_masters(self)
 
     def _member(self, parameter: torch.Tensor) -> Member | None:
         if len(self._by_parameter) < len(self.members):

@@ -297,9 +297,14 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
         before = session.version
         try:
             session.commit_state(array, [member.name for member in batch], values, [of[id(member)].steps for member in batch], sealed)
+            if masters_win and name is None and job.lends_masters:
+                for member, value in zip(batch, values):
+                    member.parameter.copy_(value)
         finally:
             if session.version > before:
                 job.progress.partly = not last
+                if last and job.lends_masters:
+                    job.connection.hold_masters(job)
                 if last:
                     job.unpulled = masters_win
                     job.progress.loaded(steps, blob)

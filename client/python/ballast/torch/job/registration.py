@@ -108,7 +108,9 @@ def _fresh(job: Job, name: str, unit: str, group: int, parameter: torch.Tensor, 
     where += f', frozen as {tensor.frozen}' if tensor.frozen else ''
     what = f"{DTYPES[parameter.dtype]} {shape} in group {group} and unit '{unit}'{where}"
     line = Line(name, what, tuple(shape), key, True, name in job.tied)
-    return Fresh(member_of(line, group, parameter, job.debug), parameter, tensor)
+    member = member_of(line, group, parameter, job.debug)
+    member.is_master = job.lends_masters
+    return Fresh(member, parameter, tensor)
 
 
 def lines(job: Job, members: Iterable[Member]) -> list[Line]:

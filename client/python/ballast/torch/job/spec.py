@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +30,16 @@ def of(job: Job) -> _native.Optimizer:
     spec.gradient = _only({parameter.dtype for _, _, parameter in placed(job) if not frozen_as(parameter)}
                           or {parameter.dtype for _, _, parameter in placed(job)})
     spec.working = _only({working_dtype(parameter) for _, _, parameter in placed(job)})
+    if job.durability_to_be == 'none' and job.shares_process and own_masters(spec, (parameter for _, _, parameter in placed(job))):
+        spec.master = 'lent'
     return spec
+
+
+def own_masters(spec: _native.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether parameters can be their own masters, which a server in their process then keeps no copies of: fp32 masters would be the
+    same numbers. A parameter on a GPU would have to come to the host before each step."""
+    return spec.master == 'f32' and all(parameter.dtype == torch.float32 and parameter.device.type in ('cpu', 'meta')
+                                        for parameter in parameters)
 
 
 def _only(dtypes: set[torch.dtype]) -> str:
@@ -55,6 +64,10 @@ def check_dtypes(spec: _native.Optimizer, members: Sequence[Member], gradients: 
     """Refuses what would be rounded: a job keeps one dtype of parameters and one of gradients. gradients: by member."""
     for member, gradient in zip(members, gradients):
         dtype = working_dtype(member.parameter)
+        if spec.master == 'lent' and dtype != torch.float32:
+            raise Error(f"parameter '{member.name}' is {dtype}, and the job's are float32 and their own masters: it would be rounded at "
+                        'each step; give all parameters to the optimizer before the first step, and change their dtype before it',
+                        'BAD_DTYPE')
         if spec.working not in ('f32', DTYPES.get(dtype)):
             raise Error(f"parameter '{member.name}' is {dtype}, the job's are {spec.working}: it would be rounded; give all parameters to "
                         'the optimizer before the first step, and change their dtype before it', 'BAD_DTYPE')

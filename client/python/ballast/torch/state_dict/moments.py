@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ballast.torch.stepping.members import is_sharded, tensor_module
+from ballast.torch.stepping.members import is_sharded, on_host, tensor_module
 
 if TYPE_CHECKING:
     from ballast import _native
@@ -54,12 +54,16 @@ def read(session: _native.Session, member: Member, parameter: torch.Tensor, name
 
 def read_part(session: _native.Session, member: Member, array: str) -> torch.Tensor:
     """This rank's elements."""
+    if array == 'master' and session.lends_masters:
+        return on_host(member.parameter).clone()
     values = torch.empty(member.shape, dtype=torch.float32, device='cpu')
     session.read_part(member.name, array, values.reshape(-1))
     return values
 
 
 def read_array(session: _native.Session, member: Member, parameter: torch.Tensor, array: str) -> torch.Tensor:
+    if array == 'master' and session.lends_masters:
+        return read_part(session, member, array)
     values = torch.empty(parameter.numel(), dtype=torch.float32, device='cpu')
     session.read(member.name, array, values)
     return values.reshape(parameter.shape)

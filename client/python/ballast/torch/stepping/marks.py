@@ -64,17 +64,22 @@ def note(members: Iterable[Member]) -> None:
     """Parameters are as Ballast wrote them, or took them over."""
     members = [member for member in members if member.here is not None]
     turn = next(_turns)
-    for member, sample in zip(members, _samples([member.here for member in members], [turn] * len(members))):
-        member.mark = Mark(member.versions, turn, sample)
-        member.digest = member.digest_now() if member.debug else None
+    sampled = [member for member in members if not member.is_master]
+    samples = dict(zip(map(id, sampled), _samples([member.here for member in sampled], [turn] * len(sampled))))
+    for member in members:
+        member.mark = Mark(member.versions, turn, samples.get(id(member), 0))
+        member.digest = member.digest_now() if member.debug and not member.is_master else None
 
 
 def edited(members: Sequence[Member]) -> list[bool]:
-    """By member: whether somebody else has written to the parameter since note()."""
+    """By member: whether somebody else has written to the parameter since note(), and its master is elsewhere."""
     for member in members:
         member.check_shape()
-    found = [member.here is not None and member.mark.versions != member.versions for member in members]
-    unsure = [i for i, is_found in enumerate(found) if not is_found and members[i].here is not None]
+    there = [i for i, member in enumerate(members) if member.here is not None and not member.is_master]
+    found = [False] * len(members)
+    for i in there:
+        found[i] = members[i].mark.versions != members[i].versions
+    unsure = [i for i in there if not found[i]]
     samples = _samples([members[i].here for i in unsure], [members[i].mark.turn for i in unsure])
     for i, differs in zip(unsure, _differ([members[i].mark.sample for i in unsure], samples)):
         found[i] = differs or (members[i].debug and _edited_unseen(members[i]))

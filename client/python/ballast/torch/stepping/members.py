@@ -71,6 +71,7 @@ class Member:
         self.debug = debug
         self.agreed = False  # ranks have compared a gradient
         self.is_frozen = False  # the servers have its value alone
+        self.is_master = False  # the servers have its moments alone: whatever is written to it counts
         self.shape = local(parameter).shape
         marks.note([self])
 
@@ -195,16 +196,16 @@ class Memory:
     brings to a parameter what was written."""
 
     def __init__(self, members: Sequence[Member], host: HostMemory, gradients: Sequence[torch.Tensor | None] | None = None,
-                 there: Container[int] = frozenset()) -> None:
+                 there: Container[int] = frozenset(), reads: bool = False) -> None:
         """host: the job's. gradients: of gradient_of(), an entry per member; none of them without. there: members,
-        by index, whose gradients have been brought to it before."""
+        by index, whose gradients have been brought to it before. reads: also parameters with a gradient are read."""
         self._members, self._host = members, host
         self.parameters: list[torch.Tensor | None] = []  # None: it lives on the servers alone
         self.gradients: list[torch.Tensor | None] = []
         for i, (member, gradient) in enumerate(zip(members, gradients or [None] * len(members))):
-            # With a gradient it will be written, and else it is read.
+            # With a gradient it will be written, and else it is read, unless it is its own master.
             here = member.here
-            self.parameters.append(None if here is None else in_host(host, member, 'parameter', here, read=gradient is None))
+            self.parameters.append(None if here is None else in_host(host, member, 'parameter', here, read=reads or gradient is None))
             gone = gradient is None or remote_of(gradient) is not None
             self.gradients.append(None if gone else in_host(host, member, 'gradient', gradient, read=i not in there))
         self._copied = host.enqueued()

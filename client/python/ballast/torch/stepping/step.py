@@ -28,7 +28,8 @@ class Step:
         self._session, self._members = job.session, job.members
         self._before = self._session.version
         early = job.early
-        self._memory = Memory(self._members, job.host, collected.gradients, early.there if early is not None else frozenset())
+        self._memory = Memory(self._members, job.host, collected.gradients, early.there if early is not None else frozenset(),
+                              reads=job.lends_masters)
         self._streams = current_streams(local(member.parameter) for member in self._members)
         self._landed: set[int] = set()
         self._report = None
@@ -75,9 +76,9 @@ class Step:
         # Also where an error came after it was decided: the job has made that step.
         if self._session.version > self._before:
             self._job.progress.made(self._blob)
-            if self._report is None:
+            if self._report is None and not self._job.lends_masters:
                 self._job.unpulled = True  # parameters may be of either version
-            elif not self._report.skipped:
+            elif self._report is None or not self._report.skipped:
                 self.land(set(range(len(self._members))))
         if self._report is not None:
             self._stepper.took(self._report, self._collected.gradients, scaled=self._scale is not None)
