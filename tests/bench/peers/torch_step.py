@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
 """The optimizer phase of a PyTorch training step, ours against what users have today, in one run on one machine.
 
-Usage: torch_step.py [--json FILE] [--directory DIR] [--rounds N] [--threads N] [--only dram|nvme] ...
+Usage: torch_step.py [--json FILE] [--directory DIR] [--rounds N] [--threads N] [--only dram|nvme|fp32] ...
   --directory DIR   on the disk to measure; takes about 36 bytes per parameter, gone afterwards
   --rounds N        measured steps of each (default 9)
   --dram SIZE       our budget where state is on NVMe (default 1536MiB: with it we keep less in memory than DeepSpeed does)
   --layers, --hidden  the model (default 16 linear layers of 4096 x 4096, bf16, one row per batch)
 
-All train the same model on the same inputs with AdamW and gradient clipping (norm 1), on the CPU, each in a process of its own; they take turns.
+All train the same model on the same inputs with AdamW and gradient clipping (norm 1; none in fp32), on the CPU, each in a process of
+its own; they take turns.
 A step is backward, and the optimizer phase: clipping and the update, until all parameters hold the new version.
   ballast     ballast.torch.AdamW, embedded, durability none: state in DRAM, or on NVMe
   deepspeed   ZeRO-Offload (stage 2, optimizer on the CPU), or ZeRO-Infinity (stage 3, optimizer on NVMe, tuned as in deepspeed_nvme.py)
   torch       torch.optim.AdamW(fused=True) over fp32 masters, with copies of bf16 gradients and parameters
+  fp32        torch.optim.AdamW(fused=True) and ballast, of the same model in fp32: neither has masters beside parameters
 
 Rows, ratio = the peer's seconds / ours in the optimizer phase, the median over rounds (above 1 we are faster): dram/deepspeed,
-dram/torch, nvme/deepspeed; beside each the same of backward and optimizer phase together. dram/ballast_step and nvme/ballast_step: our own
-seconds with durability step against those without; dram/ballast_early and nvme/ballast_early: with push_early as well.
+dram/torch, nvme/deepspeed, fp32/torch; beside each the same of backward and optimizer phase together. dram/ballast_step and
+nvme/ballast_step: our own seconds with durability step against those without; dram/ballast_early and nvme/ballast_early: with push_early as well.
 """
 import argparse
 import importlib.util
@@ -51,7 +53,7 @@ class Step(Trainer):
     """A plain loop; subclasses say what the optimizer phase is."""
 
     def start(self):
-        self.forward = make_model(self.args)
+        self.forward = make_model(self.args, self.dtype)
         self.make_optimizer()
 
     def step(self):
@@ -70,7 +72,7 @@ class Step(Trainer):
 
 
 class Ballast(Step):
-    tier, durability, push_early = 'dram', 'none', False
+    tier, durability, push_early, max_norm = 'dram', 'none', False, MAX_NORM
 
     def make_optimizer(self):
         import ballast.torch
@@ -80,7 +82,7 @@ class Ballast(Step):
             budgets['dram'] = args.dram
         elif self.durability == 'none':
             budgets['nvme'] = 0
-        self.optimizer = ballast.torch.AdamW(self.forward.parameters(), durability=self.durability, max_norm=MAX_NORM,
+        self.optimizer = ballast.torch.AdamW(self.forward.parameters(), durability=self.durability, max_norm=self.max_norm,
                                              push_early=self.push_early, **budgets, **HYPER)
 
     def update(self):
@@ -108,6 +110,21 @@ class BallastEarly(BallastStep):
 
 class BallastNvmeEarly(BallastNvmeStep):
     push_early = True
+
+
+class BallastFp32(Ballast):
+    dtype, max_norm = 'float32', 0.0
+
+
+class TorchFp32(Step):
+    dtype = 'float32'
+
+    def make_optimizer(self):
+        import torch
+        self.optimizer = torch.optim.AdamW(self.forward.parameters(), fused=True, **HYPER)
+
+    def update(self):
+        self.optimizer.step()
 
 
 class Torch(Step):
@@ -142,9 +159,11 @@ class DeepSpeedNvme(DeepSpeed):
 
 
 WORKERS = {'ballast_dram': Ballast, 'ballast_dram_step': BallastStep, 'ballast_dram_early': BallastEarly, 'ballast_nvme': BallastNvme,
-           'ballast_nvme_step': BallastNvmeStep, 'ballast_nvme_early': BallastNvmeEarly, 'torch': Torch, 'deepspeed_dram': DeepSpeedOffload, 'deepspeed_nvme': DeepSpeedNvme}
+           'ballast_nvme_step': BallastNvmeStep, 'ballast_nvme_early': BallastNvmeEarly, 'ballast_fp32': BallastFp32, 'torch': Torch,
+           'torch_fp32': TorchFp32, 'deepspeed_dram': DeepSpeedOffload, 'deepspeed_nvme': DeepSpeedNvme}
 # Those that are there at a time, and take turns: all at once would not fit into memory.
-GROUPS = {'dram': ('ballast_dram', 'torch', 'deepspeed_dram'), 'nvme': ('ballast_nvme', 'deepspeed_nvme')}
+GROUPS = {'dram': ('ballast_dram', 'torch', 'deepspeed_dram'), 'nvme': ('ballast_nvme', 'deepspeed_nvme'),
+          'fp32': ('ballast_fp32', 'torch_fp32')}
 DURABLE = {'dram': ('ballast_dram', 'ballast_dram_step', 'ballast_dram_early'),
            'nvme': ('ballast_nvme', 'ballast_nvme_step', 'ballast_nvme_early')}
 
@@ -178,6 +197,8 @@ def measure(args, directory):
         measured = side_by_side(names, args, directory)
         for name in names[1:]:
             rows.append(row_of(f'{tier}/{name.split("_")[0]}', name, names[0], measured, args.parameters))
+        if tier not in DURABLE:
+            continue
         measured = side_by_side(DURABLE[tier], args, directory)
         plain, *durable = DURABLE[tier]
         for name in durable:
@@ -189,7 +210,7 @@ def main():
     args = parse()
     if args.worker:
         return WORKERS[args.worker](args).serve()
-    for module in ('torch', 'deepspeed', 'ballast'):
+    for module in ('torch', 'ballast') if args.only == 'fp32' else ('torch', 'deepspeed', 'ballast'):
         if importlib.util.find_spec(module) is None:
             print(f'skipped: {module} is not installed (pip install torch==2.13.0 numpy; pip install ./client/python; '
                   'DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8; apt-get install libaio-dev)')

@@ -21,11 +21,11 @@ def status_bytes(field, process='self'):
     return int(re.search(field + r':\s+(\d+) kB', open(f'/proc/{process}/status').read()).group(1)) * 1024
 
 
-def make_model(args):
+def make_model(args, dtype='bfloat16'):
     import torch
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)
-    layers = [torch.nn.Linear(args.hidden, args.hidden, bias=False, dtype=torch.bfloat16) for _ in range(args.layers)]
+    layers = [torch.nn.Linear(args.hidden, args.hidden, bias=False, dtype=getattr(torch, dtype)) for _ in range(args.layers)]
     for layer in layers:  # keeps the size of activations, and so of gradients
         torch.nn.init.normal_(layer.weight, std=args.hidden ** -0.5)
     return torch.nn.Sequential(*layers)
@@ -33,6 +33,7 @@ def make_model(args):
 
 class Trainer:
     """Answers requests of the main process, one line of JSON each."""
+    dtype = 'bfloat16'
 
     def __init__(self, args):
         self.args, self.batch = args, 0
@@ -41,7 +42,7 @@ class Trainer:
         import torch
         self.batch += 1
         row = torch.randn(1, self.args.hidden, generator=torch.Generator().manual_seed(self.batch))
-        return self.forward(row.to(torch.bfloat16)).float().square().sum()
+        return self.forward(row.to(getattr(torch, self.dtype))).float().square().sum()
 
     def serve(self):
         # What libraries print goes to stderr.
