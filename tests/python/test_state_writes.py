@@ -80,10 +80,14 @@ def test_assigning_is_as_in_torch(pair, write, job):
 
 @pytest.mark.parametrize('write', [
     lambda entry: entry['exp_avg'].zero_(), lambda entry: entry['exp_avg'].mul_(0.5), lambda entry: entry['exp_avg'].view(-1)[3:].fill_(1),
-    lambda entry: entry['exp_avg'].data.copy_(torch.ones(64, 16)), lambda entry: entry['exp_avg'].__setitem__(0, 1.0),
+    lambda entry: entry['exp_avg'].data.copy_(torch.ones(64, 16)), lambda entry: setattr(entry['exp_avg'], 'data', torch.ones(64, 16)),
+    lambda entry: entry['exp_avg'].__setitem__(0, 1.0),
     lambda entry: torch.mul(torch.ones(64, 16), 2, out=entry['exp_avg']), lambda entry: torch._foreach_zero_([entry['exp_avg_sq']]),
     lambda entry: torch.nn.init.zeros_(entry['exp_avg']), lambda entry: entry['step'].fill_(0), lambda entry: entry['step'].add_(1),
     lambda entry: entry.__setitem__('exp_avg', torch.zeros(64, 16)), lambda entry: entry.update(step=0), lambda entry: entry.clear(),
+    lambda entry: entry.update(extra=1, step=0), lambda entry: entry.__setitem__('exp_avg', entry['exp_avg'] * 1.0000001),
+    lambda entry: entry.__setitem__('exp_avg', entry['exp_avg'].double()), lambda entry: entry.__setitem__('exp_avg', None),
+    lambda entry: entry.__setitem__('momentum_buffer', torch.zeros(64, 16)), lambda entry: entry.__ior__({'step': 1}),
     lambda entry: entry.pop('exp_avg'), lambda entry: entry.__delitem__('step')])
 @pytest.mark.parametrize('inference', [False, True])
 def test_writing_to_a_copy_raises_and_names_what_does(write, inference, job):
@@ -93,8 +97,118 @@ def test_writing_to_a_copy_raises_and_names_what_does(write, inference, job):
     before = {key: value.clone() for key, value in optimizer.state[model[0].weight].items()}
     with torch.inference_mode(inference), pytest.raises(ballast.Error, match=r'write optimizer.state\[p\] = \{\*\*optimizer.state\[p\]'):
         write(optimizer.state[model[0].weight])
-    for key, value in optimizer.state[model[0].weight].items():
-        assert torch.equal(value, before[key])
+    after = optimizer.state[model[0].weight]
+    assert after.keys() == before.keys() and all(torch.equal(value, before[key]) for key, value in after.items())
+    with pytest.raises(ValueError, match='read-only'):
+        after['exp_avg'].numpy()[:] = 1
+    optimizer.close()
+
+
+def in_place(state, to):
+    for entry in state.values():
+        for key, value in entry.items():
+            entry[key] = to(value)
+
+
+def by_data(state, to):
+    for entry in state.values():
+        for value in entry.values():
+            value.data = to(value.data)
+
+
+def by_update(state, to):
+    for entry in state.values():
+        entry.update({key: to(value) for key, value in entry.items()})
+
+
+def whole(state, to):
+    for parameter in state:
+        state[parameter] = {key: to(value) for key, value in state[parameter].items()}
+
+
+@pytest.mark.parametrize('move', [in_place, by_data, by_update, whole])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_values_that_are_there_already_are_no_write(move, dtype, job):
+    """As a framework does that moves state to another device."""
+    model = mlp().to(dtype)
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    move(optimizer.state, lambda value: value.to('cpu'))  # before the first step
+    train(model, optimizer, 2)
+    for to in (lambda value: value.to('cpu'), torch.clone, lambda value: value.clone().t().contiguous().t() if value.dim() == 2 else value):
+        move(optimizer.state, to)
+    assert optimizer.job.session.version == 2  # no transaction was made
+    stale = {p: dict(entry) for p, entry in optimizer.state.items()}
+    train(model, optimizer, 1, first=2)
+    with pytest.raises(ballast.Error, match='is a copy of what the servers hold'):
+        optimizer.state[model[0].weight].update(stale[model[0].weight])
+    optimizer.close()
+
+
+def test_an_entry_is_as_it_is_now(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    entry = optimizer.state[model[0].weight]
+    assert entry == {} and 'step' not in entry and entry.get('exp_avg') is None
+    train(model, optimizer, 2)
+    assert list(entry) == ['step', 'exp_avg', 'exp_avg_sq'] and entry['step'] == 2
+    assert isinstance(entry, dict) and dict(entry).keys() == {**entry}.keys() == (entry | {}).keys() == entry.copy().keys() == entry.keys()
+    with pytest.raises(KeyError, match='momentum_buffer'):
+        entry.pop('momentum_buffer')
+    assert entry.pop('momentum_buffer', None) is None
+    train(model, optimizer, 1, first=2)
+    assert entry['step'] == 3
+    optimizer.close()
+
+
+@pytest.mark.parametrize('kind', ['moments', 'named'])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_what_others_keep_stays_in_the_trainer(kind, dtype, job, tmp_path):
+    """As torch.optim has it: kept by parameter, in the state_dict, and gone with an entry that another takes the place of."""
+    def script(make):
+        torch.manual_seed(2)
+        model = mlp().to(dtype)
+        optimizer = make(model)
+        first, second = model[0].weight, model[0].bias
+        train(model, optimizer, 1)
+        optimizer.state[first]['e_w'] = torch.full((3,), 0.1, dtype=torch.float64)
+        optimizer.state[first].setdefault('counts', {'seen': 1, 'kept': torch.tensor(2.0)})
+        optimizer.state[second].update(old_p=torch.ones(64), e_w=1)
+        train(model, optimizer, 1, first=1)
+        seen = [key for p in (first, second) for key in optimizer.state[p] if key in ('e_w', 'counts', 'old_p')]
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.state[first]['e_w'].zero_()
+        assert not optimizer.state[first]['e_w'].any()
+        del optimizer.state[second]['e_w']
+        optimizer.state[second].pop('old_p')
+        optimizer.state[second]['new'] = 1
+        optimizer.state[first] = {key: value for key, value in optimizer.state[first].items() if key != 'e_w'}
+        seen += [key for p in (first, second) for key in optimizer.state[p] if key in ('e_w', 'counts', 'old_p', 'new')]
+        optimizer.load_state_dict(saved)
+        seen += [(key, torch.as_tensor(value).dtype, torch.as_tensor(value).sum().item()) for p in (first, second)
+                 for key, value in optimizer.state[p].items() if key in ('e_w', 'old_p', 'new')]
+        seen += [optimizer.state[first]['counts']]
+        optimizer.state.clear()
+        seen += [len(optimizer.state.get(p, {})) if isinstance(optimizer, torch.optim.AdamW) else 'e_w' in optimizer.state[p]
+                 for p in (first, second)]
+        return seen
+    more = {'directory': tmp_path / 'state', 'nvme': '1GiB'} if kind == 'named' else {}
+    optimizers = []
+
+    def ours(model):
+        optimizers.append(bt.AdamW(model.named_parameters(), lr=1e-2, **job, **more))
+        return optimizers[0]
+    assert script(ours) == script(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizers[0].close()
+
+
+def test_the_way_that_pickles_take(job):
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    train(model, optimizer, 2)
+    optimizer.__setstate__(optimizer.__getstate__())
+    assert optimizer.state[model[0].weight]['step'] == 2
+    optimizer.__setstate__({'state': {}})
+    assert optimizer.state[model[0].weight]['step'] == 0
     optimizer.close()
 
 

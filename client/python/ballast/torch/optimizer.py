@@ -88,6 +88,14 @@ class Optimizer(torch.optim.Optimizer):
         if hasattr(self, 'param_groups'):  # else torch's constructor makes an empty one
             State(self).replace(value)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """torch's, which wrappers call with a state or groups of their own."""
+        rest = dict(state)
+        entries = rest.pop('state', None)
+        super().__setstate__(rest)
+        if entries is not None:
+            self.state = entries
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's. The parameters register with an open job at the next step."""
         job = self.job

@@ -66,7 +66,7 @@ def _packed(job: Job, said: marker.Marker | None = None) -> list[dict[str, Any]]
 def unopened(job: Job) -> dict[str, Any]:
     """The state_dict of a job that is not open: it names no version."""
     said = marker.Marker(job.options.job, origin=job.origin, begins=job.options.resume == 'never')
-    return {'state': {}, 'param_groups': _packed(job, said)}
+    return {'state': _extras(job), 'param_groups': _packed(job, said)}
 
 
 def keep(job: Job) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def keep(job: Job) -> dict[str, Any]:
     kept = job.kept.keep(job.session)
     said = marker.Marker(job.options.job, kept.version, job.progress.steps, life=kept.life, decided_by=kept.decided_by,
                          edited=edits.pending(job))
-    return {'state': {}, 'param_groups': _packed(job, said)}
+    return {'state': _extras(job), 'param_groups': _packed(job, said)}
 
 
 def full(job: Job, whole: bool) -> dict[str, Any]:
@@ -91,7 +91,15 @@ def full(job: Job, whole: bool) -> dict[str, Any]:
     if state is entries and any(group.get('dampening') for group in job.param_groups):
         # torch's SGD tells its first step, which dampens nothing, by a momentum that is not there.
         state = {i: {'step': entry['step']} for i, entry in entries.items()}
+    for i, extras in _extras(job).items():
+        state[i] = {**state.get(i, {}), **extras}
     return {'state': state, 'param_groups': _packed(job)}
+
+
+def _extras(job: Job) -> dict[int, dict[str, Any]]:
+    """What others keep beside our state, by torch's number of the parameter."""
+    found = {i: job.extras.get(parameter) for i, (_, _, parameter) in enumerate(registration.placed(job))}
+    return {i: dict(extras) for i, extras in found.items() if extras}
 
 
 def check_options(job: Job, groups: Sequence[dict[str, Any]]) -> None:

@@ -68,6 +68,7 @@ class Job:
         self.kept = Kept(options.job, checkpoints)
         self.unpulled = False  # parameters may not hold the job's version yet
         self.found: int | None = None  # the version that the job was found at; None: the job was new
+        self.extras: dict[torch.Tensor, dict[str, Any]] = {}  # what others keep in optimizer.state[p], in the trainer alone
         self.overlap: Overlap | None = None
         self.early: Early | None = None
         self.buffers = Buffers()
@@ -323,24 +324,36 @@ class Job:
                 member.parameter.copy_(held[member.name])
         self.connection.hold_masters(self)
 
-    def _member(self, parameter: torch.Tensor) -> Member | None:
+    def member_of(self, parameter: torch.Tensor) -> Member | None:
+        """None where the parameter is not registered."""
         if len(self._by_parameter) < len(self.members):
             self._by_parameter = {id(member.parameter): member for member in self.members}
         return self._by_parameter.get(id(parameter))
 
     @plainly
-    def read_state(self, parameter: torch.Tensor, whole: bool = False) -> dict[str, torch.Tensor]:
-        """One parameter's entry in torch.optim's format; {}: it has none. whole: whole tensors also of a DTensor, of which this rank reads
-        its part otherwise."""
+    def state_keys(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """Those of one parameter's entry on the servers, in torch.optim's format; (): it has none."""
         if self.session is None and self.options.resume == 'never':
-            return {}  # as torch's: the job will be new
-        session, member = self.open(alone=True), self._member(parameter)
+            return ()  # as torch's: the job will be new
+        self.open(alone=True)
+        member = self.member_of(parameter)
         if member is None or member.is_frozen:
-            return {}  # it never wanted a gradient
+            return ()  # it never wanted a gradient
+        return moments.keys(parameter, moments.moment_names(self.algorithm.kind, self.options.optimizer))
+
+    @plainly
+    def read_key(self, parameter: torch.Tensor, key: str, whole: bool = False) -> torch.Tensor:
+        """key: of state_keys(). whole: a whole tensor also of a DTensor, of which this rank reads its part otherwise."""
+        session, member = self.open(alone=True), self.member_of(parameter)
         start = self.param_groups[member.group].get('initial_accumulator_value', 0)
-        return moments.read(session, member, parameter, moments.moment_names(self.algorithm.kind, self.options.optimizer), start, whole)
+        names = moments.moment_names(self.algorithm.kind, self.options.optimizer)
+        return moments.read(session, member, parameter, names, key, start, whole)
+
+    def read_state(self, parameter: torch.Tensor, whole: bool = False) -> dict[str, torch.Tensor]:
+        """One parameter's entry as the servers have it."""
+        return {key: self.read_key(parameter, key, whole) for key in self.state_keys(parameter)}
 
     @plainly
     def read_master(self, parameter: torch.Tensor, whole: bool = True) -> torch.Tensor:
         reads = moments.read_array if whole else moments.read_as_placed
-        return reads(self.open(alone=True), self._member(parameter), parameter, 'master')
+        return reads(self.open(alone=True), self.member_of(parameter), parameter, 'master')

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+from torch.utils import _pytree
 
 from ballast.errors import Error, warn
 from ballast.torch.group import placement
@@ -18,7 +19,7 @@ from ballast.torch.job.registration import name_of, placed
 from ballast.torch.modes import plainly, same_bits
 from ballast.torch.state_dict import entries, marker, matching
 from ballast.torch.state_dict.entries import Entry
-from ballast.torch.state_dict.moments import moment_names, read_part
+from ballast.torch.state_dict.moments import OURS, moment_names, read_part
 from ballast.torch.stepping import marks
 from ballast.torch.stepping.members import Member, digest_of, is_sharded, local, on_host
 
@@ -40,6 +41,7 @@ class Plan(NamedTuple):
     begins: bool = False  # the entries are those of a job that has made no step
     unknown: bool = False  # ... if the job, which is not open, is one
     steps: int | None = None  # of the loop; None: the most that a parameter has made
+    extras: dict[torch.Tensor, dict[str, Any]] | None = None  # what others kept beside our state, by parameter; None: not asked
 
 
 def load(job: Job, state_dict: Mapping[str, Any]) -> None:
@@ -61,6 +63,7 @@ def load(job: Job, state_dict: Mapping[str, Any]) -> None:
                 raise
             if plan.entries is not None:
                 _bring_in(job, 'load_state_dict()', plan.entries, fresh=plan.begins)
+            job.extras = plan.extras
     finally:
         job.options.resume = resume
 
@@ -119,7 +122,7 @@ def _plan(job: Job, state_dict: Mapping[str, Any]) -> Plan:
     saved = state_dict.get('state') or {}
     groups = matching.matched(job, state_dict['param_groups'], tells=bool(saved))
     said = marker.of(state_dict['param_groups'])
-    if said is not None and any(_has_tensors(entry) for entry in saved.values()):
+    if said is not None and any(_has_ours(entry) for entry in saved.values()):
         raise Error(f"the state names job '{said.job}' and has moments as well: give a state_dict() or a full_state_dict()", 'BAD_SPEC')
     if said is not None and said.version >= 0:
         checkpoint.check_job(said, job.options.job)
@@ -136,13 +139,27 @@ def _plan(job: Job, state_dict: Mapping[str, Any]) -> Plan:
         found = entries.read(job, groups, lambda g, i: saved.get(groups[g]['params'][i]))
         begins = not any(entry.steps or entry.moments for entry in found.values())
         plan = Plan(entries.described(job, found), entries=found, begins=begins)
+    plan = plan._replace(extras=_extras(job, groups, saved))
     if plan.begins and job.session is None and job.options.resume == 'never':
         return plan._replace(entries=None)  # the job will be new
     return plan
 
 
-def _has_tensors(entry: Any) -> bool:
-    return isinstance(entry, Mapping) and any(isinstance(value, torch.Tensor) for value in entry.values())
+def _has_ours(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and any(isinstance(value, torch.Tensor) for key, value in entry.items() if key in OURS)
+
+
+def _extras(job: Job, groups: Sequence[dict[str, Any]], saved: Mapping[Any, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+    """What others kept beside our state, in the dtype and on the device of the parameter, as torch.optim loads it. groups: of
+    matching.matched()."""
+    found = {}
+    for g, i, parameter in placed(job):
+        dtype = parameter.dtype if parameter.is_floating_point() else None
+        extras = {key: value for key, value in (saved.get(groups[g]['params'][i]) or {}).items() if key not in OURS}
+        if extras:
+            found[parameter] = _pytree.tree_map_only(
+                torch.Tensor, lambda value, to=parameter.device, dtype=dtype: value.to(device=to, dtype=dtype), extras)
+    return found
 
 
 def _plan_unopened(job: Job, said: marker.Marker) -> Plan:

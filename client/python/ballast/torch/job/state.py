@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,104 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.job import checkpoint, loading
-from ballast.torch.state_dict.read_only import Entry
+from ballast.torch.state_dict.moments import OURS
+from ballast.torch.state_dict.read_only import copy_of, has_bits, refuse
 
 if TYPE_CHECKING:
+    from ballast.torch.job.job import Job
     from ballast.torch.optimizer import Optimizer
 
 
+class Entry(MutableMapping, dict):
+    """One parameter's state as it is now: moments and step count, of which each look reads a copy from the servers; and what others have
+    put beside them, which is in the trainer. To write what servers hold is refused, but for the values that they have already, as when
+    a framework moves state to another device. A pickle or copy of it is an OrderedDict of tensors like others.
+
+    The dict beneath stays empty: a class of dicts is what loops over torch's state look for."""
+
+    def __init__(self, job: Job, parameter: torch.Tensor) -> None:
+        super().__init__()
+        self._job, self._parameter = job, parameter
+        self._read: dict[str, tuple[int, torch.Tensor]] = {}  # by key: the copy that was read last, and the job's version then
+
+    def _extras(self) -> dict[str, Any]:
+        return self._job.extras.get(self._parameter, {})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._job.state_keys(self._parameter), *self._extras()])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, key: object) -> bool:
+        return key in (self._job.state_keys(self._parameter) if key in OURS else self._extras())
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in OURS:
+            return self._extras()[key]
+        if key not in self:
+            raise KeyError(key)
+        value = copy_of(self._job.read_key(self._parameter, key))
+        self._read[key] = (self._job.session.version, value)
+        return value
+
+    def holds(self, key: str, value: Any) -> bool:
+        """The servers have this value of one of their keys."""
+        if key not in self:
+            return False
+        version, last = self._read.get(key, (None, None))
+        if value is last and value._version == 0 and version == self._job.session.version:
+            return True
+        mine = self[key]
+        return float(mine) == value if key == 'step' and isinstance(value, (int, float)) else has_bits(mine, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.update({key: value})
+
+    def update(self, *others: Any, **more: Any) -> None:
+        """All of it or, with an error, nothing."""
+        given = dict(*others, **more)
+        if not all(self.holds(key, value) for key, value in given.items() if key in OURS):
+            refuse()
+        extras = {key: value for key, value in given.items() if key not in OURS}
+        if extras:
+            self._job.extras.setdefault(self._parameter, {}).update(extras)
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self:
+            raise KeyError(key)
+        if key in OURS:
+            refuse()
+        del self._extras()[key]
+
+    def clear(self) -> None:
+        if self._job.state_keys(self._parameter):
+            refuse()
+        self._job.extras.pop(self._parameter, None)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**other, **self}
+
+    def __ior__(self, other: Any) -> Entry:
+        self.update(other)
+        return self
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return collections.OrderedDict, (), None, None, iter(self.items())
+
+
 class State(MutableMapping):
-    """Entries by parameter, those that had no step yet included. The values are copies; what is assigned to parameters, or taken away, is
-    so on the servers when the assignment returns. All ranks assign the same.
+    """Entries by parameter, those that had no step yet included. What is assigned to parameters, or taken away, is so on the servers when
+    the assignment returns; all ranks assign the same. Keys that are not the servers' stay in the trainer.
 
     Never empty, also before the job is open: torch's checkpointing makes a step of its own where it finds no state."""
 
@@ -41,21 +131,23 @@ class State(MutableMapping):
         return any(parameter is each for each in self._parameters())
 
     def _check(self, parameter: object) -> None:
+        if not isinstance(parameter, torch.Tensor):
+            raise KeyError(f'optimizer.state[{parameter!r}]: expected a parameter of the param_groups; keep other things elsewhere')
         if parameter not in self:
-            raise KeyError('this parameter is in none of the param_groups')
+            raise KeyError('optimizer.state: this parameter is in none of the param_groups')
 
     def __getitem__(self, parameter: torch.Tensor) -> Entry:
-        entry = self._optimizer.job.read_state(parameter)
-        if not entry:
-            self._check(parameter)  # a look through all, so it comes last
-        return Entry(entry)
+        job = self._optimizer.job
+        if job.member_of(parameter) is None:
+            self._check(parameter)  # a look through all
+        return Entry(job, parameter)
 
     def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
         return self[parameter] if parameter in self else default
 
     def __setitem__(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
         self._check(parameter)
-        loading.put(self._optimizer.job, {id(parameter): entry})
+        self._put({parameter: entry})
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         self[parameter] = {}
@@ -65,7 +157,7 @@ class State(MutableMapping):
 
     def replace(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """As assigning `states` to torch's optimizer.state: parameters that are not in it begin anew."""
-        if isinstance(states, State) and states._optimizer is self._optimizer:
+        if isinstance(states, State) and states._optimizer.job is self._optimizer.job:
             return
         if not isinstance(states, Mapping):
             raise Error(f'optimizer.state = {type(states).__name__}: expected a dict of dicts by parameter', 'BAD_CONFIG')
@@ -74,4 +166,21 @@ class State(MutableMapping):
         for other in states:
             if id(other) not in there:
                 raise KeyError('optimizer.state: a parameter is in none of the param_groups')
-        loading.put(self._optimizer.job, {id(parameter): states.get(parameter) or {} for parameter in parameters})
+        self._put({parameter: states.get(parameter) or {} for parameter in parameters})
+
+    def _put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        job = self._optimizer.job
+        ours, extras = {}, {}
+        for parameter, entry in states.items():
+            is_entry = isinstance(entry, Mapping)  # else put() says what it is
+            ours[parameter] = {key: value for key, value in entry.items() if key in OURS} if is_entry else entry
+            extras[parameter] = {key: value for key, value in entry.items() if key not in OURS} if is_entry else {}
+        if job.options.world_size > 1 or not all(self._has(parameter, entry) for parameter, entry in ours.items()):
+            loading.put(job, {id(parameter): entry for parameter, entry in ours.items()})
+        job.extras.update(extras)
+
+    def _has(self, parameter: torch.Tensor, entry: Any) -> bool:
+        """The servers have just this."""
+        mine = Entry(self._optimizer.job, parameter)
+        return (isinstance(entry, Mapping) and entry.keys() == set(self._optimizer.job.state_keys(parameter))
+                and all(mine.holds(key, value) for key, value in entry.items()))

@@ -12,7 +12,7 @@ import torch
 from ballast.errors import Error
 from ballast.torch.job import spec
 from ballast.torch.job.registration import name_of, placed
-from ballast.torch.state_dict.moments import KNOWN, moment_names
+from ballast.torch.state_dict.moments import KNOWN, OURS, moment_names
 from ballast.torch.stepping.members import is_sharded, local
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _entry(kind: str, names: Sequence[str], name: str, parameter: torch.Tensor, 
     """start: what Adagrad's sum is before the first step, which servers add at that step."""
     if not isinstance(saved, Mapping):
         raise Error(f"the state of parameter '{name}' is a {type(saved).__name__}; expected a dict of {_shown(names)}", 'BAD_SPEC')
-    absent = [key for key, value in saved.items() if isinstance(value, Mapping) and not value]
+    absent = [key for key, value in saved.items() if key in OURS and isinstance(value, Mapping) and not value]
     if absent:  # as torch.distributed.checkpoint's functions put it
         raise Error(f"the flattened state has no {absent[0]!r} of parameter '{name}': it is of a durable job, or of other parameters; "
                     'expected one with moments, or a job of that name', 'BAD_SPEC')

@@ -22,6 +22,8 @@ MOMENTS = {
     'lion': ('exp_avg',),
 }
 KNOWN = {name for names in MOMENTS.values() for name in names}
+# Keys of an entry that servers hold. What others put beside them stays in the trainer.
+OURS = KNOWN | {'step', 'master'}
 
 
 def moment_names(kind: str, spec: _native.Optimizer) -> tuple[str, ...]:
@@ -34,22 +36,25 @@ def moment_names(kind: str, spec: _native.Optimizer) -> tuple[str, ...]:
     return names
 
 
+def keys(parameter: torch.Tensor, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of one parameter's entry. names: of the moments."""
+    # torch's optimizers pass over a master; without it a 16-bit parameter would go on from its rounded value.
+    return ('step', *names) if parameter.dtype == torch.float32 else ('step', *names, 'master')
+
+
 @torch.inference_mode(False)  # whose tensors do not tell whether they were written to
-def read(session: _native.Session, member: Member, parameter: torch.Tensor, names: Sequence[str], start: float,
-         whole: bool) -> dict[str, torch.Tensor]:
-    """One parameter's entry, in the shape and with the names of torch.optim. start: what Adagrad's sum is before the first step. whole:
-    whole tensors also of a DTensor; else as read_as_placed()."""
-    reads = read_array if whole else read_as_placed
+def read(session: _native.Session, member: Member, parameter: torch.Tensor, names: Sequence[str], key: str, start: float,
+         whole: bool) -> torch.Tensor:
+    """One of keys(), in the shape of torch.optim. start: what Adagrad's sum is before the first step. whole: a whole tensor also of a
+    DTensor; else as read_as_placed()."""
     steps = session.tensor_steps(member.name)
-    entry = {'step': torch.tensor(float(steps), dtype=torch.float32, device='cpu')}
-    for i, name in enumerate(names):
-        entry[name] = reads(session, member, parameter, f'moment{i + 1}')
-        if steps == 0:
-            entry[name] += start
-    if parameter.dtype != torch.float32:
-        # torch's optimizers pass over it; without it a 16-bit parameter would go on from its rounded value.
-        entry['master'] = reads(session, member, parameter, 'master')
-    return entry
+    if key == 'step':
+        return torch.tensor(float(steps), dtype=torch.float32, device='cpu')
+    array = 'master' if key == 'master' else f'moment{names.index(key) + 1}'
+    value = (read_array if whole else read_as_placed)(session, member, parameter, array)
+    if key in names and steps == 0:
+        value += start
+    return value
 
 
 def read_part(session: _native.Session, member: Member, array: str) -> torch.Tensor:

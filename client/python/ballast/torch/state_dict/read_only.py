@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree
 
 from ballast.errors import Error
-from ballast.torch.stepping.members import is_sharded, tensor_module
+from ballast.torch.modes import same_bits
+from ballast.torch.stepping.members import is_sharded, local, tensor_module
 
 _HOW = ("optimizer.state[p] is a copy of what the servers hold, and writing to it changes nothing there; write optimizer.state[p] = "
         "{**optimizer.state[p], 'exp_avg': ...}, or {} for a state without steps, or optimizer.state.clear() for all parameters")
 
+_SET_DATA = torch.Tensor.data.__set__
+_TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
 
-def _refuse() -> NoReturn:
+
+def refuse() -> NoReturn:
     raise Error(_HOW, 'BAD_REQUEST')
+
+
+def has_bits(copy: torch.Tensor, value: Any) -> bool:
+    """`value` is the same tensor, or another of its bits: on another device, say."""
+    if not isinstance(value, torch.Tensor) or is_sharded(value) != is_sharded(copy):
+        return False
+    if is_sharded(copy) and value.placements != copy.placements:
+        return False
+    mine, other = local(copy), local(value).detach()
+    if other.dtype != mine.dtype or other.shape != mine.shape or other.is_meta:
+        return False
+    return bool(same_bits(mine, other.to(mine.device)).all())
+
+
+def _set_data(copy: torch.Tensor, value: Any) -> None:
+    """copy.data = value, which moves no version counter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not has_bits(copy, value):
+            refuse()
 
 
 class Copy(torch.Tensor):
@@ -28,11 +49,15 @@ class Copy(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         copies = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        if func == _SET_DATA and isinstance(args[0], cls):
+            return _set_data(args[0], args[1])
         with torch._C.DisableTorchFunctionSubclass():
             before = [each._version for each in copies]
             result = func(*args, **kwargs)
             if before != [each._version for each in copies]:
-                _refuse()
+                refuse()
+            if func in _TO_NUMPY:
+                result.flags.writeable = False  # a write by numpy moves no version counter
             memory = {each.untyped_storage().data_ptr() for each in copies if each.numel()}
 
             def kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,13 +86,15 @@ def _sharded_copy() -> type[torch.Tensor]:
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs, name = kwargs or {}, getattr(func, '__name__', '')
             if name.endswith('_') and not name.endswith('__'):
-                _refuse()  # torch._foreach_* of DTensors move no version counter
+                refuse()  # torch._foreach_* of DTensors move no version counter
             copies = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, cls)]
+            if func == _SET_DATA and isinstance(args[0], cls):
+                return _set_data(args[0], args[1])
             with torch._C.DisableTorchFunctionSubclass():
                 before = [each._version for each in copies]
                 result = func(*args, **kwargs)
                 if before != [each._version for each in copies]:
-                    _refuse()
+                    refuse()
                 memory = {each._local_tensor.untyped_storage().data_ptr() for each in copies if each._local_tensor.numel()}
 
                 def kept(each: Any) -> Any:
@@ -89,22 +116,7 @@ def _sharded_copy() -> type[torch.Tensor]:
     return ShardedCopy
 
 
-def _copy(value: torch.Tensor) -> torch.Tensor:
+def copy_of(value: torch.Tensor) -> torch.Tensor:
     if is_sharded(value):
         return _sharded_copy()(value._local_tensor.as_subclass(Copy), value._spec, requires_grad=False)
     return value.as_subclass(Copy)
-
-
-class Entry(dict):
-    """One parameter's state. A pickle or copy of it is an OrderedDict of tensors like others."""
-
-    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
-        super().__init__({key: _copy(value) for key, value in values.items()})
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return collections.OrderedDict, (), None, None, iter(self.items())
-
-    def _no(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse()
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _no
