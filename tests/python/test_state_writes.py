@@ -201,6 +201,33 @@ def test_what_others_keep_stays_in_the_trainer(kind, dtype, job, tmp_path):
     optimizers[0].close()
 
 
+def test_a_look_opens_no_job(job, tmp_path):
+    """It would bring the job's parameters in the place of those that the model has just loaded."""
+    job |= {'directory': tmp_path / 'state', 'nvme': '1GiB', 'states': 'full'}
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    train(model, optimizer, 2)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, 2, first=2)
+    whole = copy.deepcopy(model.state_dict())
+    optimizer.close()
+
+    model.load_state_dict(saved[0])
+    optimizer = bt.AdamW(model.named_parameters(), **job, resume='auto')
+    for entry in optimizer.state.values():  # as Lightning, before it loads a checkpoint
+        assert entry == {}
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, 2, first=2)
+    assert all(map(torch.equal, model.state_dict().values(), whole.values()))
+    optimizer.close()
+
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job, resume='auto')
+    with pytest.warns(UserWarning, match=r"goes on from step 4 .* call optimizer.resume\(\) before the first forward pass"):
+        train(model, optimizer, 1)
+    optimizer.close()
+
+
 def test_the_way_that_pickles_take(job):
     model = mlp()
     optimizer = bt.AdamW(model.named_parameters(), **job)

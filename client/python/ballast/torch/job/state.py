@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Entry(MutableMapping, dict):
-    """One parameter's state as it is now: moments and step count, of which each look reads a copy from the servers; and what others have
-    put beside them, which is in the trainer. To write what servers hold is refused, but for the values that they have already, as when
-    a framework moves state to another device. A pickle or copy of it is an OrderedDict of tensors like others.
+    """One parameter's state as it is now: moments and step count, of which each look reads a copy from the servers, once the job is open;
+    and what others have put beside them, which is in the trainer. To write what servers hold is refused, but for the values that they
+    have already, as when a framework moves state to another device. A pickle or copy of it is an OrderedDict of tensors like others.
 
     The dict beneath stays empty: a class of dicts is what loops over torch's state look for."""
 
@@ -30,17 +30,21 @@ class Entry(MutableMapping, dict):
         self._job, self._parameter = job, parameter
         self._read: dict[str, tuple[int, torch.Tensor]] = {}  # by key: the copy that was read last, and the job's version then
 
+    def _ours(self) -> tuple[str, ...]:
+        # A look must not open a job: its parameters would come in the place of those that the caller has just loaded.
+        return () if self._job.session is None else self._job.state_keys(self._parameter)
+
     def _extras(self) -> dict[str, Any]:
         return self._job.extras.get(self._parameter, {})
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._job.state_keys(self._parameter), *self._extras()])
+        return iter([*self._ours(), *self._extras()])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __contains__(self, key: object) -> bool:
-        return key in (self._job.state_keys(self._parameter) if key in OURS else self._extras())
+        return key in (self._ours() if key in OURS else self._extras())
 
     def __getitem__(self, key: str) -> Any:
         if key not in OURS:
@@ -81,7 +85,7 @@ class Entry(MutableMapping, dict):
         del self._extras()[key]
 
     def clear(self) -> None:
-        if self._job.state_keys(self._parameter):
+        if self._ours():
             refuse()
         self._job.extras.pop(self._parameter, None)
 
@@ -175,12 +179,13 @@ class State(MutableMapping):
             is_entry = isinstance(entry, Mapping)  # else put() says what it is
             ours[parameter] = {key: value for key, value in entry.items() if key in OURS} if is_entry else entry
             extras[parameter] = {key: value for key, value in entry.items() if key not in OURS} if is_entry else {}
-        if job.options.world_size > 1 or not all(self._has(parameter, entry) for parameter, entry in ours.items()):
+        is_there = job.session is not None and all(self._has(parameter, entry) for parameter, entry in ours.items())
+        if job.options.world_size > 1 or not is_there:
             loading.put(job, {id(parameter): entry for parameter, entry in ours.items()})
         job.extras.update(extras)
 
     def _has(self, parameter: torch.Tensor, entry: Any) -> bool:
         """The servers have just this."""
         mine = Entry(self._optimizer.job, parameter)
-        return (isinstance(entry, Mapping) and entry.keys() == set(self._optimizer.job.state_keys(parameter))
+        return (isinstance(entry, Mapping) and entry.keys() == set(mine._ours())
                 and all(mine.holds(key, value) for key, value in entry.items()))

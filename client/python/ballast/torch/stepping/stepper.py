@@ -14,7 +14,7 @@ from ballast.torch.job import edits, registration, spec
 from ballast.torch.modes import plainly
 from ballast.torch.sharding.collectives import take_gathers
 from ballast.torch.sharding.remote import remote_of
-from ballast.torch.stepping.members import gradient_of
+from ballast.torch.stepping.members import digest_of, gradient_of
 from ballast.torch.stepping.step import Step
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Stepper:
         """COLLECTIVE. With overlap the step goes on when this returns."""
         job = self.job
         if job.session is None:
-            job.open(for_step=True)
+            self._open()
         exchange = job.exchange('step()')
         agreed = self._agreed(exchange)
         self._follow(agreed)
@@ -76,6 +76,16 @@ class Stepper:
             step.end()
         if job.sharded is not None:
             job.sharded.stepped()
+
+    def _open(self) -> None:
+        """A job that goes on brings its own parameters, when these gradients have been made."""
+        job, before = self.job, {}
+        if job.options.resume != 'never':
+            before = {parameter: digest_of(parameter) for _, _, parameter in registration.placed(job) if parameter.grad is not None}
+        job.open(for_step=True)
+        if job.found is not None and any(digest_of(parameter) != digest for parameter, digest in before.items()):
+            warn(f"job '{job.options.job}' goes on from step {job.progress.steps} with its own parameters, and the gradients of this step "
+                 'were made with other parameters: call optimizer.resume() before the first forward pass')
 
     def _follow(self, agreed: Agreed) -> None:
         """A rank whose gradients have not gone does not see that others let theirs go: a frozen stage, an expert without tokens."""
