@@ -75,7 +75,8 @@ class Shared(TypedDict, total=False):
         "`'named'` of a durable job, else `'full'`")]
     master: Annotated[Literal['f32', 'remainder'], About(
         'f32', "`'remainder'`: servers keep of each fp32 master the bits that the bf16 parameter lacks, 1.875 bytes a parameter less, with "
-        "the same results; for bf16 parameters, `durability='none'` and servers outside the trainer")]
+        "the same results; for bf16 parameters, `durability='none'` and servers outside the trainer. `'f32'`: fp32 parameters in memory alone "
+        'are their own masters')]
     seed: Annotated[int, About(0, 'for stochastic rounding; a job keeps its seed')]
     chunk_elements: Annotated[int, About(
         1 << 20, 'elements that servers update, log and move at once: a power of two from 2^16 to 2^20; fixed per job', '2^20')]
@@ -84,8 +85,8 @@ class Shared(TypedDict, total=False):
     open_timeout: Annotated[float, About(
         30.0, "seconds to wait at opening for servers that are down; no limit for a server at work on a large job's Open")]
     debug: Annotated[Optional[bool], About(
-        None, 'compare digests of all parameters at each step, to find edits through `.data`; some 0.1 s per GB',
-        'what the variable `BALLAST_DEBUG` says, 1 or 0; else no')]
+        None, 'compare all of each parameter at each step, to find writes by `.data`, numpy or DLPack to a few elements, which the sample '
+        'misses; some 0.1 s per GB', 'what the variable `BALLAST_DEBUG` says, 1 or 0; else no')]
 
 
 class Arguments(Shared, total=False):
