@@ -1,11 +1,10 @@
 """A cell of the table of test_changes.py: a change (changes.py) at a moment of a training, with ours and with torch's optimizer. Run with
-a folder it is one rank of two: all cells under DistributedDataParallel, and what went wrong goes to FOLDER/changes-RANK.txt."""
+a folder it is one rank of two under DistributedDataParallel: the number of cells, and what went wrong, go to FOLDER/changes-RANK.txt."""
 import contextlib
 import copy
 import itertools
 import os
 import sys
-import traceback
 import warnings
 
 import torch
@@ -230,6 +229,11 @@ def _refuse(ours, theirs, act, way):
     return compare(ours, theirs)
 
 
+# Those that DistributedDataParallel, which has seen the model before, goes on with.
+OF_RANKS = ('mul_', 'load_state_dict', '.data.mul_', '_foreach of .data', 'numpy', '.data, one row', '.data = new values',
+            'an average by .data, saved, and back', 'an average in place, saved', 'None', 'replaced')
+
+
 def wrapped(model):
     return DistributedDataParallel(model, find_unused_parameters=True)
 
@@ -239,16 +243,13 @@ def main(folder):
     warnings.simplefilter('ignore')
     wrong, count = [], 0
     del MOMENTS['after an exception in backward']  # DistributedDataParallel itself cannot go on
-    for dtype, way in itertools.product((torch.float32, torch.bfloat16), [*WAYS, *GRADIENTS]):
+    ways = [way for way in [*WAYS, *GRADIENTS] if way.name in OF_RANKS]
+    for dtype, way in itertools.product((torch.float32, torch.bfloat16), ways):
         for moments in cells(way):
-            try:
-                for moment, what in run(way, moments, dtype, {'dram': '64MiB', 'threads': 1}, wrapped):
-                    count += 1
-                    if what:
-                        wrong.append(f'{dtype}, {way.name}, {moment}: {what}')
-            except RuntimeError as error:
-                if isinstance(error, ballast.Error) or 'reducer' not in str(error) + traceback.format_exc():
-                    wrong.append(f'{dtype}, {way.name}, {moments}: {traceback.format_exc()}')
+            for moment, what in run(way, moments, dtype, {'dram': '64MiB', 'threads': 1}, wrapped):
+                count += 1
+                if what:
+                    wrong.append(f'{dtype}, {way.name}, {moment}: {what}')
     with open(os.path.join(folder, f'changes-{dist.get_rank()}.txt'), 'w', encoding='utf-8') as file:
         file.write('\n'.join([str(count), *wrong]))
     dist.destroy_process_group()

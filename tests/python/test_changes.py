@@ -6,6 +6,7 @@ import pytest
 import torch
 from changes import GRADIENTS, WAYS
 from changes_main import cells, run
+from test_ranks import run_pair
 
 FP32, BF16 = torch.float32, torch.bfloat16
 KINDS = {
@@ -32,3 +33,11 @@ def test_counts_or_is_refused(kind, way, folder):
         arguments.update(directory=folder, nvme='8GiB')
     wrong = {moment: what for moments in cells(way) for moment, what in run(way, moments, dtype, arguments) if what}
     assert not wrong
+
+
+def test_on_two_ranks(tmp_path):
+    run_pair('changes_main.py', tmp_path, tmp_path)
+    for rank in range(2):
+        count, *wrong = (tmp_path / f'changes-{rank}.txt').read_text(encoding='utf-8').splitlines()
+        assert int(count) > 80
+        assert not wrong
