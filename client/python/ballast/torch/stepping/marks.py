@@ -30,9 +30,9 @@ class Mark(NamedTuple):
 
 def in_order(memory: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor in the order of its memory: a copy where they do not lie together."""
-    if not memory.is_contiguous():
-        memory = memory.permute(sorted(range(memory.dim()), key=lambda dim: -memory.stride(dim)))
-    return memory.contiguous()
+    if memory.is_contiguous():
+        return memory
+    return memory.permute(sorted(range(memory.dim()), key=lambda dim: -memory.stride(dim))).contiguous()
 
 
 def _on_device(memory: torch.Tensor, turn: int) -> torch.Tensor:
