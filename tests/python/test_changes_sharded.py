@@ -26,7 +26,7 @@ def test_each_change_counts_or_is_refused_by_name(script, done):
         counted = collections.Counter(moment for (moment, _), (what, _) in came.items() if what == 'counts')
         # In-place, through .data and numpy, by another Parameter: all that leave modules and shapes as they are.
         assert counted['gathered to write'] > 30
-        assert all(counts >= 4 for counts in counted.values()) and len(counted) == MOMENTS
+        assert all(counts >= 2 for counts in counted.values()) and len(counted) == MOMENTS
 
 
 def test_a_pass_that_an_exception_cuts_off_leaves_no_gradient(done):
