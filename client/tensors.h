@@ -13,6 +13,7 @@
 #include "absl/types/span.h"
 #include "ballast/client/session.h"
 #include "ballast/kernels/float_formats.h"
+#include "ballast/proto/model/placement.h"
 
 namespace ballast::client {
 
@@ -85,9 +86,11 @@ class Tensors {
   // parts of all ranks; else each rank pulls its own. Beside parameters, memory for as many bytes as the session may
   // have in flight, or for one unit if that is larger.
   absl::Status Pull(absl::Span<const TensorMemory> memory, const Ready& ready = {});
-  // Starts pulling this rank's parts of some tensors, by index, at the session's version. `to`: for each, room for
-  // local_elements() of the job's working dtype, borrowed until every pull returned was awaited. Never blocks.
-  absl::StatusOr<std::vector<PendingPull>> StartPull(absl::Span<const size_t> which, absl::Span<std::byte* const> to);
+  // Starts pulling some tensors, by index, at the session's version. `boxes`: of each tensor, what is pulled; empty:
+  // this rank's parts. `to`: for each, room for so many elements of the job's working dtype, borrowed until every pull
+  // returned was awaited. Never blocks.
+  absl::StatusOr<std::vector<PendingPull>> StartPull(absl::Span<const size_t> which, absl::Span<std::byte* const> to,
+                                                     absl::Span<const model::Box> boxes = {});
 
  private:
   // The part of a tensor that this rank has.

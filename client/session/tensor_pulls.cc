@@ -9,15 +9,16 @@
 namespace ballast::client {
 
 absl::StatusOr<std::vector<PendingPull>> Tensors::StartPull(absl::Span<const size_t> which,
-                                                            absl::Span<std::byte* const> to) {
+                                                            absl::Span<std::byte* const> to,
+                                                            absl::Span<const model::Box> boxes) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent());
   const uint64_t width = kernels::ElementBytes(session_->optimizer().working);
   std::map<uint32_t, std::vector<PullRun>> runs;  // by unit of the session
   for (size_t i = 0; i < which.size(); ++i) {
     const Part& part = parts_[which[i]];
-    if (part.elements == 0) continue;
+    if (boxes.empty() && part.elements == 0) continue;
     BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session_->Locate(names_[which[i]]));
-    for (const model::BoxRun& run : part.runs) {
+    for (const model::BoxRun& run : boxes.empty() ? part.runs : session_->RunsOf(part.index, boxes[i])) {
       const uint64_t begin = part.begin + run.in_tensor;
       runs[at.unit].push_back({{begin, begin + run.count}, {to[i] + run.in_box * width, run.count * width}});
     }

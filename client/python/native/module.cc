@@ -247,14 +247,16 @@ std::shared_ptr<void> Kept(const MaybeArrays& arrays) {
 }
 
 // The tensors that `to` refers to live until the pull was awaited.
-uint64_t StartPull(PythonSession& session, const std::vector<size_t>& which, const std::vector<Array>& to) {
+uint64_t StartPull(PythonSession& session, const std::vector<size_t>& which, const std::vector<Array>& to, bool whole) {
   std::vector<PythonSession::Place> places;
   for (const Array& array : to) {
-    places.push_back({static_cast<std::byte*>(array.data()), DtypeOf(array.dtype()), array.size()});
+    PythonSession::Place& place = places.emplace_back();
+    place = {static_cast<std::byte*>(array.data()), DtypeOf(array.dtype()), array.size(), {}};
+    for (size_t i = 0; i < array.ndim(); ++i) place.shape.push_back(array.shape(i));
   }
   const std::shared_ptr<void> kept = Kept(MaybeArrays(to.begin(), to.end()));
   const nb::gil_scoped_release release;
-  return session.StartPull(which, places, kept);
+  return session.StartPull(which, places, whole, kept);
 }
 
 // let_go: the gradients' memory is kept until servers have it. Else the caller keeps it, until the step is over.
@@ -341,7 +343,7 @@ void BindSession(nb::module_& m) {
       .def_prop_ro("pushes_gradients", &PythonSession::pushes_gradients, Release())
       .def_prop_ro("units", &PythonSession::Units, Release())
       .def("push_early", &PushEarly, "unit"_a, "gradients"_a, "let_go"_a = false)
-      .def("start_pull", &StartPull, "which"_a, "to"_a)
+      .def("start_pull", &StartPull, "which"_a, "to"_a, "whole"_a = false)
       .def("await_pull", Watched(&PythonSession::AwaitPull), "pull"_a, Release())
       .def("drop", Watched(&PythonSession::Drop), Release())
       .def(

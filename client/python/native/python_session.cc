@@ -441,7 +441,7 @@ void PythonSession::PushEarly(size_t unit, absl::Span<const client::TensorMemory
   Check(tensors_->PushEarly(unit, gradients, owner));
 }
 
-uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<const Place> places,
+uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<const Place> places, bool whole,
                                   std::shared_ptr<void> kept) {
   const Using session = Use();
   if (which.size() != places.size()) {
@@ -449,17 +449,26 @@ uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<c
         model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength, "expected a place per tensor"));
   }
   std::vector<std::byte*> to;
+  std::vector<model::Box> boxes;
   for (size_t i = 0; i < which.size(); ++i) {
-    const bool fits = which[i] < names_.size() && places[i].elements == tensors_->local_elements(which[i]);
+    bool fits = which[i] < names_.size();
+    if (fits && whole) {
+      const client::Session::Location at = Take(session->Locate(names_[which[i]]));
+      boxes.push_back(model::WholeOf(places[i].shape));
+      fits = places[i].elements == at.end - at.begin;
+    } else if (fits) {
+      fits = places[i].elements == tensors_->local_elements(which[i]);
+    }
     if (fits && places[i].dtype == session->optimizer().working) {
       to.push_back(places[i].memory);
       continue;
     }
     throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, fits ? model::kBadDtype : model::kBadLength,
                                    absl::StrCat("tensor ", which[i], " has a place of ", places[i].elements,
-                                                " elements; expected this rank's part, in the job's working dtype")));
+                                                " elements; expected ", whole ? "the tensor" : "this rank's part",
+                                                ", in the job's working dtype")));
   }
-  std::vector<client::PendingPull> pulls = Take(tensors_->StartPull(which, to));
+  std::vector<client::PendingPull> pulls = Take(tensors_->StartPull(which, to, boxes));
   under_way_.try_emplace(++pulls_started_, UnderWay{std::move(kept), std::move(pulls)});
   return pulls_started_;
 }

@@ -233,10 +233,12 @@ class PythonSession {
     std::byte* memory = nullptr;
     kernels::Dtype dtype = kernels::Dtype::kF32;
     uint64_t elements = 0;
+    std::vector<uint64_t> shape;
   };
   // See client/tensors.h. Called by any rank. `places`: of the job's working dtype, else INVALID_ARGUMENT (BAD_DTYPE).
-  // Returns the pull's number. `kept` lives until the pull was awaited, or the session ends.
-  uint64_t StartPull(const std::vector<size_t>& which, absl::Span<const Place> places, std::shared_ptr<void> kept);
+  // `whole`: they are of the tensors' shapes, for all elements; else for this rank's. Returns the pull's number. `kept` lives until the pull was awaited, or the session ends.
+  uint64_t StartPull(const std::vector<size_t>& which, absl::Span<const Place> places, bool whole,
+                     std::shared_ptr<void> kept);
   // Blocks until the places hold the parameters. A number that no pull has any more returns at once.
   void AwaitPull(uint64_t pull);
   void Drop();

@@ -168,12 +168,12 @@ class _Copies:
 
 
 def _read(parameters: Mapping[Part, nn.Parameter]) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Whole parameters in their own dtype: by pulls where this rank has all of them in that dtype, else read one by one and rounded."""
+    """Whole parameters in their own dtype: by pulls, or read one by one and rounded where gathers have another."""
     pulled: dict[Sharded, list[Part]] = {}
     for part, parameter in parameters.items():
         model = part.unit.model
         job = model.open()
-        if part.elements == part.shape.numel() and DTYPES[parameter.dtype] == job.options.optimizer.working:
+        if DTYPES[parameter.dtype] == job.options.optimizer.working:
             pulled.setdefault(model, []).append(part)
             continue
         values = torch.empty(part.shape.numel(), dtype=torch.float32, device='cpu')

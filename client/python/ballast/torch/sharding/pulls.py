@@ -89,8 +89,8 @@ class Pulls:
         return pull.pieces
 
     def whole(self, parts: Sequence[Part]) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Parameters at the job's version, in the job's working dtype, as they come. parts: whole ones, as one rank has them. Several are
-        under way at a time."""
+        """Whole parameters at the job's version, in the job's working dtype, as they come: also those of which other ranks have parts.
+        Several are under way at a time."""
         session, dtype = self._job().session, _DTYPES[self._job().options.optimizer.working]
         waiting = collections.deque(parts)
         under_way: collections.deque[tuple[int, list[tuple[Part, torch.Tensor]]]] = collections.deque()
@@ -100,10 +100,10 @@ class Pulls:
                 batch, size = [], 0
                 while waiting and size < self._bytes_max // _BATCHES:
                     part = waiting.popleft()
-                    batch.append((part, torch.empty(part.elements, dtype=dtype, device='cpu')))
+                    batch.append((part, torch.empty(part.shape or (1,), dtype=dtype, device='cpu')))
                     size += batch[-1][1].nbytes
                 indices = [self._indices[part.unit][part.unit.parts.index(part)] for part, _ in batch]
-                under_way.append((session.start_pull(indices, [values for _, values in batch]), batch))
+                under_way.append((session.start_pull(indices, [values for _, values in batch], whole=True), batch))
                 used += size
             number, batch = under_way.popleft()
             session.await_pull(number)
