@@ -1,5 +1,6 @@
-"""One rank of test_hosts.py, in a network namespace of its own, as on another host: hosts_main.py FOLDER RANK SERVER ADDRESS ADDRESS6 PORT
-INTERFACE. ADDRESS, ADDRESS6: of rank 0's host, with {} for the number of the host. PORT: the first of several."""
+"""One rank of test_hosts.py, in a network namespace of its own, as on another host: hosts_main.py FOLDER NAMESPACE RANK SERVER ADDRESS
+ADDRESS6 PORT INTERFACE. ADDRESS, ADDRESS6: of rank 0's host, with {} for the number of the host. PORT: the first of several."""
+import ctypes
 import itertools
 import json
 import os
@@ -13,20 +14,25 @@ from torch import nn
 import ballast
 import ballast.torch as bt
 
-folder, rank, server, address, address6, port, interface = sys.argv[1:]
+_CLONE_NEWNET = 0x40000000  # sched.h
+
+folder, namespace, rank, server, address, address6, port, interface = sys.argv[1:]
 folder, rank = pathlib.Path(folder), int(rank)
+with open(f'/run/netns/{namespace}', 'rb') as file:
+    assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+torch.set_num_threads(1)
 ports = itertools.count(int(port))
 own, own6, master, master6 = address.format(rank + 1), address6.format(rank + 1), address.format(1), address6.format(1)
 results = {}
 
 
-def case(name, init_method, environment=None, **more):
-    """What the rank was told, or the address that it told the others."""
-    for variable in ('GLOO_SOCKET_IFNAME', 'BALLAST_HOST', 'MASTER_ADDR', 'MASTER_PORT'):
+def case(name, init_method, environment=None, master=None, **more):
+    """What the rank was told, or the address that it told the others. environment: not torch's, which knows the interface, too."""
+    for variable in ('GLOO_SOCKET_IFNAME', 'BALLAST_HOST'):
         os.environ.pop(variable, None)
-    os.environ.update(environment or {})
-    os.environ['MASTER_PORT'] = str(next(ports))
+    os.environ.update(MASTER_ADDR=master or 'none', MASTER_PORT=str(next(ports)))
     dist.init_process_group('gloo', init_method=init_method.format(port=os.environ['MASTER_PORT']), rank=rank, world_size=2)
+    os.environ.update(environment or {})
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     try:
@@ -43,10 +49,10 @@ def case(name, init_method, environment=None, **more):
 
 
 file = f'file://{folder}/meeting-'
-case('environment', 'env://', {'MASTER_ADDR': master})
+case('environment', 'env://', master=master)
 case('tcp', f'tcp://{master}:{{port}}')
 case('tcp6', f'tcp://[{master6}]:{{port}}')
-case('own_name_is_loopback', 'env://', {'MASTER_ADDR': '127.0.1.1' if rank == 0 else master})
+case('own_name_is_loopback', 'env://', master='127.0.1.1' if rank == 0 else master)
 case('file', file + 'a')
 case('file_host', file + 'b', host=own)
 case('file_host6', file + 'c', host=own6)

@@ -6,9 +6,9 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
+from own_process import Process
 
 from ballast import embedded_daemon
 
@@ -47,8 +47,6 @@ def two_hosts():
 def told(tmp_path_factory):
     """By case, what ranks 0 and 1 were told, or the addresses that they told each other."""
     folder = tmp_path_factory.mktemp('hosts')
-    environment = {**os.environ, 'TORCH_GLOO_LAZY_INIT': '1', 'OMP_NUM_THREADS': '1'}  # torch's own connections are not of interest
-    environment.pop('BALLAST_SERVERS', None)
     with two_hosts() as (names, link):
         server = subprocess.Popen(['ip', 'netns', 'exec', names[0], embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen',
                                    f'{SUBNET}.1:0', '--metrics_listen', '127.0.0.1:0', '--data_directory', str(folder / 'server'),
@@ -56,17 +54,15 @@ def told(tmp_path_factory):
                                   stdout=subprocess.PIPE, text=True)
         try:
             address = re.search(r'listen=(\S+)', server.stdout.readline())[1]
-            logs = [open(folder / f'{rank}.log', 'w', encoding='utf-8') for rank in range(2)]
-            ranks = [subprocess.Popen(['ip', 'netns', 'exec', name, sys.executable, HERE / 'hosts_main.py', folder, str(rank), address,
-                                       f'{SUBNET}.{{}}', ADDRESS6, '29500', link], stdout=log, stderr=log, env=environment)
-                     for rank, (name, log) in enumerate(zip(names, logs))]
+            ranks = [Process(HERE / 'hosts_main.py', folder, folder / f'{rank}.log', folder, name, rank, address, f'{SUBNET}.{{}}',
+                             ADDRESS6, 29500, link, TORCH_GLOO_LAZY_INIT='1')  # torch's own connections are not of interest
+                     for rank, name in enumerate(names)]
             codes = [rank.wait(200) for rank in ranks]
         finally:
             server.terminate()
             server.wait()
             server.stdout.close()
-    texts = [(folder / f'{rank}.log').read_text(encoding='utf-8') for rank in range(2)]
-    assert codes == [0, 0], '\n'.join(texts)
+    assert codes == [0, 0], '\n'.join(rank.output for rank in ranks)
     results = [json.loads((folder / f'{rank}.json').read_text(encoding='utf-8')) for rank in range(2)]
     return {name: [of_rank[name] for of_rank in results] for name in results[0]}
 
