@@ -188,7 +188,7 @@ def many_steps(on):
             optimizer.step()
     parameter.grad = _values(8, 6)
     on.call(steps)
-    state = on.call(lambda: optimizer.state[parameter])
+    state = on.call(lambda: dict(optimizer.state[parameter]))
     full = on.call(optimizer.full_state_dict)
     on.call(optimizer.close)
     assert state['step'] == 257
@@ -197,7 +197,7 @@ def many_steps(on):
 
 @operation
 def state(on):
-    return [on.call(lambda optimizer=optimizer, p=p: optimizer.state[p]) for optimizer, p in
+    return [on.call(lambda optimizer=optimizer, p=p: dict(optimizer.state[p])) for optimizer, p in
             ((on.optimizer, on.weight), (on.optimizer, on.bias), (on.other, on.half[0]))]
 
 
@@ -277,7 +277,7 @@ def load_torch(on):
     on.call(lambda: optimizer.load_state_dict(saved))
     parameter.grad = _values(64, 11)
     on.call(optimizer.step)
-    found = on.call(lambda: optimizer.state[parameter])
+    found = on.call(lambda: dict(optimizer.state[parameter]))
     on.call(optimizer.close)
     return parameter.detach(), found
 
@@ -305,7 +305,7 @@ def add_param_group(on):
     on.gradients(38)
     late.grad = _values(50, 13)
     on.call(on.optimizer.step)
-    return late.detach(), on.parameters(), on.call(lambda: on.optimizer.state[late])
+    return late.detach(), on.parameters(), on.call(lambda: dict(on.optimizer.state[late]))
 
 
 @operation

@@ -1,6 +1,5 @@
 """Lightning's Trainer: losses and parameters of torch.optim's optimizer under the same model, and runs that go on from checkpoints."""
 import pathlib
-import warnings
 
 import pytest
 from own_process import NewProcess
@@ -13,15 +12,6 @@ CLOSE = {'rtol': 1e-3, 'atol': 1e-4}
 EXACT = {'rtol': 0.0, 'atol': 0.0}
 # How states are saved: moments of a job that ends with its process, the name of a version, moments of a durable job.
 KINDS = {'moments': {}, 'named': {'nvme': '1GiB'}, 'moments of a durable job': {'nvme': '1GiB', 'states': 'full'}}
-
-
-@pytest.fixture(autouse=True)
-def no_warning_of_ours():
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('always')
-        yield
-    told = [str(each.message) for each in said if str(each.message).startswith('ballast')]
-    assert not [text for text in told if 'was open in another optimizer' not in text], told
 
 
 @pytest.mark.parametrize('case', runs.CASES)

@@ -108,7 +108,7 @@ def test_8bit_moments_are_near_to_fp32_ones_and_small(job):
         for _ in range(20):
             parameter.grad = torch.randn(shape, generator=generator) + 0.2
             optimizer.step()
-        moments[name], masters[name] = optimizer.state[parameter], parameter.detach()
+        moments[name], masters[name] = dict(optimizer.state[parameter]), parameter.detach()
         used[name] = embedded.server().server.tiers[0][1] - before
         optimizer.close()
     bytes_saved = used['fp32'] - used['8bit']

@@ -273,8 +273,7 @@ if not os.path.exists('saved.pt'):
     torch.save(kept, 'kept.pt')
 saved = torch.load('saved.pt', weights_only=True)
 if os.path.exists('died'):
-    for use in (optimizer.resume, optimizer.state_dict, lambda: optimizer.state[model[0].weight],
-                lambda: train(model, optimizer, 0, 1)):
+    for use in (optimizer.resume, optimizer.state_dict, optimizer.full_state_dict, lambda: train(model, optimizer, 0, 1)):
         try:
             use()
         except ballast.Error as error:
