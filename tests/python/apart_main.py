@@ -12,6 +12,7 @@ import ballast
 import ballast.torch as bt
 from ballast.torch.group import ranks
 from ballast.torch.job import registration
+from ballast.torch.stepping import marks
 
 CASES = {}
 
@@ -332,8 +333,7 @@ def an_edit_that_one_rank_could_not_write():
             results.append(told(optimizer.sync_from_params if way == 'sync' else optimizer.step))
         late = nn.Parameter(torch.ones(3))
         if way == 'sync':  # as if .data had been written to: no counter tells
-            for member in optimizer.job.members:
-                member.noted()
+            marks.note(optimizer.job.members)
         if way == 'late':
             late.grad = torch.ones(3)
             optimizer.add_param_group({'params': [('late', late)]})

@@ -16,7 +16,7 @@ class Way(NamedTuple):
     change: Callable
     wants: str = COUNTS  # as with torch.optim; or refused by the name of a parameter
     first: str = COUNTS  # what it wants before the first step
-    fp32: str = ''  # what it wants of fp32 parameters, if another
+    fp32: str = ''  # what it wants of fp32 parameters with masters on servers, if another
     overlap: str = ''  # what it wants with overlap, if another
     once: bool = False  # a second time changes nothing more
 

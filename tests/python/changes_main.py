@@ -189,7 +189,8 @@ def run(way, moments, dtype, arguments, wrap=lambda model: model):
                     side.backward()
                     side.step()
             act = {**MOMENTS, **MOMENTS_OF_GRADIENTS}[moment]
-            wants = way.first if moment in FIRST else (dtype == torch.float32 and way.fp32) or way.wants
+            keeps = dtype == torch.float32 and 'durability' in arguments  # else parameters are their own masters
+            wants = way.first if moment in FIRST else (keeps and way.fp32) or way.wants
             wants = (arguments.get('overlap') and way.overlap) or wants
             yield moment, _count(ours, theirs, act, way) if wants == COUNTS else _refuse(ours, theirs, act, way)
     finally:

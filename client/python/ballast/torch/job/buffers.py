@@ -7,7 +7,6 @@ import weakref
 from torch import nn
 
 from ballast.errors import warn
-from ballast.torch.group import ranks
 from ballast.torch.job.naming import unwrapped
 
 # Names that a warning has.
@@ -37,7 +36,7 @@ class Buffers:
     def warn(self, job: str, steps: int) -> None:
         """The job goes on after so many steps."""
         names = self.names
-        if not names or ranks.rank() != 0:
+        if not names:
             return
         more = f' and {len(names) - _TOLD} more' if len(names) > _TOLD else ''
         warn(f"job '{job}' goes on after {steps} steps, and buffers of the model are not its own: {', '.join(names[:_TOLD])}{more} are as "

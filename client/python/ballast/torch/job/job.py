@@ -223,7 +223,7 @@ class Job:
             after = 'a load that did not end' if self.progress.partly else f'step {self.progress.steps}'
             say(f"job '{self.options.job}' " + (
                 'is new' if self.found is None else f'goes on after {after} (version {self.found})'))
-        if self.progress.steps > 0:
+        if self.progress.steps > 0 and self.options.rank == 0:
             self.buffers.warn(self.options.job, self.progress.steps)
         if self.sharded is not None:
             self.sharded.values.forget()
