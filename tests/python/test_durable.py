@@ -249,8 +249,10 @@ def test_an_edit_that_a_skipped_step_left_is_in_state_dicts_and_in_nobodys_way(t
         ''')
 
 
-def test_an_edit_after_the_last_step_is_in_the_state_dict(tmp_path):
+def test_an_edit_after_the_last_step_is_the_models_own(tmp_path):
+    """A named state taken over an edit leaves parameters to the model's state, in either order of the loads."""
     run(tmp_path, '''
+        import copy
         model = mlp()
         optimizer = make(model)
         def train(count):
@@ -261,10 +263,15 @@ def test_an_edit_after_the_last_step_is_in_the_state_dict(tmp_path):
         train(3)
         with torch.no_grad():
             model[0].weight.clamp_(-0.05, 0.05)
-        state = optimizer.state_dict()
-        train(2)
-        optimizer.load_state_dict(state)
-        assert model[0].weight.abs().max() <= 0.05
+        state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+        for loads in ((model, weights), (optimizer, state)), ((optimizer, state), (model, weights)):
+            train(2)
+            assert not torch.equal(model[0].weight, weights['0.weight'])
+            for owner, each in loads:
+                owner.load_state_dict(each)
+            assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+        train(1)
+        assert optimizer.resume().step == 4
         ''')
 
 

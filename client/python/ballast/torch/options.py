@@ -75,8 +75,8 @@ class Shared(TypedDict, total=False):
         "`'named'` of a durable job, else `'full'`")]
     master: Annotated[Literal['f32', 'remainder'], About(
         'f32', "`'remainder'`: servers keep of each fp32 master the bits that the bf16 parameter lacks, 1.875 bytes a parameter less, with "
-        "the same results; for bf16 parameters, `durability='none'` and servers outside the trainer. `'f32'`: fp32 parameters in memory alone "
-        'are their own masters')]
+        "the same results; for bf16 parameters, `durability='none'` and servers outside the trainer. `'f32'`: fp32 parameters in memory "
+        'alone are their own masters')]
     seed: Annotated[int, About(0, 'for stochastic rounding; a job keeps its seed')]
     chunk_elements: Annotated[int, About(
         1 << 20, 'elements that servers update, log and move at once: a power of two from 2^16 to 2^20; fixed per job', '2^20')]

@@ -20,7 +20,6 @@ from ballast.torch.sharding.pushes import Pushes
 from ballast.torch.sharding.remote import Part, remote_of
 from ballast.torch.sharding.unit import Unit
 from ballast.torch.sharding.values import Values
-from ballast.torch.state_dict import marker
 
 if TYPE_CHECKING:
     from ballast import _native
@@ -128,7 +127,7 @@ class Sharded:
         needed = sum(part.shape.numel() for part in self.parameters) * _HELD_BYTES
         budgets = {} if arguments.addresses(None) else {'dram': max(_HELD_BYTES_MIN, needed)}
         self._holder = SGD([(part.name, parameter) for part, parameter in self.parameters.items()], durability='none',
-                           name=f'frozen-{marker.run()}-{self.number}', **budgets)
+                           name=f'frozen-{self.group.run()}-{self.number}', **budgets)
         return self._holder.job
 
     def _check_together(self) -> None:
