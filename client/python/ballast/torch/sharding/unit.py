@@ -134,7 +134,7 @@ class Unit:
                     raise part.lost(f"module '{path}' was replaced or taken out")
             if whole is None:
                 continue
-            is_moved = whole.untyped_storage()._cdata != known._unsharded_inner_tensors[0].untyped_storage()._cdata
+            is_moved = _memory(whole).untyped_storage()._cdata != known._unsharded_inner_tensors[0].untyped_storage()._cdata
             if is_moved or part.version not in (None, _version(whole)):
                 part.version = None
                 self.reshard()
@@ -179,7 +179,12 @@ def _whole(known: Any) -> nn.Parameter | None:
     return getattr(known, '_unsharded_param', None)
 
 
+def _memory(whole: torch.Tensor) -> torch.Tensor:
+    """What is here of it: under tensor parallelism it is a DTensor still."""
+    return getattr(whole, '_local_tensor', whole)
+
+
 def _version(whole: torch.Tensor) -> int:
-    memory = getattr(whole, '_local_tensor', whole)
+    memory = _memory(whole)
     return whole._version + (0 if memory is whole else memory._version)
 
