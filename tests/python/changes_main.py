@@ -5,6 +5,7 @@ import copy
 import itertools
 import os
 import sys
+import traceback
 import warnings
 
 import torch
@@ -208,6 +209,12 @@ def _count(ours, theirs, act, way):
     return compare(ours, theirs)
 
 
+def _is_ours(error):
+    """Code of the package was amid it."""
+    folder = os.path.dirname(ballast.__file__) + os.sep
+    return any(frame.filename.startswith(folder) for frame in traceback.extract_tb(error.__traceback__))
+
+
 def _refuse(ours, theirs, act, way):
     """Refused by name, and nothing is lost: once the change is undone the training goes on as if it had not been."""
     undo = None
@@ -215,7 +222,7 @@ def _refuse(ours, theirs, act, way):
         undo = act(ours, way)
         ours.step()
     except RuntimeError as error:
-        if not isinstance(error, ballast.Error) and ours.count:
+        if not isinstance(error, ballast.Error) and ours.count and not _is_ours(error):
             return ''  # torch's own, in forward or backward
         if not any(f"'{name}'" in str(error) for name, _ in ours.model.named_parameters()):
             return f'no parameter is named: {error}'

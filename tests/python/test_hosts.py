@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from own_process import Process
 
-from ballast import embedded_daemon
+from ballast import programs
 
 HERE = pathlib.Path(__file__).parent
 ADDRESS6 = 'fd77::{}'  # of a host
@@ -48,7 +48,7 @@ def told(tmp_path_factory):
     """By case, what ranks 0 and 1 were told, or the addresses that they told each other."""
     folder = tmp_path_factory.mktemp('hosts')
     with two_hosts() as (names, link):
-        server = subprocess.Popen(['ip', 'netns', 'exec', names[0], embedded_daemon._binary(), '--end-with', str(os.getpid()), '--listen',
+        server = subprocess.Popen(['ip', 'netns', 'exec', names[0], programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen',
                                    f'{SUBNET}.1:0', '--metrics_listen', '127.0.0.1:0', '--data_directory', str(folder / 'server'),
                                    '--budget.dram', '128MiB', '--budget.nvme', '8GiB', '--log_level', 'warn'],
                                   stdout=subprocess.PIPE, text=True)

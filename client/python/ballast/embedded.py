@@ -251,6 +251,8 @@ def _start_apart(directory: str | os.PathLike[str] | None, dram: int | str | Non
                  threads: int | None) -> _Embedded:
     """A server that keeps parameters: that of the directory, or one of its own where there is no directory."""
     asked = _asked(directory, dram, nvme, threads)
+    for each in list(_apart.values()):
+        _end_apart(each)  # which a finalizer, that waits for no lock, has left
     running = _apart.get(asked['directory'])
     _check_process(running)
     others = [] if running is None else running.differs(asked)

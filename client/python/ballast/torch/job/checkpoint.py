@@ -190,10 +190,13 @@ def _roll_back(job: Job, version: int, said: marker.Marker | None) -> None:
                 job.take_blob()
     job.progress.check_whole(job.options.job)
     job.kept.loaded(version)
-    _, edited = everyone(job.exchange('rollback()'), lambda: said is not None and said.edited, lambda edited: bytes([edited]))
+    _, edited = everyone(job.exchange('rollback()'), lambda: said is not None and said.edited != 0, lambda edited: bytes([edited]))
     if any(map(any, edited)):
         edits.keep(job, job.exchange('rollback()'))
         job.unpulled = False
+        if job.options.rank == 0 and said is not None and said.edited != edits.digest(job):
+            warn(f"the state of version {version} was taken while parameters held values that no step had taken, and only the model's own "
+                 'state_dict() has them: parameters stay as they are, and they are others. Load the state of the model, too')
         return
     edited = [member for member, is_edited in zip(job.members, marks.edited(job.members)) if is_edited]
     before = [member.digest_now() for member in edited]

@@ -29,7 +29,8 @@ class Connection:
     token_file of arguments.access(). `host`: see hosts.check()."""
 
     def __init__(self, servers: str | Sequence[str] | None, budgets: dict[str, Any], access: dict[str, Any], host: str | None) -> None:
-        hosts.check(host)
+        if host is not None:
+            hosts.check(host)
         self._host = host
         self._apart: str | None = None  # the folder of a model whose parameters live on the servers
         self._servers = arguments.addresses(servers)

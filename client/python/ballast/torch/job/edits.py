@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from ballast.errors import Error
 from ballast.torch.group.agreement import check_loaded, check_values
 from ballast.torch.group.ranks import Exchange
 from ballast.torch.group.together import everyone, together
@@ -51,7 +53,16 @@ def give(job: Job, given: Mapping[int, torch.Tensor], check: Callable[[], None] 
     COLLECTIVE: all ranks that have a part of one give it, replicas the same. check(): raises what speaks against it on this rank; it is
     raised on all, and nothing is given."""
     exchange = job.exchange('load_state_dict() of a model')
-    together(exchange, lambda: (check(), job.open()))
+
+    def look() -> None:
+        check()
+        job.open()
+        for member in job.members:
+            values = given.get(id(member.parameter))
+            if values is not None and not bool(torch.isfinite(values).all()):
+                raise Error(f"the values for parameter '{member.name}' are not all finite: servers refuse them. Nothing was taken",
+                            'BAD_REQUEST')
+    together(exchange, look)
     job.give_values(exchange)
     job.sharded.discard()
     members = [member for member in job.members if id(member.parameter) in given]
@@ -70,9 +81,16 @@ def _put(job: Job, member: Member, values: torch.Tensor, written: Collection[str
         job.session.write(member.name, torch.where(kept, master, values.float()).reshape(-1))
 
 
-def pending(job: Job) -> bool:
-    """Some parameter here holds values that no step has taken: the job's version is without them."""
-    return any(marks.edited(job.members)) or bool(job.session.written)
+def pending(job: Job) -> int:
+    """Where some parameter here holds values that no step has taken, and that the job's version is without: a digest of all parameters'
+    values here, see digest(); else 0."""
+    return digest(job) if any(marks.edited(job.members)) or job.session.written else 0
+
+
+def digest(job: Job) -> int:
+    """Of the values of all parameters here; never 0."""
+    said = [member.digest_now() for member in job.members if member.here is not None]
+    return zlib.crc32(repr(said).encode()) or 1
 
 
 def keep(job: Job, exchange: Exchange) -> None:

@@ -5,6 +5,7 @@ The parts of the package share a Job. The optimizer is its face: it makes the Jo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -223,7 +224,7 @@ class Job:
             after = 'a load that did not end' if self.progress.partly else f'step {self.progress.steps}'
             say(f"job '{self.options.job}' " + (
                 'is new' if self.found is None else f'goes on after {after} (version {self.found})'))
-        if self.progress.steps > 0 and self.options.rank == 0:
+        if self.progress.steps > 0 and not self.progress.partly and self.options.rank == 0:
             self.buffers.warn(self.options.job, self.progress.steps)
         if self.sharded is not None:
             self.sharded.values.forget()
@@ -314,6 +315,9 @@ class Job:
     def _take_masters(self) -> None:
         """From the optimizer of this process that had the job before: the server has moments alone."""
         holder = self.connection.masters_holder
+        if holder is not None:
+            with contextlib.suppress(Error):  # it is the holder's to tell; a step under way brings its values to the parameters
+                holder.wait()
         held = {member.name: member.parameter for member in ([] if holder is None else holder.members)}
         gone = [member.name for member in self.members if member.name not in held]
         if gone:

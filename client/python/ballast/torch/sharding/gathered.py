@@ -164,7 +164,7 @@ class _Copies:
             if added is not None:
                 raise _refused(f'{path}.{added}' if path else added, 'it was added')
         self._there = there
-        return {part: now.detach() for part, now in there.items() if digest_of(now) != self._digests[part]}
+        return {part: now.detach().cpu() for part, now in there.items() if digest_of(now) != self._digests[part]}
 
 
 def _read(parameters: Mapping[Part, nn.Parameter]) -> Iterator[tuple[Part, torch.Tensor]]:

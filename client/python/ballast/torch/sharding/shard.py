@@ -89,6 +89,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         blocks.warn_of_large(sharded.units)
     States(model, sharded)
     sharded.passes = Passes(model, sharded, FSDPModule)
+    sharded.number = ranks.world().count(('model', *sorted(sharded.holders)))
     note(model, sharded)
     return model
 

@@ -51,7 +51,7 @@ class Sharded:
         self.wire = collections.Counter(dict.fromkeys(WAYS, 0))  # bytes that this rank received
         self.how = how
         self.frozen = frozen
-        self.number = ranks.world().count('model')  # the same on all ranks, which give theirs to shard() in one order
+        self.number = 0  # among the models of the same ranks, which give theirs to shard() in one order
         self._mixtures = 0  # so far: gathers of different units
         self._job: weakref.ref[Job] | None = None
         self._holder: Optimizer | None = None  # of a model that nothing trains
@@ -74,20 +74,29 @@ class Sharded:
         self._mixtures += 1
 
     @property
+    def holders(self) -> set[int]:
+        """Those that have parts of the model, by number in the default group."""
+        return set().union(*(part.ranks for part in self.parameters))
+
+    @property
     def group(self) -> ranks.Group:
         """The ranks that train the job."""
-        job = self._job()
+        job = None if self._job is None else self._job()
         return ranks.world() if job is None else job.group
 
     @property
     def timeout(self) -> float:
         """Seconds that ranks wait for each other."""
-        job = self._job()
+        job = None if self._job is None else self._job()
         return job.options.step_timeout if job is not None else 0.0
 
     def adopt(self, job: Job, name: str) -> None:
         """An optimizer has been given a parameter of this name."""
         known = None if self._job is None else self._job()
+        if known is not None and known is not job and self._holder is not None and known is self._holder.job and not known.is_closed:
+            raise Error(f"parameter '{name}' is of a model that was evaluated before it had an optimizer, when nothing of it wanted a "
+                        'gradient, and its values are in a job of their own: make the optimizer before the first forward pass',
+                        'UNSUPPORTED')
         if known is not None and known is not job and not known.is_closed:
             raise Error(f"parameter '{name}' is of a model that shard() gave to one optimizer, and another has parameters of it: one job "
                         'keeps all of them; close() that optimizer before another is made', 'UNSUPPORTED')
@@ -126,13 +135,15 @@ class Sharded:
         from ballast.torch.optimizers import SGD
         needed = sum(part.shape.numel() for part in self.parameters) * _HELD_BYTES
         budgets = {} if arguments.addresses(None) else {'dram': max(_HELD_BYTES_MIN, needed)}
-        self._holder = SGD([(part.name, parameter) for part, parameter in self.parameters.items()], durability='none',
-                           name=f'frozen-{self.group.run()}-{self.number}', **budgets)
+        mesh = next(iter(self.parameters.values())).device_mesh
+        group = mesh if mesh.ndim == 1 and mesh.size() < ranks.world().world_size else None
+        self._holder = SGD([(part.name, parameter) for part, parameter in self.parameters.items()], durability='none', group=group,
+                           name=f'frozen-{ranks.world().run()}-{min(self.holders)}-{self.number}', **budgets)
         return self._holder.job
 
     def _check_together(self) -> None:
         """Refuses to open a job amid a pass that other ranks do not make: they wait for what the pass gives, and this rank for them."""
-        here = set().union(*(part.ranks for part in self.parameters))
+        here = self.holders
         elsewhere = sorted(self.group.numbers.keys() - here)
         if elsewhere:
             raise Error(f'parameters of this model are on ranks {sorted(here)}, and ranks {elsewhere} have others, as stages of a pipeline '

@@ -16,6 +16,8 @@ from ballast.torch.sharding.remote import Part, remote_of
 from ballast.torch.stepping.members import is_sharded, local
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from ballast.torch.sharding.sharded import Sharded
 
 
@@ -52,13 +54,15 @@ class States:
         if self._sharded.copies:
             raise Error(f"load_state_dict() within gathered(), of a model with parameter '{next(iter(self._sharded.copies)).name}': load "
                         'outside, where the servers take the values', 'UNSUPPORTED')
+        self._give_up()
         self._settle()
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        self._load = _Load({}, errors, [], buffers)
+        self._load = _Load(_call(), {}, errors, [], buffers)
 
     def _take(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Takes the values of this module's parameters out of the state, and leaves the parameters themselves there."""
-        if self._load is None:
+        if self._load is None or self._load.call is not _call():
+            self._give_up()
             self._settle()
         for leaf, parameter in module._parameters.items():
             part, value = remote_of(parameter), state.get(prefix + leaf)
@@ -75,6 +79,13 @@ class States:
             state[prefix + leaf] = parameter
 
     @plainly
+    def _give_up(self) -> None:
+        """An exception of others ended the load that was under way, and no hook told."""
+        if self._load is not None:
+            self._load.restore()
+            self._load = None
+
+    @plainly
     def _end(self, model: nn.Module, keys: Any) -> None:
         """The values become a new job's, or those of the servers in one transaction; where any of them is refused, on any rank, the model
         stays as it was. COLLECTIVE where the job is open."""
@@ -87,8 +98,7 @@ class States:
                 return
             load.check(keys)
         except BaseException:
-            for buffer, before in load.buffers:
-                buffer.copy_(before)
+            load.restore()
             raise
         for part, value in load.given.items():
             self._sharded.values.give(part, value)
@@ -96,10 +106,16 @@ class States:
 
 class _Load(NamedTuple):
     """A load_state_dict() of the model that is under way."""
+    call: FrameType | None  # of torch's method
     given: dict[Part, torch.Tensor]  # values so far: this rank's
     errors: list[str]  # torch's, which it raises at the end
     refused: list[Error]
     buffers: list[tuple[torch.Tensor, torch.Tensor]]  # of the model, with their values before
+
+    def restore(self) -> None:
+        """Buffers become what they were."""
+        for buffer, before in self.buffers:
+            buffer.copy_(before)
 
     def check(self, keys: Any) -> None:
         """Raises what torch will raise once all hooks have run. keys: missing and unexpected ones."""
@@ -113,12 +129,18 @@ class _Load(NamedTuple):
             raise Error(f'load_state_dict() of a model of shard(): {"; ".join(wrong)}. Nothing was loaded', 'BAD_SPEC')
 
 
-def _is_strict() -> bool:
-    """Whether the load_state_dict() that is under way wants all keys: torch tells no hook."""
-    frame = sys._getframe(1)
+def _call() -> FrameType | None:
+    """The load_state_dict() that is under way: torch tells no hook of it."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
         frame = frame.f_back
-    return frame is not None and bool(frame.f_locals.get('strict'))
+    return frame
+
+
+def _is_strict() -> bool:
+    """Whether it wants all keys."""
+    call = _call()
+    return call is not None and bool(call.f_locals.get('strict'))
 
 
 def _own(parameter: torch.Tensor, part: Part, value: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ class Marker(NamedTuple):
     steps: int = 0
     origin: str = ''  # the optimizer whose job was not open
     begins: bool = False  # the job was not open, and could only be a new one: resume='never'
-    edited: bool = False  # parameters held values then that the version is without: the model's own state has them
+    edited: int = 0  # parameters held values then that the version is without, and the model's own state has: edits.digest() of them
     # Which version of that number, as _native.KeptVersion has it: the job's life, and the epoch that decided the version. 0: not known, as
     # in states of earlier versions of the package.
     life: int = 0
