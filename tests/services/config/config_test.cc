@@ -52,9 +52,9 @@ TEST(Config, ReadsAFile) {
 }
 
 TEST(Config, FlagBeatsEnvironmentBeatsFile) {
-  const auto environment = ParseEnvironment(
-      {"PATH=/bin", "BALLAST_BUDGET_DRAM=200MiB", "BALLAST_LOG_LEVEL=warn", "BALLAST_SERVERS=a:7070,b:7070",
-       "BALLAST_HOST=10.0.0.1", "BALLAST_DEBUG=1"});
+  const auto environment =
+      ParseEnvironment({"PATH=/bin", "BALLAST_BUDGET_DRAM=200MiB", "BALLAST_LOG_LEVEL=warn",
+                        "BALLAST_SERVERS=a:7070,b:7070", "BALLAST_HOST=10.0.0.1", "BALLAST_DEBUG=1"});
   ASSERT_TRUE(environment.ok()) << environment.status();
   const auto config = FromText(kGood, *environment, {{"log_level", {"error", "--log_level"}}});
   ASSERT_TRUE(config.ok()) << config.status();
