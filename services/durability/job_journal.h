@@ -105,7 +105,7 @@ class JobJournal {
 
   // The log of an earlier run of the server: its life, and the budget that it holds. RESOURCE_EXHAUSTED (BUDGET).
   absl::Status TakeRecovered(uint64_t life, uint64_t file_bytes);
-  // The life of a job without a log, as its pins tell.
+  // The life of a job without a log, as its pins tell: before the job is published.
   void TakeLife(uint64_t life) { life_ = life; }
   // All records of the log were replayed: appends go there from here on.
   void Start(std::unique_ptr<storage::GradientLog> log, bool logged) ABSL_LOCKS_EXCLUDED(job_lock);
@@ -155,7 +155,7 @@ class JobJournal {
   bool waits_for_cut_ ABSL_GUARDED_BY(job_lock) = false;
   absl::Time waits_since_ ABSL_GUARDED_BY(job_lock);
   absl::Duration waited_ ABSL_GUARDED_BY(job_lock);
-  uint64_t life_;       // worker only
+  uint64_t life_;       // written by recovery, before the job is published; read by any thread
   uint64_t bytes_ = 0;  // worker only
 };
 

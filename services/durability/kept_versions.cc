@@ -111,6 +111,7 @@ std::shared_ptr<KeptVersions::Pinning> KeptVersions::Begin(const std::optional<v
 void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_ptr<Pinning>& pinning) {
   const Working working(&core_->counters.steps.clock(), Stage::kPin);
   v1::PinnedVersion pin = described;
+  pin.set_life(journal_->life());
   std::shared_ptr<storage::ChunkStore> store;
   bool overtaken = false;
   const auto interrupt = [&]() -> absl::Status {

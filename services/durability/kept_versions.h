@@ -19,6 +19,7 @@
 
 #include "absl/status/statusor.h"
 #include "ballast/services/durability/flushes.h"
+#include "ballast/services/durability/job_journal.h"
 #include "ballast/services/job/job_core.h"
 
 namespace ballast::services {
@@ -26,7 +27,8 @@ namespace ballast::services {
 // Guarded by the job's lock, unless a method says otherwise. The blocking work is the worker's.
 class KeptVersions {
  public:
-  KeptVersions(JobCore* core, Flushes* flushes) : core_(core), flushes_(flushes) {}
+  KeptVersions(JobCore* core, const JobJournal* journal, Flushes* flushes)
+      : core_(core), journal_(journal), flushes_(flushes) {}
 
   // As the methods of StateServer, for durable pins. No lock held.
   void Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply)
@@ -85,6 +87,7 @@ class KeptVersions {
   absl::Status WriteWants(const v1::PinnedVersion& pin);
 
   JobCore* const core_;
+  const JobJournal* const journal_;
   Flushes* const flushes_;
   // Pins being made, and versions being unpinned; the machine knows the existing pins.
   std::map<int64_t, std::shared_ptr<Pinning>> pinning_ ABSL_GUARDED_BY(job_lock);

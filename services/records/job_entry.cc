@@ -167,6 +167,11 @@ std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin) {
   return chunks;
 }
 
+uint64_t LifeOf(const v1::PinnedVersion& pin) {
+  if (pin.life() != 0 || pin.chunks().empty()) return pin.life();
+  return PinnedChunks(pin).front().life;
+}
+
 absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed) {
   const auto [key, value] = CommittedPair(job, committed);
   return catalog->Put(key, value, storage::Catalog::Sync::kUnsynced);

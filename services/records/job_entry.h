@@ -89,6 +89,8 @@ CatalogPair WantedPair(absl::string_view job, const v1::PinnedVersion& pin);
 std::vector<std::string> PinPrefixes(absl::string_view job, int64_t version);
 // REQUIRES: `pin` comes from an entry, so that its chunks can be decoded.
 std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin);
+// The job's life on this server, as its pin tells. 0: an earlier version of the server made the pin, without chunks.
+uint64_t LifeOf(const v1::PinnedVersion& pin);
 // Not synced: after a power cut the catalog may name an earlier step than was applied.
 absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, int64_t committed);
 // Not synced either.

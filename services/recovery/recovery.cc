@@ -171,6 +171,9 @@ absl::Status Recovery::CheckLife(const JobEntry& entry, uint64_t life, absl::str
     if (chunk.life != life) return refuse(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
   }
   for (const v1::PinnedVersion& pin : entry.pins) {
+    if (pin.life() != 0 && pin.life() != life) {
+      return refuse(absl::StrCat("the catalog's pin of version ", pin.version()), pin.life());
+    }
     for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
       if (chunk.life != life) return refuse(absl::StrCat("the catalog's pin of version ", pin.version()), chunk.life);
     }
@@ -321,8 +324,8 @@ absl::Status Recovery::CheckChanged(const v1::LogSnapshot& snapshot) {
 absl::Status Recovery::ComeBack(const JobEntry& entry) {
   earlier_->AddPins(entry.pins);
   for (const v1::PinnedVersion& pin : entry.pins) {
-    if (pin.chunks_size() == 0) continue;
-    const uint64_t life = PinnedChunks(pin).front().life;
+    const uint64_t life = LifeOf(pin);
+    if (life == 0) continue;
     BALLAST_RETURN_IF_ERROR(CheckLife(entry, life, absl::StrCat("the catalog's pin of version ", pin.version())));
     journal_->TakeLife(life);
     break;

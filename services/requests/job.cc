@@ -31,7 +31,7 @@ Job::Job(const std::string& name, const JobSurroundings& surroundings, std::func
                  flushes_.Post();
                }),
       flushes_(&core_, &journal_),
-      kept_(&core_, &flushes_),
+      kept_(&core_, &journal_, &flushes_),
       prediction_(&core_),
       moves_(&core_, &flushes_, &prediction_),
       space_(&core_, &journal_, &room_, &flushes_, &earlier_, &moves_, &prediction_),

@@ -229,8 +229,10 @@ void Rebuilding::Choose(const std::string& name, Candidate* candidate) {
     if (!check_life(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life)) return;
   }
   for (const v1::PinnedVersion& pin : candidate->old.pins) {
+    const std::string whose = absl::StrCat("the catalog's pin of version ", pin.version());
+    if (pin.life() != 0 && !check_life(whose, pin.life())) return;
     for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
-      if (!check_life(absl::StrCat("the catalog's pin of version ", pin.version()), chunk.life)) return;
+      if (!check_life(whose, chunk.life)) return;
     }
   }
   std::vector<Finding> faults;

@@ -80,9 +80,9 @@ void Scrub::CheckJob(const std::string& name, const CatalogJob& job) {
     // No log: state outside the pins is unknown after a restart, whatever the disk holds.
     ++report_.counts.durable_jobs;
     for (const v1::PinnedVersion& pin : job.entry.pins) {
-      if (pin.chunks_size() == 0) continue;
-      const std::string whose = absl::StrCat("the catalog's pin of version ", pin.version());
-      CheckLives(name, job.entry, PinnedChunks(pin).front().life, whose);
+      const uint64_t life = LifeOf(pin);
+      if (life == 0) continue;
+      CheckLives(name, job.entry, life, absl::StrCat("the catalog's pin of version ", pin.version()));
       break;
     }
     return CheckChunks(name, job.entry);
@@ -217,6 +217,7 @@ void Scrub::CheckLives(const std::string& name, const JobEntry& entry, uint64_t 
     check(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
   }
   for (const v1::PinnedVersion& pin : entry.pins) {
+    if (pin.life() != 0) check(absl::StrCat("the catalog's pin of version ", pin.version()), pin.life());
     for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
       check(absl::StrCat("chunk ", chunk.id, " of the catalog's pin of version ", pin.version()), chunk.life);
     }

@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "ballast/proto/model/status.h"
 #include "ballast/tests/client/session/durable_servers.h"
 
@@ -128,6 +130,34 @@ INSTANTIATE_TEST_SUITE_P(Tiers, SessionEveryKTest,
                          ::testing::Values(Budget{"Dram", {0, 64 * kMiB, 64 * kMiB}},
                                            Budget{"Mixed", {0, 9 * kMiB, 64 * kMiB}}),
                          [](const auto& info) { return info.param.name; });
+
+// One of the two servers has no chunk of the job.
+TEST(SessionEveryKLifeTest, ARestartedServerWithoutChunksIsOfTheSameLife) {
+  Servers servers({0, 64 * kMiB, 64 * kMiB});
+  std::vector<KeptVersion> pins;
+  const auto run = [&](bool first) {
+    return SessionFixture::RunRanks(1, [&, first](Collective* collective) -> absl::Status {
+      SessionOptions options = DurableOptions();
+      options.durability = v1::DURABILITY_EVERY_K;
+      options.pin_interval = 2;
+      BALLAST_ASSIGN_OR_RETURN(const auto session, Session::Open(options, {{.name = "w", .unit = "u", .shape = {8}}},
+                                                                 servers.Connect(), collective));
+      if (first) {
+        BALLAST_RETURN_IF_ERROR(session->Initialise(
+            [](absl::string_view, uint64_t, absl::Span<float> values) { std::fill(values.begin(), values.end(), 1); }));
+        BALLAST_RETURN_IF_ERROR(session->PinDurably());
+        BALLAST_ASSIGN_OR_RETURN(pins, session->DurablePins());
+      }
+      if (pins.size() != 1 || pins[0].life == 0) return Wrong("the pin is of no life");
+      return session->CheckKept(pins[0]);
+    });
+  };
+  ASSERT_EQ(run(true), absl::OkStatus());
+  for (int i = 0; i < kServers; ++i) {
+    servers.Restart(i);
+    EXPECT_EQ(run(false), absl::OkStatus()) << "server " << i;
+  }
+}
 
 TEST(SessionEveryKOptionsTest, KIsAsked) {
   Servers servers({0, 64 * kMiB, 64 * kMiB});
