@@ -226,10 +226,15 @@ absl::StatusOr<StepReport> Session::Impl::Conduct(const Agreement& agreed, const
   (void)values.Wait();
   if (!decision.ok()) {
     // A sealed step may still be decided by others, so this group can neither go on nor take the seal back.
-    finished = model::Annotate(decision.status(),
-                               absl::StrCat("step ", seat.version + 1,
-                                            " was sealed and its outcome is not known here (start the group again with "
-                                            "resume=auto: that settles it)"));
+    const bool lends_masters = seat.optimizer.master == kernels::MasterFormat::kLent;
+    finished = model::Annotate(
+        decision.status(),
+        absl::StrCat("step ", seat.version + 1, " was sealed and its outcome is not known here (start the group again ",
+                     "with resume=auto: that settles it",
+                     lends_masters ? ". If the job is then refused with STATE_LOST, the step was not decided while the "
+                                     "server had the parameters, which are their own masters in this job: drop the "
+                                     "job, or take another name)"
+                                   : ")"));
     return finished;
   }
   transaction.Commit(*decision);

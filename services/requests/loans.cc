@@ -206,7 +206,8 @@ void Loans::TakeBack(const LentMemory& lent, Replies* replies) {
     return core_->Fail(model::Error(absl::StatusCode::kFailedPrecondition, model::kStateLost,
                                     "the trainer took its parameters, which are their own masters in this job, back "
                                     "from a step that was prepared and not decided"),
-                       "Make a new job", replies);
+                       absl::StrCat("Its state is lost: drop the job (", model::kHowToDrop, "), or take another name"),
+                       replies);
   }
   for (const model::Slice& slice : core_->plan->slices()) {
     for (const v1::SliceKind kind : kKinds) {

@@ -111,8 +111,12 @@ class Connection:
         if self._servers:
             return f'The servers keep the job in memory while they run: {again}'
         if self._use is not None:
-            return (f'The server in this process keeps the job in memory until this optimizer is closed or collected: before, {again}. '
+            kept = (f'The server in this process keeps the job in memory until this optimizer is closed or collected: before, {again}. '
                     'Then the job is gone, and parameters stay as they are')
+            if options.optimizer.master != 'lent':
+                return kept
+            return (f'{kept}. If the new optimizer is refused with STATE_LOST, a step was prepared and not decided: the job is lost, and '
+                    'parameters are as before that step. Drop the job (ballast.drop), or take another name')
         return ('The job was in the memory of its private server, which goes with the session: parameters stay as they are, and a new '
                 'optimizer begins with moments of zero. With a directory, or servers, a job outlives its session')
 
