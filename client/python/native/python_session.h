@@ -136,11 +136,12 @@ struct Report {
   double pull_seconds = 0;  // until parameters hold the version
 };
 
-// Notices Ctrl-C while a call waits for servers. Threads: any.
+// Notices Ctrl-C while a call waits for servers. Threads: any; copies are of one session. Signals are seen on the main
+// thread alone: for a call on another thread, whoever waits for it there calls EndWait().
 class Interrupt {
  public:
   // For calls to a server in this process, which end by themselves. A job without a disk would lose its state with the
-  // session, so the first Ctrl-C waits for the call's end, and the second one ends the session.
+  // session, so a first Ctrl-C waits for the call's end, and one that comes after the message ends the session.
   Interrupt OfOwnServer() const {
     Interrupt own = *this;
     own.own_server_ = true;
@@ -154,9 +155,11 @@ class Interrupt {
   auto Watch(const Call& call) const;
   // Ends the wait, and the session too.
   void Raise() const { raised_->store(true); }
-  // The same, but for calls of the server in this process, which go on.
+  // For a call that another thread waits for, and that a Ctrl-C interrupted. A call to the server in this process goes
+  // on at the first, with a message, and is ended at the second, as in Watch.
   void EndWait() const {
-    if (!own_server_) Raise();
+    if (!own_server_ || asked_->exchange(true)) return Raise();
+    SayThatItWaits();
   }
   std::function<bool()> raised() const {
     return [raised = raised_] { return raised->load(); };
@@ -167,13 +170,20 @@ class Interrupt {
 
   bool own_server_ = false;
   std::shared_ptr<std::atomic<bool>> raised_ = std::make_shared<std::atomic<bool>>(false);
+  // EndWait() has said that the call under way ends first.
+  std::shared_ptr<std::atomic<bool>> asked_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 template <typename Call>
 auto Interrupt::Watch(const Call& call) const {
   constexpr auto kAsk = std::chrono::milliseconds(100);
   constexpr auto kGrace = std::chrono::seconds(2);
-  auto result = std::async(std::launch::async, call);
+  auto result = std::async(std::launch::async, [&]() -> decltype(call()) {
+    // A later call waits for a first Ctrl-C of its own.
+    const std::unique_ptr<std::atomic<bool>, void (*)(std::atomic<bool>*)> ends(
+        asked_.get(), [](std::atomic<bool>* asked) { asked->store(false); });
+    return call();
+  });
   while (result.wait_for(kAsk) != std::future_status::ready) {
     std::optional<nanobind::python_error> error;
     {
@@ -182,7 +192,12 @@ auto Interrupt::Watch(const Call& call) const {
     }
     if (!error.has_value()) continue;
     if (result.wait_for(kGrace) == std::future_status::ready) throw *std::move(error);
-    if (own_server_) SayThatItWaits();
+    if (own_server_) {
+      // A Ctrl-C from before the message does not count as the second.
+      const nanobind::gil_scoped_acquire lock;
+      if (PyErr_CheckSignals() != 0) error.emplace();
+      SayThatItWaits();
+    }
     bool ends = !own_server_;
     do {
       if (ends) Raise();
@@ -236,7 +251,8 @@ class PythonSession {
     std::vector<uint64_t> shape;
   };
   // See client/tensors.h. Called by any rank. `places`: of the job's working dtype, else INVALID_ARGUMENT (BAD_DTYPE).
-  // `whole`: they are of the tensors' shapes, for all elements; else for this rank's. Returns the pull's number. `kept` lives until the pull was awaited, or the session ends.
+  // `whole`: they are of the tensors' shapes, for all elements; else for this rank's. Returns the pull's number. `kept`
+  // lives until the pull was awaited, or the session ends.
   uint64_t StartPull(const std::vector<size_t>& which, absl::Span<const Place> places, bool whole,
                      std::shared_ptr<void> kept);
   // Blocks until the places hold the parameters. A number that no pull has any more returns at once.

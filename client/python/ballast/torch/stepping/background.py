@@ -42,8 +42,8 @@ def _push(device: int | None, session: _native.Session, unit: int, memory: Seque
 
 
 def wait(future: concurrent.futures.Future, session: _native.Session) -> None:
-    """Waits as a call of the session does: Ctrl-C leaves it two seconds, then ends the session, unless its server is in this process.
-    Errors: the push's."""
+    """Waits as a call of the session does: Ctrl-C leaves it two seconds, then ends the session; if its
+    server is in this process, a second one does. Errors: the push's."""
     try:
         future.result()
     except KeyboardInterrupt:

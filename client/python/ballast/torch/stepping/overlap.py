@@ -111,7 +111,7 @@ class Overlap:
 
     def _await(self, enough: Callable[[], bool]) -> None:
         """Waits until the step has ended, or enough(). As a call of the session does, Ctrl-C leaves it two seconds, then ends the
-        session; a step of the server in this process goes on, and the next wait is for it."""
+        session; a step of the server in this process goes on, and the next wait is for it: a second Ctrl-C then ends the session."""
         future = self._future
 
         def over() -> bool:
