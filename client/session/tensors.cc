@@ -212,6 +212,10 @@ absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memor
   if (!stepped.ok()) {
     session_->ReturnGradients();  // also where the session is finished, and drops nothing
     (void)Drop();
+    // The loan is over. The step may have been applied all the same, and then its buffers alone have the masters.
+    for (const Unit& unit : units_) {
+      if (given.ok() && session_->lends_masters()) Widen(unit, memory);
+    }
     return stepped.status();
   }
   report.step = *stepped;
@@ -265,17 +269,19 @@ absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
 
 absl::Status Tensors::TakeBack(absl::Span<const TensorMemory> memory, bool skipped, const Ready& ready) {
   absl::Status status;
-  for (const Unit& unit : units_) {
-    if (!ready || skipped) break;
+  size_t done = 0;
+  for (; ready && !skipped && done < units_.size(); ++done) {
+    const Unit& unit = units_[done];
     status = session_->AwaitUnit(unit.index);
     if (!status.ok()) break;
     Widen(unit, memory);
     ready(unit.tensors);
   }
   status.Update(session_->AwaitApplied());  // ends the loan, after an error too
-  if (ready || skipped || !status.ok()) return status;
-  for (const Unit& unit : units_) Widen(unit, memory);
-  return absl::OkStatus();
+  // A master that was lent by way of a buffer is nowhere else, whatever went wrong; other buffers may be unwritten.
+  if (skipped || (!status.ok() && !session_->lends_masters())) return status;
+  for (; done < units_.size(); ++done) Widen(units_[done], memory);
+  return status;
 }
 
 void Tensors::Widen(const Unit& unit, absl::Span<const TensorMemory> memory) {
