@@ -339,6 +339,10 @@ absl::StatusOr<std::vector<model::BoxRun>> Session::WholeRuns(absl::string_view 
   return RunsOf(index, model::WholeOf(impl_->seat.units->layout().tensors()[index].shape));
 }
 
+const std::vector<uint64_t>& Session::ShapeOf(uint32_t tensor) const {
+  return impl_->seat.units->layout().tensors()[tensor].shape;
+}
+
 std::vector<model::BoxRun> Session::RunsOf(uint32_t tensor, const model::Box& box) const {
   const model::Tensor& found = impl_->seat.units->layout().tensors()[tensor];
   return model::RunsOf(found.shape, box, found.parts);

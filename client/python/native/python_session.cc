@@ -453,9 +453,14 @@ uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<c
   for (size_t i = 0; i < which.size(); ++i) {
     bool fits = which[i] < names_.size();
     if (fits && whole) {
-      const client::Session::Location at = Take(session->Locate(names_[which[i]]));
-      boxes.push_back(model::WholeOf(places[i].shape));
-      fits = places[i].elements == at.end - at.begin;
+      const std::vector<uint64_t>& shape = session->ShapeOf(Take(session->TensorIndex(names_[which[i]])));
+      if (places[i].shape != shape) {
+        throw StatusError(model::Error(
+            absl::StatusCode::kInvalidArgument, model::kBadLength,
+            absl::StrCat("tensor '", names_[which[i]], "' has shape [", absl::StrJoin(shape, ", "),
+                         "], and its place came with shape [", absl::StrJoin(places[i].shape, ", "), "]")));
+      }
+      boxes.push_back(model::WholeOf(shape));
     } else if (fits) {
       fits = places[i].elements == tensors_->local_elements(which[i]);
     }
@@ -463,10 +468,10 @@ uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<c
       to.push_back(places[i].memory);
       continue;
     }
-    throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, fits ? model::kBadDtype : model::kBadLength,
-                                   absl::StrCat("tensor ", which[i], " has a place of ", places[i].elements,
-                                                " elements; expected ", whole ? "the tensor" : "this rank's part",
-                                                ", in the job's working dtype")));
+    throw StatusError(
+        model::Error(absl::StatusCode::kInvalidArgument, fits ? model::kBadDtype : model::kBadLength,
+                     absl::StrCat("tensor ", which[i], " has a place of ", places[i].elements, " elements; expected ",
+                                  whole ? "the tensor" : "this rank's part", ", in the job's working dtype")));
   }
   std::vector<client::PendingPull> pulls = Take(tensors_->StartPull(which, to, boxes));
   under_way_.try_emplace(++pulls_started_, UnderWay{std::move(kept), std::move(pulls)});
