@@ -24,6 +24,18 @@ absl::Status CheckRegistrations(const v1::JobSpec& spec, const v1::PinResponse& 
                    "after Initialise has given values to all tensors"));
 }
 
+std::string Show(const v1::Epoch& epoch) {
+  return absl::StrCat(epoch.counter(), "-", absl::Hex(epoch.nonce(), absl::kZeroPad16));
+}
+
+// The number, and what is known beside it.
+std::string Show(const KeptVersion& kept) {
+  std::string text = absl::StrCat(kept.version);
+  if (kept.life != 0) absl::StrAppend(&text, " of life ", absl::Hex(kept.life, absl::kZeroPad16));
+  if (kept.decided_by.counter() != 0) absl::StrAppend(&text, " decided in epoch ", Show(kept.decided_by));
+  return text;
+}
+
 }  // namespace
 
 absl::Status Session::PinDurably() {
@@ -93,15 +105,12 @@ absl::Status Session::CheckKept(const KeptVersion& wanted) {
                                            : absl::StrCat("these are: ", absl::StrJoin(pins.versions, ", ", number))));
   }
   if (model::MayBeSame(wanted.decided_by, found->kept.decided_by)) return absl::OkStatus();
-  const auto show = [](const v1::Epoch& epoch) {
-    return absl::StrCat(epoch.counter(), "-", absl::Hex(epoch.nonce(), absl::kZeroPad16));
-  };
   return model::Error(
       absl::StatusCode::kFailedPrecondition, model::kVersionGone,
       absl::StrCat(
           "version ", wanted.version, " of job '", job, "' is of another history than the one asked for: that ",
-          "one was decided in epoch ", show(wanted.decided_by), ", the servers keep the one of epoch ",
-          show(found->kept.decided_by),
+          "one was decided in epoch ", Show(wanted.decided_by), ", the servers keep the one of epoch ",
+          Show(found->kept.decided_by),
           ". The servers' directories were replaced by an older copy, and the job went on from there: bring the "
           "directories back, or take a state that has the values themselves. Nothing was changed"));
 }
@@ -166,7 +175,7 @@ absl::StatusOr<StepReport> Session::Restore(const KeptVersion& kept) {
   if (impl.seat.version < 0) mine = Precondition("the job is new and has nothing to restore; Initialise comes first");
   if (!impl.gradients.empty()) mine = Precondition("gradients were pushed; Step or Drop before Restore");
   if (!impl.values.empty()) mine = Precondition("values were written; Step or CommitValues before Restore");
-  BALLAST_ASSIGN_OR_RETURN(const auto wanted, impl.group.Agree("Restore", mine, absl::StrCat(version)));
+  BALLAST_ASSIGN_OR_RETURN(const auto wanted, impl.group.Agree("Restore", mine, Show(kept)));
   if (std::any_of(wanted.begin(), wanted.end(), [&](const std::string& theirs) { return theirs != wanted[0]; })) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                         absl::StrCat("ranks restore different versions: ", absl::StrJoin(wanted, ", ")));
