@@ -245,9 +245,10 @@ class Session {
   absl::Status Unpin(int64_t version);
   // Called by any one rank, for a job with durability `step` or `every-K`. PinDurably keeps version() on the disks of
   // all servers until UnpinDurably, whatever dies: for Restore (Read needs Pin). Training waits while state not yet on
-  // the disks at this version is written; step_timeout bounds that. BUDGET or DISK_FULL, with the missing amount: no
-  // server keeps the version. After any other error some servers may keep it: call PinDurably again before the next
-  // step, or the next group's Open drops a version that some server lacks.
+  // the disks at this version is written; step_timeout bounds that. BUDGET or DISK_FULL, with the missing amount: given
+  // when any server lacks the space; the others are asked to give the version up. After any other error some servers
+  // may keep it: call PinDurably again before the next step, or the next group's Open drops a version that some server
+  // lacks.
   absl::Status PinDurably();
   absl::Status UnpinDurably(int64_t version);
   // Versions kept on the disk by all servers, ascending. Versions that servers pinned by themselves may go with any

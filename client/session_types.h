@@ -130,7 +130,8 @@ struct StepReport {
 // there.
 struct KeptVersion {
   int64_t version = 0;
-  // The job's, over all its servers: a name that is dropped and made again has another. 0: not known.
+  // The job's: a name that is dropped and made again has another. With several servers, each has a life of the job, and
+  // this is the XOR of them all. 0: not known.
   uint64_t life = 0;
   // The epoch of the version's decision. No two groups share one. Counter 0: not known.
   v1::Epoch decided_by = {};
