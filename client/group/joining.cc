@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
@@ -108,22 +109,28 @@ absl::StatusOr<Pins> AskPins(Router* router, const std::string& job, absl::Time 
   Pins pins;
   bool told = true;
   std::map<int64_t, PinnedOn> versions;
+  std::set<int64_t> not_told;  // versions of which some server does not tell the epoch
   for (const v1::GetJobResponse& answer : answers) {
     told = told && answer.life() != 0;
     pins.life ^= answer.life();  // whatever the order of servers
     for (int i = 0; i < answer.durable_versions_size(); ++i) {
       const v1::Epoch decided_by = i < answer.decided_by_size() ? answer.decided_by(i) : v1::Epoch();
-      const auto [place, is_new] = versions.try_emplace(answer.durable_versions(i));
-      PinnedOn& pin = place->second;
+      const int64_t version = answer.durable_versions(i);
+      PinnedOn& pin = versions[version];
       ++pin.servers;
-      if (is_new) pin.kept = {.version = place->first, .decided_by = decided_by};
+      pin.kept.version = version;
       pin.differs = pin.differs || !model::MayBeSame(pin.kept.decided_by, decided_by);
-      if (decided_by.counter() == 0) pin.kept.decided_by.Clear();  // all servers tell, or it is not known
+      if (decided_by.counter() == 0) {
+        not_told.insert(version);
+      } else if (pin.kept.decided_by.counter() == 0) {
+        pin.kept.decided_by = decided_by;
+      }
     }
   }
   if (!told) pins.life = 0;
   for (auto& [version, pin] : versions) {
     pin.kept.life = pins.life;
+    if (not_told.contains(version)) pin.kept.decided_by.Clear();  // all servers tell, or it is not known
     pins.versions.push_back(std::move(pin));
   }
   return pins;

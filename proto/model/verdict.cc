@@ -374,11 +374,13 @@ std::optional<int64_t> NewestCommonPin(absl::Span<const v1::GetJobResponse> answ
   std::optional<std::pair<int64_t, int64_t>> newest;  // since, version
   std::optional<int64_t> asked_for;
   const auto common = [&](int64_t version) {
-    const v1::Epoch* const first = DecidedBy(answers.front(), version);
-    return first != nullptr && std::all_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& other) {
-             const v1::Epoch* const decided = DecidedBy(other, version);
-             return decided != nullptr && MayBeSame(*first, *decided);
-           });
+    const v1::Epoch* known = &v1::Epoch::default_instance();
+    return std::all_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& answer) {
+      const v1::Epoch* const decided = DecidedBy(answer, version);
+      if (decided == nullptr || !MayBeSame(*known, *decided)) return false;
+      if (known->counter() == 0) known = decided;
+      return true;
+    });
   };
   for (const v1::GetJobResponse& answer : answers) {
     for (int i = 0; i < answer.automatic_versions_size(); ++i) {

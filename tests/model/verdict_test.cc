@@ -145,6 +145,12 @@ TEST(ResolveTest, AVersionOfWhichServersKeepTwoHistoriesIsNotRestored) {
   v1::GetJobResponse silent = keeps({{8, 2}});  // an earlier version of the server
   silent.clear_decided_by();
   EXPECT_EQ(Resolve(std::vector{keeps({{8, 5}}), silent})->restores, 8);
+  // A server that does not tell hides no difference between others, whatever their order.
+  for (const std::vector<v1::GetJobResponse>& answers :
+       {std::vector{silent, keeps({{8, 2}}), keeps({{8, 5}})}, std::vector{keeps({{8, 2}}), silent, keeps({{8, 5}})}}) {
+    EXPECT_EQ(ReasonOf(Resolve(answers).status()), kStateLost);
+  }
+  EXPECT_EQ(Resolve(std::vector{silent, keeps({{8, 5}}), keeps({{8, 5}})})->restores, 8);
 }
 
 class HeaderTest : public ::testing::Test {
