@@ -129,7 +129,9 @@ struct UpdateSpan {
   const std::byte* gradient = nullptr;
   float* master = nullptr;                      // in place
   std::array<MomentSpan, kMomentsMax> moments;  // in place; entries beyond MomentCount are not read
-  std::byte* working = nullptr;                 // written; null where the master is lent (kLent)
+  // Written. The CPU's kernels do not read the pointer where the master is lent (kLent), so it may be null there. The
+  // GPU's write it always, and know no lent masters.
+  std::byte* working = nullptr;
 };
 
 // The span begins at a multiple of kMomentBlock elements of its chunk; its last block may be short. REQUIRES:

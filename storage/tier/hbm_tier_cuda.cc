@@ -76,6 +76,10 @@ class CudaQueue : public HbmQueue {
   // One copy for all gradients: a copy of its own for each small tensor would cost more than the tensor's update.
   absl::Status Update(const kernels::OptimizerSpec& optimizer, absl::Span<const HbmSegment> segments) override {
     if (segments.empty()) return absl::OkStatus();
+    if (optimizer.master == kernels::MasterFormat::kLent) {
+      return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                          "hbm: the master is in the trainer's memory, and the GPU updates masters of its own alone");
+    }
     const uint64_t gradient_width = ElementBytes(optimizer.gradient);
     const std::byte* gradients = segments.front().span.gradient;
     for (const HbmSegment& segment : segments) gradients = std::min(gradients, segment.span.gradient);
