@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -16,7 +17,8 @@ constexpr uint64_t kLineBytes = 64;
 constexpr uint64_t kStepMin = 9, kStepMax = 16;
 // Processors expect no such steps by themselves: so many loads are under way.
 constexpr size_t kLinesAhead = 8;
-// A thread is worth its start, some 20 us, from so many bytes of tensors on; more threads than this only wait for memory.
+// A thread is worth its start, some 20 us, from so many bytes of tensors on; more threads than this only wait for
+// memory.
 constexpr uint64_t kThreadBytes = 64 << 20;
 constexpr uint64_t kThreadsMax = 8;
 
@@ -85,18 +87,23 @@ std::vector<uint64_t> SamplesOf(absl::Span<const absl::Span<const std::byte>> te
   const uint64_t parts = std::clamp(total / kThreadBytes, uint64_t{1}, std::min(kThreadsMax, processors));
   std::vector<std::jthread> threads;
   uint64_t before = 0;
-  for (size_t begin = 0, end = 0; begin < tensors.size(); begin = end) {
-    for (const uint64_t until = (threads.size() + 1) * total / parts; end < tensors.size() && before <= until; ++end) {
+  for (size_t part = 1, begin = 0, end = 0; begin < tensors.size(); ++part, begin = end) {
+    for (const uint64_t until = part * total / parts; end < tensors.size() && before <= until; ++end) {
       before += tensors[end].size();
     }
+    if (begin == end) continue;  // a large tensor took this part too
     const auto take = [&samples, tensors, turns, begin, end] {
       for (size_t i = begin; i < end; ++i) samples[i] = SampleOf(tensors[i], turns[i]);
     };
-    if (end == tensors.size()) {
-      take();
-    } else {
-      threads.emplace_back(take);
+    bool started = false;
+    if (end < tensors.size()) {
+      try {
+        threads.emplace_back(take);
+        started = true;
+      } catch (const std::system_error&) {  // no more threads are to be had
+      }
     }
+    if (!started) take();
   }
   threads.clear();  // waits
   return samples;
