@@ -44,6 +44,11 @@ absl::StatusOr<v1::JobSpec> SpecOf(const PlanCommand& command, uint64_t paramete
   BALLAST_ASSIGN_OR_RETURN(optimizer.kind, model::OptimizerNamed(command.optimizer));
   BALLAST_ASSIGN_OR_RETURN(optimizer.moments, model::MomentsNamed(command.moments));
   BALLAST_ASSIGN_OR_RETURN(optimizer.master, model::MasterNamed(command.master));
+  if (optimizer.master == kernels::MasterFormat::kLent) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
+                        "--master lent: parameters are their own masters only with a trainer's own server, and this "
+                        "is a plan for servers of their own: choose f32 or remainder");
+  }
   BALLAST_ASSIGN_OR_RETURN(optimizer.gradient, model::DtypeNamed(command.gradient));
   BALLAST_ASSIGN_OR_RETURN(optimizer.working, model::DtypeNamed(command.working));
   BALLAST_ASSIGN_OR_RETURN(const v1::Durability durability, model::DurabilityNamed(command.durability));
