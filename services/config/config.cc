@@ -36,8 +36,9 @@ constexpr uint64_t kNvmeBytesMax = uint64_t{1} << 56;  // of a device, so that t
 constexpr uint64_t kStagingBytesMin = uint64_t{2} << 20;
 constexpr char kEnvironmentPrefix[] = "BALLAST_";
 // Trainers and ballastctl read these, and may share an environment with a server.
-constexpr absl::string_view kClientVariables[] = {"BALLAST_SERVERS", "BALLAST_CA", "BALLAST_CERTIFICATE", "BALLAST_KEY",
-                                                  "BALLAST_TOKEN_FILE", "BALLAST_HOST", "BALLAST_DEBUG"};
+constexpr absl::string_view kClientVariables[] = {"BALLAST_SERVERS", "BALLAST_CA",         "BALLAST_CERTIFICATE",
+                                                  "BALLAST_KEY",     "BALLAST_TOKEN_FILE", "BALLAST_HOST",
+                                                  "BALLAST_DEBUG"};
 // Keys with keys below them, as maps in the file.
 constexpr absl::string_view kMaps[] = {"budget", "tls"};
 // A terabyte in nine hours, a hundredth of what a disk reads.

@@ -445,7 +445,8 @@ NB_MODULE(_native, m) {
         if (tensors.size() != turns.size()) throw nb::value_error("turns: one per tensor");
         const nb::gil_scoped_release release;
         std::vector<absl::Span<const std::byte>> bytes;
-        for (const auto& tensor : tensors) bytes.emplace_back(static_cast<const std::byte*>(tensor.data()), tensor.nbytes());
+        for (const auto& tensor : tensors)
+          bytes.emplace_back(static_cast<const std::byte*>(tensor.data()), tensor.nbytes());
         return SamplesOf(bytes, turns);
       },
       "tensors"_a, "turns"_a);
