@@ -45,7 +45,7 @@ class Process:
         self.pid = _ask('start', str(script), str(folder), str(output), [str(each) for each in arguments],
                         {**os.environ, **variables})
 
-    def wait(self, seconds=300):
+    def wait(self, seconds=900):
         """Its exit code, or minus the signal that killed it."""
         code = _ask('wait', self.pid, seconds)
         if code is None:
@@ -69,7 +69,7 @@ class NewProcess:
                                              stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **variables})
         self.pid = self._process.pid
 
-    def wait(self, seconds=300):
+    def wait(self, seconds=900):
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -22,7 +22,7 @@ def run(world, scripts, folder, **variables):
         port = str(probe.getsockname()[1])
     ranks = [Process(HERE / 'dcp_main.py', folder, folder / f'{rank}.log', ','.join(scripts), folder, MASTER_ADDR='127.0.0.1',
                      MASTER_PORT=port, WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank), **variables) for rank in range(world)]
-    codes = [rank.wait(600) for rank in ranks]
+    codes = [rank.wait(1500) for rank in ranks]
     assert codes == [0] * world, '\n'.join(rank.output for rank in ranks)
 
 

@@ -28,7 +28,7 @@ def run_four(cases, folder, script='placed_main.py', **variables):
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp('placed')
     ranks = run_four([*CASES, 'norms', 'other_divisions', 'state_of_stages', 'kept_back', 'differing'], folder)
-    codes = [rank.wait(600) for rank in ranks]
+    codes = [rank.wait(1500) for rank in ranks]
     assert codes == [0] * WORLD, '\n'.join(rank.output for rank in ranks)
     return folder
 
@@ -37,7 +37,7 @@ def results(tmp_path_factory):
 def sharded(tmp_path_factory):
     folder = tmp_path_factory.mktemp('sharded')
     ranks = run_four([f'sharded_{name}' for name in SHARDED], folder)
-    codes = [rank.wait(600) for rank in ranks]
+    codes = [rank.wait(1500) for rank in ranks]
     assert codes == [0] * WORLD, '\n'.join(rank.output for rank in ranks)
     return folder
 

@@ -119,7 +119,7 @@ def test_into_a_job_that_has_made_steps(batch_bytes, job, monkeypatch):
     model.load_state_dict(checkpoint['model'])
     before = optimizer.job.session.version
     optimizer.load_state_dict(checkpoint['optimizer'])
-    assert optimizer.job.session.version - before == {1: 18, 1100: 9, 1 << 20: 3}[batch_bytes]
+    assert optimizer.job.session.version - before == {1: 12, 1100: 6, 1 << 20: 2}[batch_bytes]  # of each moment
     assert optimizer.resume().step == 5
     train(twin, theirs, 5, 10)
     train(model, optimizer, 5, 10)

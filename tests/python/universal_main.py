@@ -74,7 +74,7 @@ def state_of(optimizer):
     for group in optimizer.param_groups:
         for parameter in group['params']:
             entry = {key: value for key, value in optimizer.job.read_state(parameter, whole=True).items() if key != 'step'}
-            found[optimizer.job._member(parameter).name] = {'master': optimizer.job.read_master(parameter), **entry}
+            found[optimizer.job.member_of(parameter).name] = {'master': optimizer.job.read_master(parameter), **entry}
     return found
 
 

@@ -60,7 +60,7 @@ class Entry(MutableMapping, dict):
         if key not in self:
             return False
         version, last = self._read.get(key, (None, None))
-        if value is last and value._version == 0 and version == self._job.session.version:
+        if value is last is not None and value._version == 0 and version == self._job.session.version:
             return True
         mine = self[key]
         return float(mine) == value if key == 'step' and isinstance(value, (int, float)) else has_bits(mine, value)
