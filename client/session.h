@@ -129,7 +129,7 @@ class Session {
     uint64_t end = 0;
   };
   absl::StatusOr<Location> Locate(absl::string_view tensor) const;  // name or alias
-  // Of the whole tensor, by TensorIndex. Valid until Register.
+  // The whole tensor's shape, by TensorIndex. Valid until Register.
   const std::vector<uint64_t>& ShapeOf(uint32_t tensor) const;
   // This rank's ranges of a unit, by offset. RangesOf returns any rank's.
   const std::vector<UnitRange>& owned(uint32_t unit) const;
