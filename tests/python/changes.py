@@ -188,9 +188,15 @@ def _there_and_back(model, save):
 
 @way('a narrower dtype', wants=REFUSED, fp32=COUNTS, once=True)
 def _dtype(model, save):
-    dtype = next(model.parameters()).dtype
+    dtype, before = next(model.parameters()).dtype, [parameter.detach().clone() for parameter in model.parameters()]
     model.to(torch.float16)
-    return lambda: model.to(dtype)
+
+    def undo():
+        model.to(dtype)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before):
+                parameter.copy_(value)
+    return undo
 
 
 # --- parameters and modules

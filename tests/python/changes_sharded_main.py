@@ -19,10 +19,16 @@ from ballast.torch.sharding.remote import remote_of
 LR = 0.25
 MOMENTS = ['between steps', 'after a pass without backward', 'after a pass with gradients alone', 'after a caught exception',
            'before backward', 'before step', 'gathered', 'gathered to write']
-WAYS_AT = {moment: WAYS for moment in MOMENTS} | {'before step': [*WAYS, *GRADIENTS]}
+# With torch.optim a step leaves the new Parameters as they are, and torch's DTensor takes another .data without a change.
+NOT_BEFORE_STEP = ('load_state_dict(assign=True)', '.data = another')
+WAYS_AT = {moment: WAYS for moment in MOMENTS} | {'before step': [way for way in [*WAYS, *GRADIENTS] if way.name not in NOT_BEFORE_STEP]}
 # What a pair tries but in full rounds: a cell takes it several times as long.
 OF_PAIRS = ('mul_', 'load_state_dict', '.data.mul_', 'numpy', '.data = new values', '.data = another shape', 'a replaced Parameter',
             'a replaced module', 'tied', 'frozen', 'replaced', 'None')
+
+
+# Torch's own words: of a fresh module that cannot load a DTensor, and of a DTensor's memory.
+OF_TORCH = ('the parameter named "weight"', '.numpy() is not supported for tensor subclasses')
 
 
 def ways_at(moment, world):
@@ -174,7 +180,7 @@ def outcome(way, moment, sharded, values, clean_values, names):
         cell(way, moment, sharded, undo)
     except Exception as error:
         text = f'{type(error).__name__}: {error}'
-        for each in filter(None, undo):
+        for each in filter(None, undo if not moment.startswith('gathered') else []):  # which has brought back the model itself
             with contextlib.suppress(Exception):
                 each()
         try:
@@ -187,8 +193,8 @@ def outcome(way, moment, sharded, values, clean_values, names):
         came = sharded.values()
         if any(not torch.allclose(came[name], value, atol=1e-5) for name, value in clean_values.items()):
             return 'harmed', text
-        # The last is torch's own, of the fresh module that cannot load a DTensor.
-        return 'refused' if any(f"'{name}'" in text for name in names) or 'the parameter named "weight"' in text else 'unnamed', text
+        is_named = any(f"'{name}'" in text for name in names) or any(own in text for own in OF_TORCH)
+        return 'refused' if is_named else 'unnamed', text
     try:
         came = sharded.values()
     except Exception as error:

@@ -212,8 +212,9 @@ def test_a_saved_state_dict_survives_processes_that_die_before_they_save(tmp_pat
         ''')
 
 
-def test_an_edit_that_a_skipped_step_left_is_in_state_dicts_and_in_nobodys_way(tmp_path):
+def test_an_edit_that_a_skipped_step_left_is_in_the_models_state_and_in_nobodys_way(tmp_path):
     run(tmp_path, '''
+        import copy
         import warnings
         model = mlp()
         optimizer = make(model, checkpoints=3)
@@ -235,9 +236,13 @@ def test_an_edit_that_a_skipped_step_left_is_in_state_dicts_and_in_nobodys_way(t
         train(3)
         first, weight = optimizer.state_dict(), model[0].weight.detach().clone()
         clamp_and_skip(0.05)
-        second = optimizer.state_dict()
+        second, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
         train(2)
-        optimizer.load_state_dict(second)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            optimizer.load_state_dict(second)
+        assert "only the model's own state_dict() has them" in str(said[0].message)
+        model.load_state_dict(weights)
         assert model[0].weight.abs().max() <= 0.05
         clamp_and_skip(0.01)
         optimizer.load_state_dict(first)
