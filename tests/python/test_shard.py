@@ -125,7 +125,7 @@ def test_late_pulls(pair):
         assert gathers.median() == late[0] == 13
         assert late[1:6] == [0] * 5
         # Other processes may keep a gather longer; the latency does not.
-        assert latency_waited[0] > 0.5 * latency * late[0]
+        assert latency_waited[0] > 0.25 * latency * late[0]
         assert latency_waited[1:6].median() <= 0.1 * latency * late[0]
         print(f'waited {1e3 * waited[1:6].min():.1f} ms in the quietest step, {1e3 * waited[0]:.0f} in the first')
         assert all(each <= 1 for each in late[6:])
@@ -199,7 +199,7 @@ SAYS = {
     'to': "parameter 'embed.weight' lives on Ballast's servers and has no memory here, which aten._to_copy.default needs",
     'copy': 'FSDP does not support deepcopy',
     'save': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which a copy needs",
-    'clip': "the gradient of parameter 'embed.weight' has gone to Ballast's servers in backward, and aten._foreach_norm.Scalar needs it",
+    'clip': "the gradient of parameter 'embed.weight' has gone to Ballast's servers in backward, and aten.linalg_vector_norm.default needs it",
     'torch': "parameter 'embed.weight' lives on Ballast's servers and has no memory here",
     'second backward': "the gradient of parameter 'blocks.2.up.weight' has gone to Ballast's servers in backward",
     'half': "parameter 'blocks.1.up.weight' lives on the servers alone, by shard(), and is in no group of the optimizer",
