@@ -22,7 +22,7 @@ if [[ $# -gt 0 && "$1" != -* ]]; then
 fi
 if [[ "$mode" == ops ]]; then
   tests/ops/prepare.sh
-  exec build/ops/venv/bin/python tests/ops/run.py --jobs "$(nproc)" "$@"
+  exec build/ops/venv/bin/python tests/ops/run.py "$@"
 fi
 configure=()
 rounds=ci
