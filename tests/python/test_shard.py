@@ -199,7 +199,7 @@ SAYS = {
     'to': "parameter 'embed.weight' lives on Ballast's servers and has no memory here, which aten._to_copy.default needs",
     'copy': 'FSDP does not support deepcopy',
     'save': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which a copy needs",
-    'clip': "the gradient of parameter 'embed.weight' has gone to Ballast's servers in backward, and aten.linalg_vector_norm.default needs it",
+    'clip': "the gradient of parameter 'embed.weight' has gone to Ballast's servers in backward, and aten.linalg_vector_norm",
     'torch': "parameter 'embed.weight' lives on Ballast's servers and has no memory here",
     'second backward': "the gradient of parameter 'blocks.2.up.weight' has gone to Ballast's servers in backward",
     'half': "parameter 'blocks.1.up.weight' lives on the servers alone, by shard(), and is in no group of the optimizer",
