@@ -29,7 +29,8 @@ def test_each_change_counts_or_is_refused_by_name(done):
         counted = collections.Counter(moment for (moment, _), (what, _) in came.items() if what == 'counts')
         # In-place, through .data and numpy, by another Parameter: all that leave modules and shapes as they are.
         assert counted['gathered to write'] > (30 if done['world'] == 1 else 4)
-        assert all(counts >= 2 for counts in counted.values()) and len(counted) == len(MOMENTS)
+        least = 2 if done['world'] == 1 else 1
+        assert counted.keys() == set(MOMENTS) and min(counted.values()) >= least, counted
 
 
 def test_a_pass_that_an_exception_cuts_off_leaves_no_gradient(done):
