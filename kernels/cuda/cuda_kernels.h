@@ -36,13 +36,13 @@ inline absl::Status Update(const OptimizerSpec& spec, const Coefficients& c, con
 
 // The parameters of a launch, in the 4 KiB that every GPU takes.
 inline constexpr unsigned kUpdatePartsMax = 24;
-template <unsigned kParts>
 struct UpdateTable {
   Dtype gradient, working;
-  uint32_t ends[kParts];  // of each part, in blocks of 256 elements, counted over all parts; behind the last part alike
-  UpdatePart parts[kParts];
+  // Of each part, in blocks of 256 elements, counted over all parts; behind the last part alike.
+  uint32_t ends[kUpdatePartsMax];
+  UpdatePart parts[kUpdatePartsMax];
 };
-static_assert(sizeof(UpdateTable<kUpdatePartsMax>) <= 4096);
+static_assert(sizeof(UpdateTable) <= 4096);
 
 struct DeviceNorm {
   double squared_norm;

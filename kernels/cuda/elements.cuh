@@ -1,5 +1,5 @@
-// Shared by the GPU's kernels: a warp takes 256 elements, a lane eight neighbouring elements (16 bytes of 16-bit
-// elements, 32 bytes of fp32). Included by .cu files alone.
+// Shared by the GPU's kernels: a warp takes a block of 256 elements, and a lane eight of them. In most kernels these
+// are neighbours; an update takes two quads of four. Included by .cu files alone.
 #pragma once
 
 #include <algorithm>
@@ -125,6 +125,67 @@ __device__ inline void StoreAs(Dtype dtype, const float (&x)[kEach], std::byte* 
 #pragma unroll
   for (unsigned k = 0; k < kEach; ++k) raw[k] = is_bf16 ? ToBf16(x[k]) : ToF16(x[k]);
   StoreRaw<2>(raw, base, i, count);
+}
+
+// A quad: four neighbouring elements of kBytes each, as they lie in memory.
+constexpr unsigned kQuad = 4;
+template <unsigned kBytes>
+struct RawQuad {
+  uint32_t word[kBytes];
+};
+template <unsigned kBytes>
+struct QuadVector;
+template <>
+struct QuadVector<1> {
+  using Type = uint32_t;
+};
+template <>
+struct QuadVector<2> {
+  using Type = uint2;
+};
+template <>
+struct QuadVector<4> {
+  using Type = uint4;
+};
+
+// The quad at element i, of whose elements the array has the first `count`; the others are 0.
+template <unsigned kBytes>
+__device__ inline RawQuad<kBytes> LoadQuad(const std::byte* base, uint64_t i, unsigned count) {
+  using Vector = typename QuadVector<kBytes>::Type;
+  const std::byte* const from = base + i * kBytes;
+  alignas(16) RawQuad<kBytes> raw = {};
+  if (count == kQuad) {
+    *reinterpret_cast<Vector*>(raw.word) = *reinterpret_cast<const Vector*>(from);
+    return raw;
+  }
+#pragma unroll
+  for (unsigned k = 0; k < kQuad; ++k) {
+    if (k >= count) continue;
+    if constexpr (kBytes == 1) raw.word[0] |= uint32_t{reinterpret_cast<const uint8_t*>(from)[k]} << 8 * k;
+    if constexpr (kBytes == 2) raw.word[k / 2] |= uint32_t{reinterpret_cast<const uint16_t*>(from)[k]} << 16 * (k % 2);
+    if constexpr (kBytes == 4) raw.word[k] = reinterpret_cast<const uint32_t*>(from)[k];
+  }
+  return raw;
+}
+
+template <unsigned kBytes>
+__device__ inline void StoreQuad(const RawQuad<kBytes>& quad, std::byte* base, uint64_t i, unsigned count) {
+  using Vector = typename QuadVector<kBytes>::Type;
+  std::byte* const to = base + i * kBytes;
+  if (count == kQuad) {
+    alignas(16) const RawQuad<kBytes> raw = quad;
+    *reinterpret_cast<Vector*>(to) = *reinterpret_cast<const Vector*>(raw.word);
+    return;
+  }
+#pragma unroll
+  for (unsigned k = 0; k < kQuad; ++k) {
+    if (k >= count) continue;
+    if constexpr (kBytes == 1) reinterpret_cast<uint8_t*>(to)[k] = static_cast<uint8_t>(quad.word[0] >> 8 * k);
+    if constexpr (kBytes == 2) {
+      reinterpret_cast<uint16_t*>(to)[k] = static_cast<uint16_t>(quad.word[k / 2] >> 16 * (k % 2));
+    }
+    if constexpr (kBytes == 4) reinterpret_cast<uint32_t*>(to)[k] = quad.word[k];
+  }
 }
 
 // The lane's first element in a block of 256 elements, and how many of its elements `n` has.

@@ -66,13 +66,14 @@ UpdateSpan Reached(const OptimizerSpec& spec, const UpdateSpan& span, const Reac
   return host;
 }
 
-template <unsigned kParts>
-std::function<void()> UpdateCalled(OptimizerSpec spec, void** a, const Reach& reach) {
-  const auto table = Argument<cuda::UpdateTable<kParts>>(a, 0);
+std::function<void()> UpdateCalled(const std::string& name, void** a, const Reach& reach) {
+  OptimizerSpec spec = SpecOf(TemplateArgument(name, "4Rule"));
+  spec.moments = static_cast<MomentFormat>(TemplateArgument(name, "12MomentFormat"));
+  const auto table = Argument<cuda::UpdateTable>(a, 0);
   spec.gradient = table.gradient, spec.working = table.working;
   // The parts that have blocks, as the kernel finds them.
   std::vector<cuda::UpdatePart> parts;
-  for (unsigned k = 0; k < kParts; ++k) {
+  for (unsigned k = 0; k < cuda::kUpdatePartsMax; ++k) {
     if (table.ends[k] > (k == 0 ? 0 : table.ends[k - 1])) parts.push_back(table.parts[k]);
   }
   return [=] {
@@ -80,13 +81,6 @@ std::function<void()> UpdateCalled(OptimizerSpec spec, void** a, const Reach& re
       Update(spec, part.coefficients, part.key, Reached(spec, part.span, reach));
     }
   };
-}
-
-std::function<void()> UpdateCalled(const std::string& name, void** a, const Reach& reach) {
-  OptimizerSpec spec = SpecOf(TemplateArgument(name, "4Rule"));
-  spec.moments = static_cast<MomentFormat>(TemplateArgument(name, "12MomentFormat"));
-  const bool single = name.find("Lj1E") != std::string::npos;
-  return single ? UpdateCalled<1>(spec, a, reach) : UpdateCalled<cuda::kUpdatePartsMax>(spec, a, reach);
 }
 
 std::function<void()> ConvertCalled(void** a, const Reach& reach) {
