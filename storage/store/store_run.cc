@@ -141,8 +141,11 @@ absl::Status StoreRun::LoadMoments(absl::Span<const ChunkUpdate> updates, absl::
 }
 
 bool StoreRun::Enough() const {
+  // More would not keep the device busier: updates wait in its own queues.
+  constexpr uint64_t kDeviceAhead = 8;
+  if (begun_on_device_ == kDeviceAhead) return true;
   const int threads = core_.compute != nullptr ? core_.compute->threads() : 1;
-  if (threads == 1) return !begun_.empty();
+  if (threads == 1) return begun_.size() > begun_on_device_;
   return begun_.size() > 1 &&
          pieces_begun_ - begun_.front().weight() >= kPiecesPerThread * static_cast<uint64_t>(threads);
 }
@@ -172,7 +175,9 @@ absl::Status StoreRun::Begin(size_t i, const ChunkUpdate& update, StoredChunk& c
     BALLAST_ASSIGN_OR_RETURN(next.fresh, MakeRoom(chunk));
     Pass("extent/taken");
   }
-  if (tier == TierKind::kHbm || update.restored.has_value()) {
+  const bool on_device = tier == TierKind::kHbm;
+  const bool waits = copy.has_value() || next.stores || update.values_of != StateArray::kMaster;
+  if ((on_device && waits) || update.restored.has_value()) {
     BALLAST_RETURN_IF_ERROR(FinishAll());
     BALLAST_RETURN_IF_ERROR(ApplyAtOnce(next, std::move(copy)));
     return Conclude(next);
@@ -185,6 +190,7 @@ absl::Status StoreRun::Begin(size_t i, const ChunkUpdate& update, StoredChunk& c
       BALLAST_RETURN_IF_ERROR(FinishAll());
     }
   }
+  if (on_device) return StartOnDevice(std::move(next));
   StartPieces(std::move(next), std::move(copy));
   return absl::OkStatus();
 }
@@ -212,12 +218,37 @@ void StoreRun::StartPieces(Begun next, std::optional<CopyOnWrite> copy) {
   caller_.Begin(begun.pieces.get());
 }
 
+absl::Status StoreRun::StartOnDevice(Begun next) {
+  StoredChunk& chunk = *next.chunk;
+  absl::MutexLock reading(&chunk.reading);
+  absl::MutexLock lock(&chunk.mutex);
+  if (next.changes()) chunk.updated_in = run_;
+  BALLAST_ASSIGN_OR_RETURN(next.on_device, core_.tiers->hbm()->Start([&](HbmQueue& queue) {
+    return QueueUpdate(*next.update, chunk, queue);
+  }));
+  chunk.changing = true;
+  begun_.push_back(std::move(next));
+  ++begun_on_device_;
+  return absl::OkStatus();
+}
+
 absl::Status StoreRun::FinishOldest() {
   Begun oldest = std::move(begun_.front());
   begun_.pop_front();
   pieces_begun_ -= oldest.weight();
-  caller_.Finish(oldest.pieces.get(), poll_);
-  absl::Status status = Settle(oldest);
+  absl::Status status;
+  if (oldest.pieces != nullptr) {
+    caller_.Finish(oldest.pieces.get(), poll_);
+  } else {
+    --begun_on_device_;
+    status = oldest.on_device.Wait();
+  }
+  if (status.ok()) {
+    status = Settle(oldest);
+  } else {
+    absl::MutexLock lock(&oldest.chunk->mutex);
+    oldest.chunk->changing = false;
+  }
   if (status.ok()) status = Conclude(oldest);
   if (!status.ok()) Abandon();
   return status;
@@ -229,18 +260,19 @@ absl::Status StoreRun::FinishAll() {
 }
 
 void StoreRun::Abandon() {
-  for (const Begun& begun : begun_) {
-    caller_.Finish(begun.pieces.get(), poll_);
+  for (Begun& begun : begun_) {
+    if (begun.pieces != nullptr) caller_.Finish(begun.pieces.get(), poll_);
+    (void)begun.on_device.Wait();
     absl::MutexLock lock(&begun.chunk->mutex);
     begun.chunk->changing = false;
   }
   begun_.clear();
-  pieces_begun_ = 0;
+  pieces_begun_ = begun_on_device_ = 0;
 }
 
 absl::Status StoreRun::Settle(Begun& begun) {
   StoredChunk& chunk = *begun.chunk;
-  const UpdateDigests& digests = begun.work->Digests();
+  const UpdateDigests digests = begun.work != nullptr ? begun.work->Digests() : UpdateDigests();
   absl::MutexLock lock(&chunk.mutex);
   chunk.changing = false;
   if (!begun.verified) {

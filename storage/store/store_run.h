@@ -30,7 +30,8 @@ class StoreRun {
   absl::Status Run(absl::Span<const ChunkUpdate> updates, const ReadBack& read_back, Interrupt interrupt);
 
  private:
-  // An update on its way. From StartPieces to Settle its chunk is `changing`, and threads compute the pieces.
+  // An update on its way. From StartPieces or StartOnDevice to Settle its chunk is `changing`, and threads compute the
+  // pieces, or the device the whole.
   struct Begun {
     size_t index = 0;
     StoredChunk* chunk = nullptr;
@@ -47,11 +48,12 @@ class StoreRun {
     uint64_t read_from = 0;
     std::unique_ptr<StateUpdate> work = nullptr;
     std::unique_ptr<kernels::ThreadPool::Batch> pieces = nullptr;
+    HbmWork on_device = {};  // in place of `work` and `pieces`
 
     bool changes() const {
       return !update->values.empty() || !update->segments.empty() || update->restored.has_value();
     }
-    uint64_t weight() const { return std::max<uint64_t>(pieces->count, 1); }
+    uint64_t weight() const { return pieces == nullptr ? 0 : std::max<uint64_t>(pieces->count, 1); }
   };
 
   absl::StatusOr<std::vector<StoredChunk*>> CheckUpdates(absl::Span<const ChunkUpdate> updates) const;
@@ -66,15 +68,17 @@ class StoreRun {
   // Begins update i, or applies it whole. Ends earlier updates first where it would have to wait for anything else.
   absl::Status Begin(size_t i, const ChunkUpdate& update, StoredChunk& chunk);
   void StartPieces(Begun next, std::optional<CopyOnWrite> copy);
-  // For an update of a device's memory, and for a restored state.
+  // For an update in a device's memory that nothing else waits for.
+  absl::Status StartOnDevice(Begun next);
+  // For a restored state, and for an update of a device's memory of which a version or a copy goes to the disk.
   absl::Status ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy);
   // The state that the update replaces, for `pins`. A restore goes on where that state cannot be read: the pins lose
   // the chunk, and no restore needs what it replaces.
   absl::StatusOr<CopyOnWrite> CopyForPins(Begun& next, absl::Span<const int64_t> pins);
   // Has all of the old state in memory, and compares it with its digests. DATA_LOSS (CHECKSUM), INTERNAL (IO).
   absl::Status VerifyOld(Begun& next);
-  // Ends the oldest update: computes until its pieces have returned, starts its way to the disk, and announces it.
-  // After an error nothing is under way, and later updates are not announced.
+  // Ends the oldest update: computes until its pieces have returned, or waits for the device, starts its way to the
+  // disk, and announces it. After an error nothing is under way, and later updates are not announced.
   absl::Status FinishOldest();
   absl::Status FinishAll();
   void Abandon();
@@ -122,6 +126,7 @@ class StoreRun {
   kernels::ThreadPool::Caller caller_;
   std::deque<Begun> begun_;  // oldest first
   uint64_t pieces_begun_ = 0;
+  uint64_t begun_on_device_ = 0;
 };
 
 }  // namespace ballast::storage

@@ -2,6 +2,25 @@
 
 namespace ballast::storage {
 
+HbmWork& HbmWork::operator=(HbmWork&& other) noexcept {
+  if (this != &other) {
+    (void)Wait();
+    tier_ = std::exchange(other.tier_, nullptr);
+    done_ = std::exchange(other.done_, nullptr);
+  }
+  return *this;
+}
+
+absl::Status HbmWork::Wait() {
+  HbmTier* const tier = std::exchange(tier_, nullptr);
+  return tier == nullptr ? absl::OkStatus() : tier->Wait(std::exchange(done_, nullptr));
+}
+
+absl::Status HbmTier::Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) {
+  absl::StatusOr<HbmWork> begun = Start(work);
+  return begun.ok() ? begun->Wait() : begun.status();
+}
+
 HbmBlock& HbmBlock::operator=(HbmBlock&& other) noexcept {
   if (this != &other) {
     Release();

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
@@ -17,6 +18,24 @@
 namespace ballast::storage {
 
 class HbmTier;
+
+// Work that a GPU has begun. The host memory that the work reads and writes is borrowed until Wait() has returned, so
+// the destructor waits too.
+class HbmWork {
+ public:
+  HbmWork() = default;  // nothing to wait for
+  HbmWork(HbmTier* tier, void* done) : tier_(tier), done_(done) {}
+  HbmWork(HbmWork&& other) noexcept
+      : tier_(std::exchange(other.tier_, nullptr)), done_(std::exchange(other.done_, nullptr)) {}
+  HbmWork& operator=(HbmWork&& other) noexcept;
+  ~HbmWork() { (void)Wait(); }
+  // Returns once the work is done; at once when called again. INTERNAL (IO).
+  absl::Status Wait();
+
+ private:
+  HbmTier* tier_ = nullptr;
+  void* done_ = nullptr;  // the tier's own
+};
 
 // Zeroed device memory, with its share of the budget.
 class HbmBlock {
@@ -51,7 +70,7 @@ struct HbmSegment {
   HbmWorking working;
 };
 
-// Work for the GPU, done in the order of queueing. Host memory for the work is borrowed until HbmTier::Run returns.
+// Work for the GPU, done in the order of queueing. Host memory for the work is borrowed until HbmWork::Wait returns.
 class HbmQueue {
  public:
   virtual ~HbmQueue() = default;
@@ -72,9 +91,11 @@ class HbmTier {
   // CopyIn and CopyOut return when the copy is done.
   virtual absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) = 0;
   virtual absl::Status CopyOut(const std::byte* device, absl::Span<std::byte> host) = 0;
-  // Calls `work`, then waits once for everything that `work` queued, also if `work` fails. `work` must not call the
-  // tier.
-  virtual absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) = 0;
+  // Calls `work`, and returns while the GPU does what `work` queued. If `work` fails, waits for what it queued before
+  // the error. Several of these are done beside each other, in no order. `work` must not call the tier.
+  virtual absl::StatusOr<HbmWork> Start(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) = 0;
+  // Start, and Wait.
+  absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work);
   const GpuCounters& counters() const { return counters_; }
 
  protected:
@@ -82,12 +103,17 @@ class HbmTier {
 
  private:
   friend class HbmBlock;
+  friend class HbmWork;
   virtual void Free(std::byte* data) = 0;
+  virtual absl::Status Wait(void* done) = 0;  // of HbmWork; once
 };
 
 // Elements that the scratch memory for a gradient and a working copy holds: those of the largest chunk.
 inline constexpr uint64_t kHbmSpanElementsMax = uint64_t{1} << 20;
-inline constexpr uint64_t kHbmScratchBytes = 2 * kHbmSpanElementsMax * sizeof(float);  // the widest dtype
+// Updates that the GPU does beside each other: one copies its gradient in, one computes, one copies its working copy
+// out, and one is being queued.
+inline constexpr uint64_t kHbmLanes = 4;
+inline constexpr uint64_t kHbmScratchBytes = kHbmLanes * 2 * kHbmSpanElementsMax * sizeof(float);  // the widest dtype
 
 // Takes kHbmScratchBytes of the budget. INVALID_ARGUMENT (BAD_CONFIG) if this build or this machine has no such
 // GPU, or the GPU has no memory pools; RESOURCE_EXHAUSTED (BUDGET).

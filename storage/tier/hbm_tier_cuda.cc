@@ -1,5 +1,5 @@
-// HBM of a CUDA device. Two streams: updates in one, copies for pulls and moves in the second, beside the updates. A
-// stream's mutex is held while work is queued, not while a thread waits for work.
+// HBM of a CUDA device. Updates take turns on kHbmLanes streams, copies for pulls and moves have one more, beside the
+// updates. A stream's mutex is held while work is queued, not while a thread waits for work.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -39,9 +39,11 @@ absl::Status CheckSpan(uint64_t elements) {
                       absl::StrCat("hbm: ", elements, " elements at once, at most ", kHbmSpanElementsMax));
 }
 
-absl::Status Wait(cudaStream_t stream, std::atomic<int64_t>* nanoseconds) {
+// `wait`, and its time.
+template <typename Wait>
+absl::Status Waited(std::atomic<int64_t>* nanoseconds, const Wait& wait) {
   const auto began = std::chrono::steady_clock::now();
-  absl::Status status = CudaStatus(cudaStreamSynchronize(stream), "stream");
+  absl::Status status = CudaStatus(wait(), "waiting for the GPU");
   *nanoseconds += std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
   return status;
 }
@@ -62,12 +64,14 @@ absl::Status QueueCopyOut(const std::byte* device, absl::Span<std::byte> host, c
                     "copy from the GPU");
 }
 
+constexpr uint64_t kLaneScratchBytes = kHbmScratchBytes / kHbmLanes;
+
 // Queues on one stream, through scratch memory for a gradient and for working parameters on their way to the host: the
 // stream's order keeps each from being overwritten too early.
 class CudaQueue : public HbmQueue {
  public:
   CudaQueue(cudaStream_t stream, std::byte* scratch, GpuCounters* counters)
-      : stream_(stream), counters_(counters), gradient_(scratch), working_(scratch + kHbmScratchBytes / 2) {}
+      : stream_(stream), counters_(counters), gradient_(scratch), working_(scratch + kLaneScratchBytes / 2) {}
 
   absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) override {
     return QueueCopyIn(host, device, stream_, counters_);
@@ -141,17 +145,16 @@ class CudaHbmTier : public HbmTier {
   ~CudaHbmTier() override {
     (void)UseDevice(device_);
     scratch_ = HbmBlock();
-    for (const Stream* stream : {&updates_, &copies_}) {
-      if (stream->cuda != nullptr) (void)Outcome(cudaStreamDestroy(stream->cuda));
-    }
+    for (const cudaEvent_t event : events_) (void)Outcome(cudaEventDestroy(event));
+    for (const Stream& lane : lanes_) Destroy(lane);
+    Destroy(copies_);
   }
 
   absl::Status Init() {
     BALLAST_RETURN_IF_ERROR(UseDevice(device_));
     BALLAST_RETURN_IF_ERROR(CheckPools());
-    for (Stream* stream : {&updates_, &copies_}) {
-      BALLAST_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(&stream->cuda, cudaStreamNonBlocking), "stream"));
-    }
+    for (Stream& lane : lanes_) BALLAST_RETURN_IF_ERROR(Create(&lane));
+    BALLAST_RETURN_IF_ERROR(Create(&copies_));
     BALLAST_ASSIGN_OR_RETURN(scratch_, Allocate(kHbmScratchBytes, "scratch memory of the hbm tier"));
     scratch_.Mark(TierPart::kBuffers);
     absl::Status tested;
@@ -190,17 +193,29 @@ class CudaHbmTier : public HbmTier {
     return Copy([&](cudaStream_t stream) { return QueueCopyOut(device, host, stream, &counters_); });
   }
 
-  absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) override {
+  absl::StatusOr<HbmWork> Start(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) override {
     BALLAST_RETURN_IF_ERROR(UseDevice(device_));
+    const uint64_t turn = turns_++ % kHbmLanes;
+    Stream& lane = lanes_[turn];
+    absl::StatusOr<cudaEvent_t> done = TakeEvent();
+    BALLAST_RETURN_IF_ERROR(done.status());
     absl::Status queued;
     {
-      absl::MutexLock lock(&updates_.mutex);
-      CudaQueue queue(updates_.cuda, scratch_.data(), &counters_);
+      absl::MutexLock lock(&lane.mutex);
+      CudaQueue queue(lane.cuda, scratch_.data() + turn * kLaneScratchBytes, &counters_);
       queued = work(queue);
+      const absl::Status recorded = CudaStatus(cudaEventRecord(*done, lane.cuda), "event");
+      if (!recorded.ok()) {
+        // Nothing would tell when the host's memory, which is only borrowed, is free again.
+        (void)Outcome(cudaStreamSynchronize(lane.cuda));
+        ReturnEvent(*done);
+        return queued.ok() ? recorded : queued;
+      }
     }
-    // Also after an error: the host's memory is only borrowed.
-    const absl::Status done = Wait(updates_.cuda, &counters_.update_wait_nanoseconds);
-    return queued.ok() ? done : queued;
+    HbmWork begun(this, *done);
+    if (queued.ok()) return begun;
+    (void)begun.Wait();
+    return queued;
   }
 
  private:
@@ -208,6 +223,38 @@ class CudaHbmTier : public HbmTier {
     absl::Mutex mutex;
     cudaStream_t cuda = nullptr;  // set once; queued on under the mutex
   };
+
+  static absl::Status Create(Stream* stream) {
+    return CudaStatus(cudaStreamCreateWithFlags(&stream->cuda, cudaStreamNonBlocking), "stream");
+  }
+  static void Destroy(const Stream& stream) {
+    if (stream.cuda != nullptr) (void)Outcome(cudaStreamDestroy(stream.cuda));
+  }
+
+  // Events are used again: as many exist as there was work under way at once.
+  absl::StatusOr<cudaEvent_t> TakeEvent() {
+    absl::MutexLock lock(&events_mutex_);
+    if (!events_.empty()) {
+      const cudaEvent_t event = events_.back();
+      events_.pop_back();
+      return event;
+    }
+    cudaEvent_t event = nullptr;
+    BALLAST_RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event"));
+    return event;
+  }
+  void ReturnEvent(cudaEvent_t event) {
+    absl::MutexLock lock(&events_mutex_);
+    events_.push_back(event);
+  }
+
+  absl::Status Wait(void* done) override {
+    auto* const event = static_cast<cudaEvent_t>(done);
+    absl::Status status = UseDevice(device_);
+    const absl::Status waited = Waited(&counters_.update_wait_nanoseconds, [&] { return cudaEventSynchronize(event); });
+    ReturnEvent(event);
+    return status.ok() ? waited : status;
+  }
 
   void Free(std::byte* data) override {
     (void)UseDevice(device_);
@@ -221,7 +268,7 @@ class CudaHbmTier : public HbmTier {
       absl::MutexLock lock(&copies_.mutex);
       BALLAST_RETURN_IF_ERROR(queue(copies_.cuda));
     }
-    return Wait(copies_.cuda, &counters_.copy_wait_nanoseconds);
+    return Waited(&counters_.copy_wait_nanoseconds, [&] { return cudaStreamSynchronize(copies_.cuda); });
   }
 
   absl::Status CheckPools() const {
@@ -237,9 +284,12 @@ class CudaHbmTier : public HbmTier {
 
   const int device_;
   Ledger* const ledger_;
-  Stream updates_;
+  Stream lanes_[kHbmLanes];  // of updates
   Stream copies_;
-  HbmBlock scratch_;  // of the updates
+  std::atomic<uint64_t> turns_{0};
+  HbmBlock scratch_;  // of the lanes, a part each
+  absl::Mutex events_mutex_;
+  std::vector<cudaEvent_t> events_ ABSL_GUARDED_BY(events_mutex_);  // that nobody waits for
 };
 
 }  // namespace

@@ -47,6 +47,13 @@ struct Stream {
   std::atomic<bool> queueing = false;
 };
 
+struct Event {
+  explicit Event(int d) : device(d) {}
+  const int device;
+  Stream* recorded_on = nullptr;  // until somebody has waited for it
+  bool done = false;
+};
+
 struct Block {
   std::byte* host = nullptr;
   uint64_t bytes = 0;
@@ -69,6 +76,7 @@ class Runtime {
   std::set<int> contexts;
   std::map<Stream*, std::unique_ptr<Stream>> streams;
   std::map<int, Stream> defaults;  // of the devices
+  std::map<Event*, std::unique_ptr<Event>> events;
   std::map<std::byte*, Block> blocks;
   std::map<uintptr_t, PageLock> page_locks;
   std::map<const void*, std::string> kernels;  // by their host function
@@ -155,13 +163,14 @@ cudaError_t Allocate(void** device, uint64_t bytes) {
   return cudaSuccess;
 }
 
-void RunQueued(Stream* stream) {
+// Runs what is queued, all of it or until `*done`.
+void RunQueued(Stream* stream, const bool* done = nullptr) {
   std::lock_guard running(stream->running);
   for (;;) {
     Work work;
     {
       std::lock_guard lock(The().mu);
-      if (stream->queue.empty()) return;
+      if (stream->queue.empty() || (done != nullptr && *done)) return;
       work = stream->queue.front();
     }
     work.run();
@@ -274,6 +283,7 @@ std::vector<std::string> End() {
     if (count > 0) the.violations.push_back(std::to_string(count) + " " + what + " left behind");
   };
   left(the.streams.size(), "streams");
+  left(the.events.size(), "events");
   left(the.blocks.size(), "blocks of device memory");
   left(the.page_locks.size(), "page-locked spans");
   if (thread_state.last != cudaSuccess) {
@@ -399,6 +409,54 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   RunQueued(StreamOf(handle));
   std::lock_guard lock(The().mu);
   The().streams.erase(reinterpret_cast<Stream*>(handle));
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned) {
+  NeedContext("cudaEventCreateWithFlags");
+  auto event = std::make_unique<Event>(thread_state.device);
+  *handle = reinterpret_cast<cudaEvent_t>(event.get());
+  std::lock_guard lock(The().mu);
+  The().events.emplace(event.get(), std::move(event));
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
+  auto* const event = reinterpret_cast<Event*>(handle);
+  {
+    std::lock_guard lock(The().mu);
+    if (event->recorded_on != nullptr)
+      The().violations.push_back("an event recorded again before anybody waited for it");
+    event->recorded_on = reinterpret_cast<Stream*>(stream);
+    event->done = false;
+  }
+  return Result(Queue("cudaEventRecord", stream,
+                      {.run =
+                           [event] {
+                             std::lock_guard lock(The().mu);
+                             event->done = true;
+                           },
+                       .host = {}}));
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  NeedContext("cudaEventSynchronize");
+  auto* const event = reinterpret_cast<Event*>(handle);
+  Stream* stream = nullptr;
+  {
+    std::lock_guard lock(The().mu);
+    ++The().counts.waits;
+    stream = std::exchange(event->recorded_on, nullptr);
+    if (stream == nullptr) The().violations.push_back("an event waited for that was not recorded");
+  }
+  if (stream != nullptr) RunQueued(stream, &event->done);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t handle) {
+  NeedContext("cudaEventDestroy");
+  std::lock_guard lock(The().mu);
+  The().events.erase(reinterpret_cast<Event*>(handle));
   return cudaSuccess;
 }
 

@@ -11,6 +11,7 @@
 //   - a stream, memory or page-lock used while another device is selected
 //   - two threads queueing work on one stream at the same moment
 //   - a copy of memory page-locked only in part, or a page-lock released under a queued copy
+//   - an event recorded again before anybody waited for it, or waited for without being recorded
 //   - device memory freed twice, or a failure the thread never asked for
 #pragma once
 
@@ -41,7 +42,7 @@ struct Counts {
   uint64_t pageable_copies = 0;  // by cudaMemcpyAsync, which then waits for the stream
   uint64_t page_locked_copies = 0;
   uint64_t kernels = 0;
-  uint64_t waits = 0;  // for a stream or device
+  uint64_t waits = 0;  // for a stream, an event or the device
   uint64_t refused_page_locks = 0;
 };
 Counts counts();

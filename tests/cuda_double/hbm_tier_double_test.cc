@@ -99,6 +99,30 @@ TEST_F(HbmTierDoubleTest, AnUpdateOfManySmallTensorsWaitsOnce) {
   EXPECT_GT(gpu.update_wait_nanoseconds, waited);
 }
 
+// The GPU has the next chunks' work before the first chunk's is done: copies of one go beside the kernel of another.
+TEST_F(HbmTierDoubleTest, ChunksOfAStepAreUnderWayTogether) {
+  constexpr uint64_t kChunks = 3, kElements = 65536;
+  auto tiers = Tiers::Open({.budget = kRoom, .directory = directory_.path()});
+  ASSERT_TRUE(tiers.ok()) << tiers.status();
+  ChunkStore store(tiers->get(), kernels::OptimizerSpec());
+  Plan plan;
+  StepUpdates step(1);
+  for (uint64_t i = 0; i < kChunks; ++i) {
+    plan.chunks.push_back({.state = TierKind::kHbm, .working = TierKind::kHbm});
+    step.AddValues(i, kElements);
+  }
+  ASSERT_EQ(store.Add(std::vector<uint64_t>(kChunks, kElements), plan), absl::OkStatus());
+  const GpuCounters& gpu = (*tiers)->hbm()->counters();
+  const uint64_t before = gpu.kernels;
+  std::vector<uint64_t> queued;  // launches, at each kernel
+  cuda_double::BeforeKernels([&] { queued.push_back(gpu.kernels - before); });
+  std::vector<size_t> done;
+  ASSERT_EQ(store.Run(step.updates(), [&](size_t i) { done.push_back(i); }), absl::OkStatus());
+  cuda_double::BeforeKernels(nullptr);
+  EXPECT_THAT(queued, testing::ElementsAre(kChunks, kChunks, kChunks));
+  EXPECT_THAT(done, testing::ElementsAre(0, 1, 2));
+}
+
 TEST_F(HbmTierDoubleTest, AReadDoesNotWaitForAnUpdate) {
   Open(65536, TierKind::kHbm);
   ASSERT_TRUE(RunValues(65536).ok());

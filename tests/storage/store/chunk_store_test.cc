@@ -33,7 +33,8 @@ class ChunkStoreTest : public ::testing::TestWithParam<Shape> {
     for (size_t i = 0; i < Sizes().size(); ++i) EXPECT_TRUE(Holds(*s_.store, i, s_.reference[i])) << "chunk " << i;
   }
 
-  StoreOnTiers s_{{.hbm = 24 * kMiB, .dram = 16 * kMiB, .nvme = 16 * kMiB}, GetParam().slots, GetParam().master};
+  StoreOnTiers s_{
+      {.hbm = kHbmScratchBytes + 16 * kMiB, .dram = 16 * kMiB, .nvme = 16 * kMiB}, GetParam().slots, GetParam().master};
 };
 
 TEST_P(ChunkStoreTest, StartsAtZero) { ExpectReference(); }

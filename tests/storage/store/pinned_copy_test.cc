@@ -121,22 +121,24 @@ TEST_P(PinTest, ReadsOfAPinBesideRuns) {
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, PinTest,
-    ::testing::Values(PinShape{"DramCopiesOnDram", {TierKind::kDram}, {.dram = 32 * kMiB}},
-                      PinShape{"DramCopiesOnNvme", {TierKind::kDram}, {.dram = 9 * kMiB, .nvme = 32 * kMiB}},
-                      PinShape{"NvmeCopiesOnNvme", {TierKind::kNvme}, {.dram = 8 * kMiB, .nvme = 32 * kMiB}},
-                      PinShape{"NvmeCopiesOnDram", {TierKind::kNvme}, {.dram = 32 * kMiB, .nvme = 5414912}},
-                      PinShape{"HbmCopiesOnDram", {TierKind::kHbm}, {.hbm = 24 * kMiB, .dram = 32 * kMiB}},
-                      PinShape{
-                          "HbmCopiesOnNvme", {TierKind::kHbm}, {.hbm = 24 * kMiB, .dram = 5 * kMiB, .nvme = 32 * kMiB}},
-                      PinShape{"RemaindersCopiedToNvme",
-                               {TierKind::kNvme, TierKind::kDram},
-                               {.dram = 9 * kMiB, .nvme = 32 * kMiB},
-                               kernels::MasterFormat::kRemainder},
-                      PinShape{"RemaindersCopiedToDram",
-                               {TierKind::kNvme, TierKind::kDram},
-                               {.dram = 32 * kMiB, .nvme = 5 * kMiB},
-                               kernels::MasterFormat::kRemainder},
-                      PinShape{"Mixed", {TierKind::kNvme, TierKind::kDram}, {.dram = 32 * kMiB, .nvme = 8 * kMiB}}),
+    ::testing::Values(
+        PinShape{"DramCopiesOnDram", {TierKind::kDram}, {.dram = 32 * kMiB}},
+        PinShape{"DramCopiesOnNvme", {TierKind::kDram}, {.dram = 9 * kMiB, .nvme = 32 * kMiB}},
+        PinShape{"NvmeCopiesOnNvme", {TierKind::kNvme}, {.dram = 8 * kMiB, .nvme = 32 * kMiB}},
+        PinShape{"NvmeCopiesOnDram", {TierKind::kNvme}, {.dram = 32 * kMiB, .nvme = 5414912}},
+        PinShape{"HbmCopiesOnDram", {TierKind::kHbm}, {.hbm = kHbmScratchBytes + 16 * kMiB, .dram = 32 * kMiB}},
+        PinShape{"HbmCopiesOnNvme",
+                 {TierKind::kHbm},
+                 {.hbm = kHbmScratchBytes + 16 * kMiB, .dram = 5 * kMiB, .nvme = 32 * kMiB}},
+        PinShape{"RemaindersCopiedToNvme",
+                 {TierKind::kNvme, TierKind::kDram},
+                 {.dram = 9 * kMiB, .nvme = 32 * kMiB},
+                 kernels::MasterFormat::kRemainder},
+        PinShape{"RemaindersCopiedToDram",
+                 {TierKind::kNvme, TierKind::kDram},
+                 {.dram = 32 * kMiB, .nvme = 5 * kMiB},
+                 kernels::MasterFormat::kRemainder},
+        PinShape{"Mixed", {TierKind::kNvme, TierKind::kDram}, {.dram = 32 * kMiB, .nvme = 8 * kMiB}}),
     [](const auto& info) { return info.param.name; });
 
 TEST(PinSpaceTest, NoRoomForACopyFailsBeforeTheChunkChanges) {

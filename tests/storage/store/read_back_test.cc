@@ -92,7 +92,7 @@ class ReadBackTest : public ::testing::TestWithParam<ReadShape> {
     close(fd);
   }
 
-  StoreOnTiers s_{{.hbm = 24 * kMiB, .dram = 16 * kMiB, .nvme = 16 * kMiB}, 3};
+  StoreOnTiers s_{{.hbm = kHbmScratchBytes + 16 * kMiB, .dram = 16 * kMiB, .nvme = 16 * kMiB}, 3};
   Arena memory_;
   std::unique_ptr<BlockFile> log_;
   uint64_t end_ = 0;

@@ -54,9 +54,10 @@ class HostHbm : public HbmTier {
     return absl::OkStatus();
   }
 
-  absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) override {
+  absl::StatusOr<HbmWork> Start(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) override {
     Queue queue(this);
-    return work(queue);
+    BALLAST_RETURN_IF_ERROR(work(queue));
+    return HbmWork(this, nullptr);
   }
 
  private:
@@ -104,6 +105,8 @@ class HostHbm : public HbmTier {
     std::byte* host = nullptr;
     uint64_t bytes = 0;
   };
+
+  absl::Status Wait(void*) override { return absl::OkStatus(); }
 
   void Free(std::byte* data) override {
     absl::MutexLock lock(&mutex_);
