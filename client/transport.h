@@ -49,6 +49,10 @@ class Transport {
   virtual void Pull(const v1::PullRequest&, absl::Span<std::byte> to, absl::Time deadline,
                     std::function<void(absl::Status)>) = 0;
 
+  // Runs work that ends in Push or Pull: at once, or on a thread of the transport's own where the call itself moves the
+  // bytes. All work ends before the destructor does.
+  virtual void Schedule(std::function<void()> work) { work(); }
+
   // Ends calls under way soon, with CANCELLED. Applies only to calls that wait for another process.
   virtual void Cancel() {}
 

@@ -191,7 +191,11 @@ void Router::Pump() {
 void Router::Send(const OperationPtr& op) {
   ++op->tries;
   const absl::Time try_deadline = std::min(op->deadline, absl::Now() + options_.try_timeout);
-  op->send(try_deadline, [this, op](absl::Status status) { OnAnswer(op, std::move(status)); });
+  auto send = [this, op, try_deadline] {
+    op->send(try_deadline, [this, op](absl::Status status) { OnAnswer(op, std::move(status)); });
+  };
+  if (op->bytes == 0) return send();
+  servers_[op->server]->Schedule(std::move(send));
 }
 
 Router::Next Router::Classify(const Operation& op, const absl::Status& status) const {

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/foundation/executor.h"
 
 namespace ballast::services {
 namespace {
@@ -43,8 +44,11 @@ struct PullTarget {
 
 class EmbeddedTransport final : public client::Transport {
  public:
-  explicit EmbeddedTransport(StateServer* server) : server_(server) {}
-  ~EmbeddedTransport() override { outstanding_.Wait(); }
+  EmbeddedTransport(StateServer* server, int threads) : server_(server), copies_(threads) {}
+  ~EmbeddedTransport() override {
+    copies_.Join();
+    outstanding_.Wait();
+  }
 
   std::string name() const override { return "embedded"; }
 
@@ -80,6 +84,8 @@ class EmbeddedTransport final : public client::Transport {
     server_->Push(header, payload, deadline, Counted(std::move(done)));
   }
 
+  void Schedule(std::function<void()> work) override { copies_.Post(std::move(work)); }
+
   bool TakesLoans() const override { return server_->takes_loans(); }
   absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request) override {
     return server_->Lend(request);
@@ -108,7 +114,8 @@ class EmbeddedTransport final : public client::Transport {
         [this, target, done = std::move(done)](const absl::StatusOr<uint32_t>& crc) {
           done(Check(*target, crc));
           outstanding_.Remove();
-        });
+        },
+        PullChecksum::kNone);
   }
 
  private:
@@ -133,12 +140,13 @@ class EmbeddedTransport final : public client::Transport {
 
   StateServer* server_;
   Outstanding outstanding_;
+  ThreadExecutor copies_;
 };
 
 }  // namespace
 
-std::unique_ptr<client::Transport> MakeEmbeddedTransport(StateServer* server) {
-  return std::make_unique<EmbeddedTransport>(server);
+std::unique_ptr<client::Transport> MakeEmbeddedTransport(StateServer* server, int threads) {
+  return std::make_unique<EmbeddedTransport>(server, threads);
 }
 
 }  // namespace ballast::services

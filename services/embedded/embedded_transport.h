@@ -8,7 +8,8 @@
 
 namespace ballast::services {
 
-// Borrows `server`, which must outlive the transport. Several transports may share one server.
-std::unique_ptr<client::Transport> MakeEmbeddedTransport(StateServer* server);
+// Borrows `server`, which must outlive the transport. Several transports may share one server. `threads` copy the bytes
+// of pushes and pulls, and compute their checksums and norms: callers do not wait for that.
+std::unique_ptr<client::Transport> MakeEmbeddedTransport(StateServer* server, int threads = 1);
 
 }  // namespace ballast::services

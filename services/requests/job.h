@@ -68,8 +68,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
             Reply<v1::PushResponse> reply) {
     pushes_.Push(header, payload, limit, std::move(reply));
   }
-  void Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply) {
-    pulls_.Pull(request, limit, std::move(allocate), std::move(reply));
+  void Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
+            PullChecksum checksum) {
+    pulls_.Pull(request, limit, std::move(allocate), std::move(reply), checksum);
   }
   absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request) { return loans_.Lend(request); }
   void AwaitApplied(int64_t version, std::optional<uint32_t> unit, const CallLimit& limit,

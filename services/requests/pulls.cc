@@ -89,7 +89,8 @@ absl::StatusOr<Pulls::Copy> Pulls::Locate(const HeldChunk& chunk, int64_t versio
                                    "), which is not pinned; pull the current version, or pin before the next step"));
 }
 
-void Pulls::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply) {
+void Pulls::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
+                 PullChecksum checksum) {
   Replies replies;
   {
     JobMutexLock lock(&core_->mu);
@@ -98,7 +99,7 @@ void Pulls::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocat
       replies.push_back([reply, status = plan.status()] { reply(status); });
     } else {
       const auto pull = std::make_shared<Request>(
-          Request{*plan, request.ByteSizeLong(), limit, std::move(allocate), reply, nullptr, nullptr});
+          Request{*plan, request.ByteSizeLong(), limit, std::move(allocate), reply, checksum, nullptr, nullptr});
       Park(
           pull,
           [this, pull](Replies* out) {
@@ -217,7 +218,7 @@ void Pulls::Read(const RequestPtr& pull, Copy copy) {
   }
   if (!status.ok()) return pull->reply(status);
   core_->counters.sent_bytes.fetch_add(pull->to.size(), std::memory_order_relaxed);
-  pull->reply(kernels::Crc32c(pull->to));
+  pull->reply(pull->checksum == PullChecksum::kNone ? 0 : kernels::Crc32c(pull->to));
 }
 
 }  // namespace ballast::services

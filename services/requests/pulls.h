@@ -23,8 +23,8 @@ class Pulls {
         reads_(core_->around.foundation->MakeExecutor(core->around.read_threads)) {}
 
   // As StateServer::Pull.
-  void Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply)
-      ABSL_LOCKS_EXCLUDED(job_lock);
+  void Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
+            PullChecksum checksum) ABSL_LOCKS_EXCLUDED(job_lock);
   // Ends the threads that read, after the reads that are queued. Blocks.
   void JoinThreads() { reads_->Join(); }
 
@@ -49,6 +49,7 @@ class Pulls {
     CallLimit limit;
     Allocate allocate;
     Reply<uint32_t> reply;
+    PullChecksum checksum = PullChecksum::kCrc32c;
     AnswerRoom::Ticket ticket;  // while the pull waits for room
     AnswerRoom::Lease room;
     absl::Span<std::byte> to;  // the answer's bytes, once `allocate` was called

@@ -276,12 +276,12 @@ absl::StatusOr<storage::Arena> StateServer::MapAnswers(uint64_t bytes) const {
 
 bool StateServer::takes_loans() const { return !impl_->options.working_copies; }
 
-void StateServer::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate,
-                       Reply<uint32_t> reply) {
+void StateServer::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
+                       PullChecksum checksum) {
   reply = impl_->Counted(Call::kPull, std::move(reply));
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->Pull(request, limit, std::move(allocate), std::move(reply));
+  (*job)->Pull(request, limit, std::move(allocate), std::move(reply), checksum);
 }
 
 const std::string& StateServer::server_id() const { return impl_->server_id; }

@@ -123,8 +123,9 @@ class StateServer {
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
             Reply<v1::PushResponse>);
   // Once the version is there, and room for the answer, `allocate` is called, at most once, and not at all on most
-  // errors. The reply carries the CRC32C of the bytes.
-  void Pull(const v1::PullRequest&, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply);
+  // errors. The reply carries the CRC32C of the bytes, or 0.
+  void Pull(const v1::PullRequest&, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
+            PullChecksum checksum = PullChecksum::kCrc32c);
   // Page-locked memory for answers to pulls. Empty if the server has no GPU: any memory is then as good.
   absl::StatusOr<storage::Arena> MapAnswers(uint64_t bytes) const;
 

@@ -173,7 +173,7 @@ void LetForkedChildrenExit() {
 }  // namespace
 
 PythonServer::PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, int threads, bool working_copies)
-    : pid_(getpid()) {
+    : pid_(getpid()), threads_(threads) {
   LetForkedChildrenExit();
   std::error_code error;
   std::filesystem::create_directories(directory, error);
@@ -338,7 +338,9 @@ std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, c
                                                     absl::Seconds(options.open_timeout), interrupt.raised()));
   if (server != nullptr) {
     session->server_ = server->server();
-    transports.push_back(services::MakeEmbeddedTransport(session->server_.get()));
+    constexpr int kCopyThreadsMax = 8;  // more are no faster: memory is the bound
+    transports.push_back(
+        services::MakeEmbeddedTransport(session->server_.get(), std::clamp(server->threads(), 1, kCopyThreadsMax)));
   }
   client::SessionOptions session_options = OptionsOf(options);
   session_options.interrupted = interrupt.raised();

@@ -42,6 +42,7 @@ class PythonServer {
   // Deletes the job, if it exists, with all its data. No session may be open with the job.
   void Drop(const std::string& job);
   std::shared_ptr<services::StateServer> server() const;
+  int threads() const { return threads_; }  // for compute, and for reads
   // (budget, used) in bytes: for DRAM, for NVMe.
   std::vector<std::pair<uint64_t, uint64_t>> Tiers() const;
 
@@ -49,6 +50,7 @@ class PythonServer {
   mutable std::mutex mutex_;
   std::shared_ptr<services::StateServer> server_;  // sessions share it; null after Stop()
   const pid_t pid_;
+  const int threads_;
 };
 
 // torch.distributed's store, or any object with set(key, bytes) and get(key, seconds) -> bytes. Takes the interpreter's
