@@ -14,7 +14,6 @@ from test_pushes import (  # noqa: F401
 from test_shard import (  # noqa: F401
     test_16_bits_come_of_what_is_gathered_in_bf16,
     test_a_step_that_is_skipped,
-    test_bad_uses_are_named,
     test_bits_of_fsdp2,
     test_clipping_by_max_norm,
     test_gathered,
@@ -28,6 +27,11 @@ from test_shard import (  # noqa: F401
     test_rollback,
 )
 
+# Of the bad uses some cut off a pass, which FSDP2 before torch 2.13 cannot forget.
+FORGETS_PASSES = hasattr(torch.distributed.fsdp.FSDPModule, 'reset_iter_state')
+if FORGETS_PASSES:
+    from test_shard import test_bad_uses_are_named  # noqa: F401
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU')
 
 
@@ -38,6 +42,8 @@ def run(scripts, folder, **variables):
 @pytest.fixture(scope='module')
 def pair(tmp_path_factory):
     scripts = [*test_shard.BITS, *test_shard.EARLY, *test_shard.REST]
+    if not FORGETS_PASSES:
+        scripts.remove('refused')
     scripts.remove('changed')  # by one rank of two
     scripts.remove('after_close')  # FSDP2 itself, of one rank, cannot make its first pass in inference mode
     return run(scripts, tmp_path_factory.mktemp('alone'))

@@ -47,6 +47,8 @@ class Passes:
         if module in self._inside:  # as Ctrl-C leaves it
             self._left(module)
         self.recover()
+        if not self._sharded.copies:
+            self._sharded.open()  # what it refuses has not begun a pass, which FSDP2 would have to forget
         self._inside.add(module)
         if self._sharded.copies:
             return
