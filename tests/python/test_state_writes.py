@@ -40,6 +40,33 @@ def pop(optimizer, p):
     optimizer.state.pop(p)
 
 
+def pop_and_put_back(optimizer, p):
+    optimizer.state[p] = optimizer.state.pop(p)
+
+
+def delete_and_put_back(optimizer, p):
+    entry = optimizer.state[p]
+    del optimizer.state[p]
+    optimizer.state[p] = entry
+
+
+def delete_and_put_back_halved(optimizer, p):
+    """As programs do that prune a parameter, or let it grow."""
+    entry = optimizer.state[p]
+    del optimizer.state[p]
+    for key, value in entry.items():
+        if key != 'step' and value is not None:
+            entry[key] = value * 0.5
+    optimizer.state[p] = entry
+
+
+def clear_and_put_back(optimizer, _):
+    entries = dict(optimizer.state)
+    optimizer.state = defaultdict(dict)
+    for p, entry in entries.items():
+        optimizer.state[p] = entry
+
+
 def halve(optimizer, p):
     optimizer.state[p] = {key: value if key == 'step' or value is None else value * 0.5 for key, value in optimizer.state[p].items()}
 
@@ -53,7 +80,8 @@ def step_back(optimizer, p):
     optimizer.state[p] = {**optimizer.state[p], 'step': torch.tensor(0.0)}
 
 
-WRITES = [set_empty, clear, entry_empty, delete, pop, halve, set_halved, step_back]
+WRITES = [set_empty, clear, entry_empty, delete, pop, pop_and_put_back, delete_and_put_back, delete_and_put_back_halved, clear_and_put_back,
+          halve, set_halved, step_back]
 # torch's Adagrad makes its state when it is made, and cannot do without; its SGD has no step, and without momentum no entry.
 CASES = [('adamw', write) for write in WRITES] + [('sgd_momentum', write) for write in WRITES if write is not step_back]
 CASES += [(pair, write) for pair in PAIRS for write in (set_empty, halve)
@@ -226,6 +254,87 @@ def test_a_look_opens_no_job(job, tmp_path):
     with pytest.warns(UserWarning, match=r"goes on from step 4 .* call optimizer.resume\(\) before the first forward pass"):
         train(model, optimizer, 1)
     optimizer.close()
+
+
+@pytest.mark.parametrize('take', [lambda state, p: state.pop(p), lambda state, p: state.__delitem__(p), lambda state, p: state.clear(),
+                                  lambda state, p: state.__setitem__(p, {**state[p], 'exp_avg': state[p]['exp_avg'] * 2})])
+def test_an_entry_that_was_taken_away_is_a_dict_of_its_values(take, job):
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    train(model, optimizer, 2)
+    p = model[0].weight
+    optimizer.state[p]['note'] = 7
+    entry = optimizer.state[p]
+    had = {key: value if key == 'note' else value.clone() for key, value in entry.items()}
+    take(optimizer.state, p)
+    train(model, optimizer, 1, first=2)
+    assert list(entry) == list(had) and entry['note'] == 7
+    assert all(torch.equal(entry[key], had[key]) for key in ('step', 'exp_avg', 'exp_avg_sq'))
+    entry['exp_avg'].zero_()
+    entry.update(step=1, more=2)
+    del entry['note']
+    assert entry.pop('exp_avg_sq') is not None and list(entry) == ['step', 'exp_avg', 'more'] and not entry['exp_avg'].any()
+    entry.clear()
+    assert not entry and optimizer.state[p]['exp_avg'].any()
+    optimizer.close()
+
+
+def test_an_entry_of_a_parameter_that_left_its_group_is_there_still(job):
+    """Programs put another in its place first, and move the state then."""
+    def script(make):
+        torch.manual_seed(2)
+        model = mlp()
+        optimizer = make(model.parameters())
+        train(model, optimizer, 2)
+        old, group = model[3].weight, optimizer.param_groups[0]
+        model[3].weight = torch.nn.Parameter(torch.cat([old.detach(), old.detach()]))
+        model[3].bias = torch.nn.Parameter(torch.zeros(8))
+        group['params'] = list(model.parameters())
+        assert old in optimizer.state and optimizer.state.get(old)['step'] == 2
+        entry = optimizer.state.pop(old)
+        optimizer.state[model[3].weight] = {key: value if key == 'step' else torch.cat([value, value]) for key, value in entry.items()}
+        train(model, optimizer, 2, first=2)
+        return optimizer, list(model.parameters())
+    optimizer, mine = script(lambda params: bt.AdamW(params, lr=1e-2, **job))
+    _, theirs = script(lambda params: torch.optim.AdamW(params, lr=1e-2))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    optimizer.close()
+
+
+def test_a_state_that_another_took_the_place_of_does_not_come_back_empty(job):
+    """torch's still has what it had; ours tells how to keep that."""
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    train(model, optimizer, 2)
+    state, copies = optimizer.state, {p: dict(entry) for p, entry in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state = state  # the one that was cleared
+    optimizer.state = copies
+    state = optimizer.state
+    optimizer.state = defaultdict(dict)
+    with pytest.raises(ballast.Error, match=r'keep copies, \{p: dict\(entry\) for p, entry in optimizer.state.items\(\)\}'):
+        optimizer.state = state
+    assert optimizer.state[model[0].weight]['step'] == 0
+    optimizer.state = copies
+    assert optimizer.state[model[0].weight]['step'] == 2
+    optimizer.close()
+
+
+def test_an_entry_of_before_leaves_masters_as_they_are(job):
+    """Of 16-bit parameters, which have moved since: torch's entry has no master."""
+    masters = []
+    for kind in ('whole', 'without masters'):
+        torch.manual_seed(2)
+        model = mlp().bfloat16()
+        optimizer = bt.AdamW(model.named_parameters(), lr=1e-3, **{**job, 'name': f"{job['name']}-{kind[:5]}"})
+        train(model, optimizer, 2)
+        kept = {p: {key: value for key, value in entry.items() if key != 'master' or kind == 'whole'}
+                for p, entry in optimizer.state.items()}
+        train(model, optimizer, 2, first=2)
+        optimizer.state = kept
+        masters.append([optimizer.job.read_master(p) for p in model.parameters()])
+        optimizer.close()
+    assert all(map(torch.equal, *masters))
 
 
 def test_the_way_that_pickles_take(job):

@@ -6,6 +6,7 @@ The parts of the package share a Job. The optimizer is its face: it makes the Jo
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ballast.torch.algorithms import Algorithm
+    from ballast.torch.job.state import Entry
     from ballast.torch.sharding.sharded import Sharded
     from ballast.torch.stepping.early import Early
     from ballast.torch.stepping.overlap import Overlap
@@ -70,6 +72,8 @@ class Job:
         self.unpulled = False  # parameters may not hold the job's version yet
         self.found: int | None = None  # the version that the job was found at; None: the job was new
         self.extras: dict[torch.Tensor, dict[str, Any]] = {}  # what others keep in optimizer.state[p], in the trainer alone
+        self.entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()  # by id, those of optimizer.state in use
+        self.state_lives = 0  # how often another optimizer.state took the place of what was there
         self.overlap: Overlap | None = None
         self.early: Early | None = None
         self.buffers = Buffers()

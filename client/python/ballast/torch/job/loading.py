@@ -104,7 +104,8 @@ def put(job: Job, states: Mapping[int, Mapping[str, Any]]) -> None:
         found = {key: entry for key, entry in found.items() if key in states}
         return Plan(entries.described(job, found), entries=found)
     plan = _agreed(job, 'an assignment to optimizer.state', look)
-    _bring_in(job, 'an assignment to optimizer.state', plan.entries, steps=job.progress.steps, blob=job.progress.blob)
+    _bring_in(job, 'an assignment to optimizer.state', plan.entries, steps=job.progress.steps, blob=job.progress.blob,
+              stays=True)
 
 
 def _agreed(job: Job, call: str, look: Callable[[], Plan]) -> Plan:
@@ -216,22 +217,30 @@ def _given(member: Member, entry: Entry, name: str | None, rank: int) -> torch.T
     return None if given is None else _own(given, member, rank)
 
 
-def _value(session: _native.Session, member: Member, given: torch.Tensor | None, name: str | None, fresh: bool) -> torch.Tensor:
+def _value(session: _native.Session, member: Member, given: torch.Tensor | None, name: str | None, fresh: bool,
+           stays: bool) -> torch.Tensor:
     if name is None:
-        return _master(session, member, given, fresh)
+        return _master(session, member, given, fresh, stays)
     return torch.zeros(local(member.parameter).numel(), dtype=torch.float32, device='cpu') if given is None else given
 
 
-def _master(session: _native.Session, member: Member, known: torch.Tensor | None, fresh: bool) -> torch.Tensor:
-    """The parameter's values, but where the master that there is rounds to them: then that."""
+def _master(session: _native.Session, member: Member, known: torch.Tensor | None, fresh: bool, stays: bool) -> torch.Tensor:
+    """The parameter's values, but where a master rounds to them: the known one, or the one that there is. stays: the latter first."""
     if member.here is None:
-        return read_part(session, member, 'master') if known is None else known
+        return read_part(session, member, 'master') if known is None or stays else known
     values = on_host(member.parameter)
-    if known is None and fresh:
-        return values.float().contiguous()
-    if known is None:
-        known = read_part(session, member, 'master')
-    return torch.where(same_bits(known.to(values.dtype), values), known, values.float()).contiguous()
+    masters = [] if known is None else [known]
+    if not fresh and (stays or known is None or not bool(_rounds(known, values).all())):
+        masters.insert(len(masters) if stays else 0, read_part(session, member, 'master'))
+    found = values.float()
+    for master in masters:  # the last one first
+        found = torch.where(_rounds(master, values), master, found)
+    return found.contiguous()
+
+
+def _rounds(master: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """By element, whether it rounds to the values."""
+    return same_bits(master.to(values.dtype), values)
 
 
 def _batches(exchange: Exchange, roster: Roster, members: Sequence[Member]) -> list[list[Member]]:
@@ -272,10 +281,11 @@ def _check_frozen(job: Job, given: Mapping[int, Entry]) -> None:
 
 @torch.no_grad()
 def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = False, steps: int | None = None, blob: bytes = b'',
-              masters_win: bool = False) -> None:
+              masters_win: bool = False, stays: bool = False) -> None:
     """In several transactions: until the last one the job's blob says that its state is not whole. given: by id of the parameter. fresh:
     masters are the parameters, whatever they were. call: the user's. steps, blob: of the loop; None: the most that a parameter has made.
-    masters_win: all entries have masters, which parameters become."""
+    masters_win: all entries have masters, which parameters become. stays: masters that round to the parameters stay, whatever entries
+    have."""
     was_open = job.session is not None
     # The job trains these, though they may be frozen here.
     trained = {name_of(job, g, i, parameter) for g, i, parameter in placed(job)
@@ -306,7 +316,7 @@ def _bring_in(job: Job, call: str, given: Mapping[int, Entry], fresh: bool = Fal
     for i, (array, name, batch) in enumerate(writes):
         parts = [_given(member, of[id(member)], name, job.group.rank) for member in batch]
         values = together(exchange, lambda parts=parts, name=name, batch=batch: [
-            part if masters_win else _value(session, member, part, name, fresh) for member, part in zip(batch, parts)])
+            part if masters_win else _value(session, member, part, name, fresh, stays) for member, part in zip(batch, parts)])
         check_loaded(exchange, job.roster, job.members, {id(member): digest_of(value) for member, value in zip(batch, values)},
                      name or 'the master')
         last = i + 1 == len(writes)

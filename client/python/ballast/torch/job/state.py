@@ -23,19 +23,31 @@ class Entry(MutableMapping, dict):
     and what others have put beside them, which is in the trainer. To write what servers hold is refused, but for the values that they
     have already, as when a framework moves state to another device. A pickle or copy of it is an OrderedDict of tensors like others.
 
+    An entry that was taken away, or that another took the place of, is a dict of the values that it had, as torch's.
+
     The dict beneath stays empty: a class of dicts is what loops over torch's state look for."""
 
     def __init__(self, job: Job, parameter: torch.Tensor) -> None:
         super().__init__()
         self._job, self._parameter = job, parameter
         self._read: dict[str, tuple[int, torch.Tensor]] = {}  # by key: the copy that was read last, and the job's version then
+        self._had: dict[str, Any] | None = None  # what it had when it was taken away
+        job.entries[id(self)] = self
 
     def _ours(self) -> tuple[str, ...]:
         # A look must not open a job: its parameters would come in the place of those that the caller has just loaded.
-        return () if self._job.session is None else self._job.state_keys(self._parameter)
+        return () if self._had is not None or self._job.session is None else self._job.state_keys(self._parameter)
 
     def _extras(self) -> dict[str, Any]:
-        return self._job.extras.get(self._parameter, {})
+        return self._job.extras.get(self._parameter, {}) if self._had is None else self._had
+
+    def _of_servers(self, key: object) -> bool:
+        return key in OURS and self._had is None
+
+    def keep(self, parameters: set[int]) -> None:
+        """Keeps what it has, if it is the entry of one of these parameters, by id, which are given others."""
+        if self._had is None and id(self._parameter) in parameters:
+            self._had = {**self._job.read_state(self._parameter), **self._extras()}
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._ours(), *self._extras()])
@@ -44,10 +56,10 @@ class Entry(MutableMapping, dict):
         return len(list(iter(self)))
 
     def __contains__(self, key: object) -> bool:
-        return key in (self._ours() if key in OURS else self._extras())
+        return key in (self._ours() if self._of_servers(key) else self._extras())
 
     def __getitem__(self, key: str) -> Any:
-        if key not in OURS:
+        if not self._of_servers(key):
             return self._extras()[key]
         if key not in self:
             raise KeyError(key)
@@ -71,6 +83,9 @@ class Entry(MutableMapping, dict):
     def update(self, *others: Any, **more: Any) -> None:
         """All of it or, with an error, nothing."""
         given = dict(*others, **more)
+        if self._had is not None:
+            self._had.update(given)
+            return
         if not all(self.holds(key, value) for key, value in given.items() if key in OURS):
             refuse()
         extras = {key: value for key, value in given.items() if key not in OURS}
@@ -80,14 +95,14 @@ class Entry(MutableMapping, dict):
     def __delitem__(self, key: str) -> None:
         if key not in self:
             raise KeyError(key)
-        if key in OURS:
+        if self._of_servers(key):
             refuse()
         del self._extras()[key]
 
     def clear(self) -> None:
         if self._ours():
             refuse()
-        self._job.extras.pop(self._parameter, None)
+        self._extras().clear()
 
     def copy(self) -> dict[str, Any]:
         return dict(self)
@@ -117,6 +132,7 @@ class State(MutableMapping):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer  # which lives while its state is used
+        self._life = optimizer.job.state_lives
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group['params']]
@@ -132,7 +148,8 @@ class State(MutableMapping):
         return iter(self._parameters())
 
     def __contains__(self, parameter: object) -> bool:
-        return any(parameter is each for each in self._parameters())
+        # As in torch's, one that has left its group is there still.
+        return self._optimizer.job.member_of(parameter) is not None or any(parameter is each for each in self._parameters())
 
     def _check(self, parameter: object) -> None:
         if not isinstance(parameter, torch.Tensor):
@@ -157,11 +174,16 @@ class State(MutableMapping):
         self[parameter] = {}
 
     def clear(self) -> None:
-        self.replace({})
+        self._put({parameter: {} for parameter in self._parameters()})
 
     def replace(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """As assigning `states` to torch's optimizer.state: parameters that are not in it begin anew."""
-        if isinstance(states, State) and states._optimizer.job is self._optimizer.job:
+        job = self._optimizer.job
+        if isinstance(states, State) and states._optimizer.job is job:
+            if states._life != job.state_lives:
+                raise Error('optimizer.state = one that another took the place of: it is a view of what the servers hold now, and has '
+                            'nothing of what they held then; keep copies, {p: dict(entry) for p, entry in optimizer.state.items()}, and '
+                            'assign those', 'BAD_REQUEST')
             return
         if not isinstance(states, Mapping):
             raise Error(f'optimizer.state = {type(states).__name__}: expected a dict of dicts by parameter', 'BAD_CONFIG')
@@ -171,6 +193,8 @@ class State(MutableMapping):
             if id(other) not in there:
                 raise KeyError('optimizer.state: a parameter is in none of the param_groups')
         self._put({parameter: states.get(parameter) or {} for parameter in parameters})
+        if job.session is not None:
+            job.state_lives += 1
 
     def _put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         job = self._optimizer.job
@@ -180,6 +204,9 @@ class State(MutableMapping):
             ours[parameter] = {key: value for key, value in entry.items() if key in OURS} if is_entry else entry
             extras[parameter] = {key: value for key, value in entry.items() if key not in OURS} if is_entry else {}
         is_there = job.session is not None and all(self._has(parameter, entry) for parameter, entry in ours.items())
+        if not is_there and job.session is not None:
+            for each in list(job.entries.values()):
+                each.keep(set(map(id, states)))
         if job.options.world_size > 1 or not is_there:
             loading.put(job, {id(parameter): entry for parameter, entry in ours.items()})
         job.extras.update(extras)
