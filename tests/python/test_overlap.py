@@ -12,6 +12,7 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
+from ballast.torch.stepping.step import Step
 
 
 class Gated:
@@ -158,6 +159,30 @@ def test_a_signals_handler_waits_in_the_stead_of_who_waited(use, job):
         signal.signal(signal.SIGALRM, before)
     assert waited and session.in_time
     assert same(model, expected)
+
+
+@pytest.mark.parametrize('use', ['forward', 'wait'])
+def test_a_signals_handler_waits_as_parameters_land(use, job, monkeypatch):
+    """The step counts once."""
+    model = mlp()
+    optimizer, session = gated(model, job)
+    backward(model)
+    expected = plain_copy(model, job)
+    land, waited = Step.land, []
+
+    def landing(step, indices):
+        land(step, indices)
+        if not waited:
+            waited.append(True)
+            optimizer.wait()
+    monkeypatch.setattr(Step, 'land', landing)
+    optimizer.step()
+    optimizer.wait() if use == 'wait' else model(torch.zeros(1, 16))
+    assert waited and session.in_time and optimizer.resume().step == 1
+    assert same(model, expected)
+    backward(model)
+    optimizer.step()
+    assert optimizer.resume().step == 2
 
 
 @pytest.mark.parametrize('use', ['state_dict', 'wait', 'grad_norm', 'last_step_skipped', 'state', 'full_state_dict', 'zero_grad', 'stats',

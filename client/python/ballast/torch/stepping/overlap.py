@@ -105,7 +105,7 @@ class Overlap:
         if self._step is None:
             return  # a signal's handler has waited
         if needed <= self._ready_members:
-            self._land(needed)
+            self._land(self._step, needed)
         else:
             self.wait()
 
@@ -124,8 +124,8 @@ class Overlap:
                     self._step.interrupt()
                 raise
 
-    def _land(self, indices: set[int]) -> None:
-        self._step.land(indices)
+    def _land(self, step: Step, indices: set[int]) -> None:
+        step.land(indices)
         for i in indices:
             gradient, self._gradients[i] = self._gradients[i], None
             if gradient is not None and gradient[0]._version != gradient[1]:
@@ -142,12 +142,13 @@ class Overlap:
         if self._step is not step:
             return  # a signal's handler has waited
         try:
-            self._land(set(ready))
+            self._land(step, set(ready))
         except Error as error:
             raise future.exception() or error  # noqa: B904 (the step's own comes first)
         finally:
-            self._step = self._future = None
-            step.end()
+            if self._step is step:  # else a signal's handler has waited, amid _land()
+                self._step = self._future = None
+                step.end()
         future.result()
 
 
