@@ -103,6 +103,25 @@ def test_a_wrong_hyper_parameter_is_a_value_error_as_in_torch(wrong):
         bt.AdamW(mlp().parameters(), **wrong)
 
 
+@pytest.mark.parametrize('take, words', [
+    (lambda model: model[0].weight, 'should be an iterable of Tensors or dicts, but got a Tensor'),
+    (lambda model: dict(model.named_parameters()), "is a dict without 'params': expected model.named_parameters()"),
+    (lambda model: [('a', model[0].weight), model[0].bias], 'Some param names are missing'),
+    (lambda model: [model[0].weight, ('a', model[0].bias)], 'Some param names are missing'),
+    (lambda model: [], 'optimizer got an empty parameter list'),
+])
+def test_parameters_that_are_none_are_refused_as_in_torch(take, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        bt.AdamW(take(mlp()))
+
+
+@pytest.mark.parametrize('wrong', [{'lr': '1e-3'}, {'eps': '1e-8'}, {'betas': ('0.9', 0.99)}])
+def test_a_number_of_yaml_that_is_a_string_is_refused(wrong):
+    """As in torch. A schedule would stumble over it, an epoch later."""
+    with pytest.raises(TypeError, match=f'{next(iter(wrong))[:4]}.* is a string, expected a number'):
+        bt.AdamW(mlp().parameters(), **wrong)
+
+
 def test_a_parameter_twice():
     model = mlp()
     with pytest.raises(ValueError, match='more than once'):

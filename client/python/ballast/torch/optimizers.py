@@ -29,16 +29,21 @@ def _refuse(optimizer: str, **flags: Any) -> None:
                         "autograd's sight; leave it out", 'UNSUPPORTED')
 
 
-def _check(optimizer: str, **values: tuple[float, float, float | None]) -> None:
-    for name, (value, low, below) in values.items():
+def _check(optimizer: str, **values: tuple[Any, float, float | None]) -> None:
+    for name, (given, low, below) in values.items():
+        if isinstance(given, str):
+            raise TypeError(f'{optimizer}: {name}={given!r} is a string, expected a number: YAML reads 1e-3 as a string, and 1.0e-3 as a '
+                            'number')
+        value = float(given)
         if not low <= value < (float('inf') if below is None else below):
             expected = f'at least {low} and ' + ('finite' if below is None else f'below {below}')
             raise ValueError(f'{optimizer}: {name}={value}, expected {expected}')
 
 
-def _betas(optimizer: str, betas: Any) -> dict[str, tuple[float, float, float]]:
+def _betas(optimizer: str, betas: Any) -> dict[str, tuple[Any, float, float]]:
     try:
-        beta1, beta2 = (float(beta) for beta in betas)
+        beta1, beta2 = betas
+        float(beta1), float(beta2)
     except (TypeError, ValueError):
         raise ValueError(f'{optimizer}: betas={betas!r}, expected two numbers') from None
     return {'beta1': (beta1, 0, 1), 'beta2': (beta2, 0, 1)}
@@ -50,7 +55,7 @@ class _AdamLike(Optimizer):
                  ballast: Arguments) -> None:
         name = type(self).__name__
         _refuse(name, differentiable=differentiable, capturable=capturable)
-        _check(name, lr=(float(lr), 0, None), eps=(float(eps), 0, None), weight_decay=(float(weight_decay), 0, None),
+        _check(name, lr=(lr, 0, None), eps=(eps, 0, None), weight_decay=(weight_decay, 0, None),
                **_betas(name, betas))
         defaults = {'lr': lr, 'betas': betas, 'eps': eps, 'weight_decay': weight_decay, 'amsgrad': amsgrad,
                     'maximize': maximize, 'foreach': foreach, 'capturable': capturable,
@@ -106,8 +111,8 @@ class SGD(Optimizer):
                  differentiable: bool = False, fused: bool | None = None, momentum_buffer: bool = False,
                  **ballast: Unpack[Arguments]) -> None:
         _refuse('SGD', differentiable=differentiable)
-        _check('SGD', lr=(float(lr), 0, None), momentum=(float(momentum), 0, None),
-               weight_decay=(float(weight_decay), 0, None))
+        _check('SGD', lr=(lr, 0, None), momentum=(momentum, 0, None),
+               weight_decay=(weight_decay, 0, None))
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError('SGD: nesterov needs a momentum and no dampening')
         defaults = {'lr': lr, 'momentum': momentum, 'dampening': dampening, 'weight_decay': weight_decay,
@@ -126,9 +131,9 @@ class Adagrad(Optimizer):
                  differentiable: bool = False, fused: bool | None = None,
                  **ballast: Unpack[Arguments]) -> None:
         _refuse('Adagrad', differentiable=differentiable)
-        _check('Adagrad', lr=(float(lr), 0, None), lr_decay=(float(lr_decay), 0, None), eps=(float(eps), 0, None),
-               weight_decay=(float(weight_decay), 0, None),
-               initial_accumulator_value=(float(initial_accumulator_value), 0, None))
+        _check('Adagrad', lr=(lr, 0, None), lr_decay=(lr_decay, 0, None), eps=(eps, 0, None),
+               weight_decay=(weight_decay, 0, None),
+               initial_accumulator_value=(initial_accumulator_value, 0, None))
         defaults = {'lr': lr, 'lr_decay': lr_decay, 'eps': eps, 'weight_decay': weight_decay,
                     'initial_accumulator_value': initial_accumulator_value, 'foreach': foreach, 'maximize': maximize,
                     'differentiable': differentiable, 'fused': fused}
@@ -141,6 +146,6 @@ class Lion(Optimizer):
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
                  weight_decay: float = 0.0, *, maximize: bool = False, **ballast: Unpack[Arguments]) -> None:
-        _check('Lion', lr=(float(lr), 0, None), weight_decay=(float(weight_decay), 0, None), **_betas('Lion', betas))
+        _check('Lion', lr=(lr, 0, None), weight_decay=(weight_decay, 0, None), **_betas('Lion', betas))
         defaults = {'lr': lr, 'betas': betas, 'weight_decay': weight_decay, 'maximize': maximize}
         super().__init__(params, defaults, algorithm=algorithms.Lion(), **ballast)

@@ -163,6 +163,12 @@ class Group(dict):
 def split_named(params: Any) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
     """`params` as torch.optim takes them, without names; and the names by group and position (None: no name)."""
     groups, names = [], []
+    if isinstance(params, torch.Tensor):
+        raise TypeError('params argument given to the optimizer should be an iterable of Tensors or dicts, but got a Tensor: expected '
+                        'model.named_parameters(), or a list')
+    if isinstance(params, dict) and 'params' not in params:
+        raise TypeError("params argument given to the optimizer is a dict without 'params': expected model.named_parameters(), or for "
+                        "groups [{'params': ...}, ...]")
     params = [params] if isinstance(params, dict) else _in_order(params)
     if params and not isinstance(params[0], dict):
         params = [{'params': params}]
@@ -170,7 +176,10 @@ def split_named(params: Any) -> tuple[list[dict[str, Any]], list[list[str | None
         members = group['params']
         members = [members] if isinstance(members, torch.Tensor) else _in_order(members)
         mine = list(group.get('param_names') or [])
-        if members and isinstance(members[0], tuple):
+        named = [isinstance(each, tuple) for each in members]
+        if any(named):
+            if not all(named):
+                raise ValueError('all optimizer params should be with/without names. Some param names are missing')
             mine = [name for name, _ in members]
             members = [parameter for _, parameter in members]
         if not mine:
