@@ -1,4 +1,5 @@
 """What loops do to an optimizer between its steps: each takes effect as in torch, or is refused by name."""
+import gc
 import os
 import subprocess
 import sys
@@ -226,6 +227,29 @@ assert ballast.jobs() == [], ballast.jobs()
 assert ballast.jobs('state') == ['beside', 'default']
 '''
     subprocess.run([sys.executable, '-c', script], check=True, cwd=tmp_path)
+
+
+def test_an_optimizer_that_only_a_cycle_keeps_is_in_nobodys_way(job, tmp_path):
+    """Of a trainer that another has taken the place of: Lightning's fit() a second time, with a Trainer of its own."""
+    def fit(**more):
+        trainer = {'optimizer': bt.AdamW(two_layers().named_parameters(), lr=0.1, **{**job, **more})}
+        trainer['loop'] = trainer
+        assert trainer['optimizer'].resume().step == 0
+        backward(model)
+        trainer['optimizer'].step()
+    model = two_layers()
+    gc.disable()
+    try:
+        fit()
+        fit()
+        fit(directory=tmp_path / 'state', nvme='512MiB')
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            again = bt.AdamW(two_layers().named_parameters(), lr=0.1, resume='auto', directory=tmp_path / 'state', nvme='512MiB', **job)
+            assert again.resume().step == 1
+    finally:
+        gc.enable()
+    again.close()
 
 
 def test_a_call_amid_an_open_is_told(job, monkeypatch):

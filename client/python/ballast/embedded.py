@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import threading
 import weakref
@@ -149,6 +150,7 @@ def server(directory: str | os.PathLike[str] | None = None, dram: int | str | No
 def opening(job: str, is_durable: bool, apart: bool, **budgets: Any) -> Iterator[Use]:
     """A Use of server(), within which the caller opens `job`. When that fails and nobody else uses the server, it ends: its
     budgets may be what was wrong, and the next attempt may ask for others. apart: of a server that keeps parameters."""
+    _collect(job, _asked(**budgets))
     with _lock:
         running = _start_apart(**budgets) if apart else _start(**budgets)
         use = Use(running, job, is_durable)
@@ -162,6 +164,13 @@ def opening(job: str, is_durable: bool, apart: bool, **budgets: Any) -> Iterator
             if running is _running and running.is_free:
                 _stop()
         raise
+
+
+def _collect(job: str, asked: dict[str, Any]) -> None:
+    """An optimizer that only a cycle keeps, of a trainer that another has taken the place of, is in nobody's way."""
+    there = [each for each in (_running, _apart.get(asked['directory'])) if each is not None and each.pid == os.getpid()]
+    if any(each.has_open(job) or (each.uses and each.differs(asked)) for each in there):
+        gc.collect()
 
 
 def want(owner: object, directory: str | None) -> None:
