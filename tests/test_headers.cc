@@ -1,0 +1,1 @@
+#include "ballast/tests/test_headers.h"
