@@ -4,9 +4,9 @@
 #        tests/run.sh ops [--list] [NAME...]   the operations tests: chart, image, unit, packages, examples (tests/ops)
 #   dev        (default) optimised, warnings are errors, GPU code compiled where nvcc is found
 #   full       the same with all seeds, kills and damages, which take long
-#   asan       AddressSanitizer, and UndefinedBehaviorSanitizer but for the objects of tests; a tenth of the seeds, no benches, no seeded
-#              bugs, no failpoints
-#   asan-full  the same with a tenth of the seeds of full
+#   asan       AddressSanitizer, and UndefinedBehaviorSanitizer but for the objects of tests; a tenth of the seeds; no benches, no seeded
+#              bugs, no failpoints, none of the tests marked ASAN_FULL
+#   asan-full  the same with a tenth of the seeds of full, and with those tests
 #   tsan       ThreadSanitizer; as asan-full
 #   clang      builds alone: clang checks what is said of locks; then clang-tidy over the libraries
 #   soak        only what takes hours: simulations, crash and corruption tests with a hundred times the seeds

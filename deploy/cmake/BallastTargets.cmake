@@ -66,17 +66,22 @@ function(ballast_executable name)
   target_link_libraries(${name} PRIVATE ${ARG_DEPS} ballast_flags ${BALLAST_SANITIZER_OBJECTS})
 endfunction()
 
-# ballast_test(<name> SRCS ... DEPS ... [LABELS ...] [TIMEOUT s] [ENVIRONMENT ...] [ONLY_IN configuration]): a GoogleTest binary, one ctest
-# test. ONLY_IN: run by `ctest -C configuration` alone, for what takes many minutes.
+# ballast_test(<name> SRCS ... DEPS ... [LABELS ...] [TIMEOUT s] [ENVIRONMENT ...] [ONLY_IN configuration] [ASAN_FULL]): a GoogleTest
+# binary, one ctest test. ONLY_IN: run by `ctest -C configuration` alone, for what takes many minutes. ASAN_FULL: `tests/run.sh asan`
+# does without it (tests/README.md).
 # Exit code 77 means skipped. The folder under tests/ is a label: ctest -L storage.
 function(ballast_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT;ONLY_IN" "SRCS;DEPS;LABELS;ARGS;ENVIRONMENT" ${ARGN})
+  cmake_parse_arguments(ARG "ASAN_FULL" "TIMEOUT;ONLY_IN" "SRCS;DEPS;LABELS;ARGS;ENVIRONMENT" ${ARGN})
   ballast_add_executable(${name} ${ARG_SRCS})
   set_target_properties(${name} PROPERTIES BALLAST_TEST_OBJECTS TRUE)
   if(TARGET ballast_test_headers)
     target_precompile_headers(${name} REUSE_FROM ballast_test_headers)
   endif()
   target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gmock GTest::gtest_main ballast_flags ${BALLAST_SANITIZER_OBJECTS})
+  if(ARG_ASAN_FULL AND BALLAST_SANITIZE AND BALLAST_TEST_ROUNDS STREQUAL "ci")
+    set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL ON)
+    return()
+  endif()
   add_test(NAME ${name} COMMAND ${name} ${ARG_ARGS} CONFIGURATIONS ${ARG_ONLY_IN})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
