@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -23,6 +24,12 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 // The square of a float is exact in fp64, so fused or not, each addition is the only rounding.
 
+// A span is read in four places by turns of so many elements: processors fetch ahead within a page, so one place alone
+// waits for memory at every page. Places are up to so many leaves apart.
+constexpr size_t kStreams = 4;
+constexpr size_t kTurnElements = 128;
+constexpr size_t kStreamLeavesMax = 64;
+
 #if HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
 
 // As wide as the doubles of a leaf's lanes can use, at most eight of them.
@@ -31,9 +38,15 @@ using Words = hn::RebindToUnsigned<Doubles>;
 constexpr size_t kDoubles = hn::MaxLanes(Doubles());
 constexpr size_t kSums = kNormLanes / kDoubles;
 
-// Widening and its permutation bound the loop (AVX2, Zen 3). So magnitudes are shifted to the place of a double's
-// exponent and mantissa instead. The results, also zeros and denormals, are too small by 2^896, the difference of the
-// exponents' biases; multiplying by 2^896 is exact. Inf and NaN come out finite and are detected apart.
+// A leaf's sums between turns: sum `i` of the loop, and the largest magnitudes.
+struct LeafSums {
+  HWY_ALIGN double sums[kNormLanes] = {};
+  HWY_ALIGN uint32_t largest[2 * kDoubles] = {};
+};
+
+// bf16 and fp16. Widening and its permutation bound the loop (AVX2, Zen 3). So magnitudes are shifted to the place of a
+// double's exponent and mantissa instead. The results, also zeros and denormals, are too small by 2^896, the difference
+// of the exponents' biases; multiplying by 2^896 is exact. Inf and NaN come out finite and are detected apart.
 constexpr double kRebias = 0x1p896;
 
 // The sums of 4 x kDoubles neighbouring elements. Named, not an array: compilers keep arrays in memory.
@@ -42,7 +55,12 @@ class FourSums {
  public:
   using Sum = hn::Vec<Doubles>;
 
-  HWY_INLINE FourSums() : a_(hn::Zero(Doubles())), b_(a_), c_(a_), d_(a_), largest_(hn::Zero(Parts())) {}
+  HWY_INLINE FourSums(const LeafSums& leaf, size_t first)
+      : a_(Load(leaf, first)),
+        b_(Load(leaf, first + 1)),
+        c_(Load(leaf, first + 2)),
+        d_(Load(leaf, first + 3)),
+        largest_(hn::Load(Parts(), reinterpret_cast<const Part*>(leaf.largest))) {}
 
   HWY_INLINE void Add(const std::byte* from, size_t i) {
     if constexpr (kDtype == Dtype::kBf16) {
@@ -53,20 +71,29 @@ class FourSums {
       AddSquare<kMask>(hn::ShiftLeft<13>(x), c_);
       AddSquare<kMask>(hn::ShiftRight<3>(x), d_);
     } else {
-      AddTwo(LoadFloats(from, i), a_, b_);
-      AddTwo(LoadFloats(from, i + 2 * kDoubles), c_, d_);
+      AddTwo(LoadF16(from, i), a_, b_);
+      AddTwo(LoadF16(from, i + 2 * kDoubles), c_, d_);
     }
   }
-  // Sums `first` ... `first` + 3 of a leaf; returns whether all was finite.
-  HWY_INLINE bool Store(size_t first, double* lane) const {
-    StoreOne(a_, first, lane);
-    StoreOne(b_, first + 1, lane);
-    StoreOne(c_, first + 2, lane);
-    StoreOne(d_, first + 3, lane);
+  HWY_INLINE void Store(size_t first, LeafSums* leaf) const {
+    StoreSum(a_, first, leaf);
+    StoreSum(b_, first + 1, leaf);
+    StoreSum(c_, first + 2, leaf);
+    StoreSum(d_, first + 3, leaf);
+    auto* const largest = reinterpret_cast<Part*>(leaf->largest);
+    hn::Store(hn::Max(largest_, hn::Load(Parts(), largest)), Parts(), largest);
+  }
+  static HWY_INLINE bool IsFinite(const LeafSums& leaf) {
     // Signed, which magnitudes can be and every instruction set compares.
     const hn::RebindToSigned<Parts> ds;
     const auto most = hn::Set(ds, static_cast<hn::TFromD<decltype(ds)>>(kDtype == Dtype::kBf16 ? 0x7f7f : 0x7f7fffff));
-    return hn::AllFalse(ds, hn::Gt(hn::BitCast(ds, largest_), most));
+    const auto largest = hn::Load(Parts(), reinterpret_cast<const Part*>(leaf.largest));
+    return hn::AllFalse(ds, hn::Gt(hn::BitCast(ds, largest), most));
+  }
+  // Element `at` of sum `number`: its place among the leaf's lanes.
+  static HWY_INLINE size_t Lane(size_t number, size_t at) {
+    constexpr size_t kApart = kDtype == Dtype::kBf16 ? 4 : 2;  // elements in a word
+    return number / kApart * kApart * kDoubles + number % kApart + at * kApart;
   }
 
  private:
@@ -74,15 +101,17 @@ class FourSums {
   using Parts = hn::Repartition<Part, Doubles>;
   using Word = hn::Vec<Words>;
 
+  static HWY_INLINE Sum Load(const LeafSums& leaf, size_t number) {
+    return hn::Load(Doubles(), leaf.sums + number * kDoubles);
+  }
+  static HWY_INLINE void StoreSum(Sum sum, size_t number, LeafSums* leaf) {
+    hn::Store(sum, Doubles(), leaf->sums + number * kDoubles);
+  }
   HWY_INLINE Word Load16(const uint16_t* from) { return Look(hn::LoadU(hn::Repartition<uint16_t, Doubles>(), from)); }
-  HWY_INLINE Word LoadFloats(const std::byte* from, size_t i) {
+  HWY_INLINE Word LoadF16(const std::byte* from, size_t i) {
     const hn::Repartition<float, Doubles> df;
-    if constexpr (kDtype == Dtype::kF32) {
-      return Look(hn::LoadU(df, reinterpret_cast<const float*>(from) + i));
-    } else {
-      const hn::Rebind<hwy::float16_t, decltype(df)> dh;
-      return Look(hn::PromoteTo(df, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from) + i)));
-    }
+    const hn::Rebind<hwy::float16_t, decltype(df)> dh;
+    return Look(hn::PromoteTo(df, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from) + i)));
   }
   // Notes the largest magnitude.
   template <class V>
@@ -103,34 +132,86 @@ class FourSums {
     const auto x = hn::Mul(hn::BitCast(dd, hn::And(shifted, hn::Set(Words(), kMask))), hn::Set(dd, kRebias));
     sum = hn::MulAdd(x, x, sum);
   }
-  // Element `at` of sum `number` to its place among the leaf's lanes.
-  static HWY_INLINE void StoreOne(Sum sum, size_t number, double* lane) {
-    HWY_ALIGN double part[kDoubles];
-    hn::Store(sum, Doubles(), part);
-    constexpr size_t kApart = kDtype == Dtype::kBf16 ? 4 : 2;  // elements in a word
-    const size_t first = number / kApart * kApart * kDoubles + number % kApart;
-    for (size_t at = 0; at < kDoubles; ++at) lane[first + at * kApart] = part[at];
-  }
 
   Sum a_, b_, c_, d_;
   hn::Vec<Parts> largest_;
 };
 
+// fp32: a load that widens is a load and two instructions. Inf and NaN reach the sums.
+template <>
+class FourSums<Dtype::kF32> {
+ public:
+  using Sum = hn::Vec<Doubles>;
+
+  HWY_INLINE FourSums(const LeafSums& leaf, size_t first)
+      : a_(hn::Load(Doubles(), leaf.sums + first * kDoubles)),
+        b_(hn::Load(Doubles(), leaf.sums + (first + 1) * kDoubles)),
+        c_(hn::Load(Doubles(), leaf.sums + (first + 2) * kDoubles)),
+        d_(hn::Load(Doubles(), leaf.sums + (first + 3) * kDoubles)) {}
+
+  HWY_INLINE void Add(const std::byte* from, size_t i) {
+    const float* const at = reinterpret_cast<const float*>(from) + i;
+    AddSquare(at, a_);
+    AddSquare(at + kDoubles, b_);
+    AddSquare(at + 2 * kDoubles, c_);
+    AddSquare(at + 3 * kDoubles, d_);
+  }
+  HWY_INLINE void Store(size_t first, LeafSums* leaf) const {
+    hn::Store(a_, Doubles(), leaf->sums + first * kDoubles);
+    hn::Store(b_, Doubles(), leaf->sums + (first + 1) * kDoubles);
+    hn::Store(c_, Doubles(), leaf->sums + (first + 2) * kDoubles);
+    hn::Store(d_, Doubles(), leaf->sums + (first + 3) * kDoubles);
+  }
+  static HWY_INLINE bool IsFinite(const LeafSums&) { return true; }
+  static HWY_INLINE size_t Lane(size_t number, size_t at) { return number * kDoubles + at; }
+
+ private:
+  static HWY_INLINE void AddSquare(const float* from, Sum& sum) {
+    const Doubles dd;
+    const auto x = hn::PromoteTo(dd, hn::LoadU(hn::Rebind<float, Doubles>(), from));
+    sum = hn::MulAdd(x, x, sum);
+  }
+
+  Sum a_, b_, c_, d_;
+};
+
+// Elements `begin` ... `end` of a leaf.
 template <Dtype kDtype>
-HWY_ATTR double Leaf(const std::byte* HWY_RESTRICT from) {
-  double lane[kNormLanes];
-  bool finite = true;
+HWY_INLINE void AddTurn(const std::byte* HWY_RESTRICT from, size_t begin, size_t end, LeafSums* HWY_RESTRICT leaf) {
   // Eight sums at a time, because the additions of one sum wait for each other.
   for (size_t first = 0; first < kSums; first += 8) {
-    FourSums<kDtype> sums, more;
-    for (size_t i = first * kDoubles; i < kNormLeafElements; i += kNormLanes) {
+    FourSums<kDtype> sums(*leaf, first);
+    FourSums<kDtype> more(*leaf, kSums > 4 ? first + 4 : first);
+    for (size_t i = begin + first * kDoubles; i < end; i += kNormLanes) {
       sums.Add(from, i);
       if constexpr (kSums > 4) more.Add(from, i + 4 * kDoubles);
     }
-    finite = sums.Store(first, lane) && finite;
-    if constexpr (kSums > 4) finite = more.Store(first + 4, lane) && finite;
+    sums.Store(first, leaf);
+    if constexpr (kSums > 4) more.Store(first + 4, leaf);
   }
-  return finite ? SumLanes(lane) : std::numeric_limits<double>::infinity();
+}
+
+template <Dtype kDtype>
+double TotalOf(const LeafSums& leaf) {
+  if (!FourSums<kDtype>::IsFinite(leaf)) return std::numeric_limits<double>::infinity();
+  double lane[kNormLanes];
+  for (size_t number = 0; number < kSums; ++number) {
+    for (size_t at = 0; at < kDoubles; ++at)
+      lane[FourSums<kDtype>::Lane(number, at)] = leaf.sums[number * kDoubles + at];
+  }
+  return SumLanes(lane);
+}
+
+// The totals of a leaf of each stream: the streams begin `apart` bytes apart, and take turns.
+template <Dtype kDtype, size_t kStreams>
+HWY_ATTR void Leaves(const std::byte* HWY_RESTRICT from, size_t apart, double* const (&totals)[kStreams]) {
+  constexpr size_t kTurn = kStreams > 1 ? kTurnElements : kNormLeafElements;
+  LeafSums leaf[kStreams];
+  for (size_t i = 0; i < kNormLeafElements; i += kTurn) {
+    for (size_t stream = 0; stream < kStreams; ++stream)
+      AddTurn<kDtype>(from + stream * apart, i, i + kTurn, &leaf[stream]);
+  }
+  for (size_t stream = 0; stream < kStreams; ++stream) *totals[stream] = TotalOf<kDtype>(leaf[stream]);
 }
 
 #else
@@ -142,14 +223,16 @@ float ElementAs(const std::byte* from, size_t i) {
   return kDtype == Dtype::kBf16 ? FromBf16(half) : FromF16(half);
 }
 
-template <Dtype kDtype>
-double Leaf(const std::byte* from) {
-  double lane[kNormLanes] = {};
-  for (size_t i = 0; i < kNormLeafElements; ++i) {
-    const double x = ElementAs<kDtype>(from, i);
-    lane[i % kNormLanes] += x * x;
+template <Dtype kDtype, size_t kStreams>
+void Leaves(const std::byte* from, size_t apart, double* const (&totals)[kStreams]) {
+  for (size_t stream = 0; stream < kStreams; ++stream, from += apart) {
+    double lane[kNormLanes] = {};
+    for (size_t i = 0; i < kNormLeafElements; ++i) {
+      const double x = ElementAs<kDtype>(from, i);
+      lane[i % kNormLanes] += x * x;
+    }
+    *totals[stream] = SumLanes(lane);
   }
-  return SumLanes(lane);
 }
 
 #endif
@@ -158,12 +241,32 @@ template <Dtype kDtype>
 double NormOf(const std::byte* HWY_RESTRICT gradient, size_t n) {
   constexpr size_t kLeafBytes = kNormLeafElements * ElementBytes(kDtype);
   NormTree tree;
-  for (; n >= kNormLeafElements; n -= kNormLeafElements, gradient += kLeafBytes) tree.Add(Leaf<kDtype>(gradient));
-  if (n > 0) {
-    // Zeros add nothing to a lane.
-    alignas(64) std::byte last[kLeafBytes] = {};
-    std::memcpy(last, gradient, n * ElementBytes(kDtype));
-    tree.Add(Leaf<kDtype>(last));
+  while (n >= kStreams * kNormLeafElements) {
+    double total[kStreams][kStreamLeavesMax];
+    const size_t leaves = std::min(n / kNormLeafElements / kStreams, kStreamLeavesMax);
+    for (size_t i = 0; i < leaves; ++i) {
+      double* const totals[kStreams] = {&total[0][i], &total[1][i], &total[2][i], &total[3][i]};
+      Leaves<kDtype, kStreams>(gradient + i * kLeafBytes, leaves * kLeafBytes, totals);
+    }
+    for (const auto& stream : total) std::for_each_n(stream, leaves, [&tree](double leaf) { tree.Add(leaf); });
+    n -= kStreams * leaves * kNormLeafElements;
+    gradient += kStreams * leaves * kLeafBytes;
+  }
+  alignas(64) std::byte last[kLeafBytes];
+  while (n > 0) {
+    const size_t taken = std::min(n, kNormLeafElements);
+    const std::byte* from = gradient;
+    if (taken < kNormLeafElements) {
+      // Zeros add nothing to a lane.
+      std::memset(last, 0, kLeafBytes);
+      std::memcpy(last, gradient, taken * ElementBytes(kDtype));
+      from = last;
+    }
+    double leaf = 0;
+    Leaves<kDtype, 1>(from, 0, {&leaf});
+    tree.Add(leaf);
+    n -= taken;
+    gradient += kLeafBytes;
   }
   return tree.Total();
 }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
@@ -67,12 +68,18 @@ class ParityTest : public InstructionSetTest {
 };
 
 TEST_P(ParityTest, SquaredNormOfEveryDtype) {
-  for (const Dtype dtype : {Dtype::kF32, Dtype::kF16}) {
-    for (const size_t n : Pieces()) {
+  std::vector<size_t> sizes = Pieces();
+  // Around the places that are read in turns: four of at most 64 leaves each.
+  for (const size_t leaves : {3, 4, 5, 7, 8, 13, 255, 256, 257, 263}) {
+    for (const size_t n : {leaves * 4096 - 1, leaves * 4096, leaves * 4096 + 1}) sizes.push_back(n);
+  }
+  for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+    for (const size_t n : sizes) {
       std::vector<float> wide = AnyFloats(random_, n, /*finite=*/true);
       std::vector<std::byte> x(n * ElementBytes(dtype));
       for (float& value : wide) {
         if (dtype == Dtype::kF16) value = std::fmod(value, 60000.0f);
+        if (dtype == Dtype::kBf16) value = std::bit_cast<float>(std::bit_cast<uint32_t>(value) & 0xffff0000u);
       }
       FromF32(wide, dtype, x.data());
       ToF32(dtype, x.data(), absl::MakeSpan(wide));
@@ -80,9 +87,13 @@ TEST_P(ParityTest, SquaredNormOfEveryDtype) {
       ASSERT_TRUE(got.finite);
       ASSERT_EQ(std::bit_cast<uint64_t>(got.squared_norm), std::bit_cast<uint64_t>(ReferenceNorm(wide.data(), n))) << n;
       if (n == 0) continue;
-      wide[random_() % n] = HUGE_VALF;
-      FromF32(wide, dtype, x.data());
-      ASSERT_FALSE(SquaredNorm(dtype, x.data(), n).finite) << n;
+      for (const float bad : {HUGE_VALF, -HUGE_VALF, std::numeric_limits<float>::quiet_NaN()}) {
+        const size_t at = random_() % n;
+        const float kept = std::exchange(wide[at], bad);
+        FromF32(wide, dtype, x.data());
+        ASSERT_FALSE(SquaredNorm(dtype, x.data(), n).finite) << n << " at " << at;
+        wide[at] = kept;
+      }
     }
   }
 }
