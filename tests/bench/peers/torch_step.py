@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The optimizer phase of a PyTorch training step, ours against what users have today, in one run on one machine.
 
-Usage: torch_step.py [--json FILE] [--directory DIR] [--rounds N] [--threads N] [--only dram|nvme|fp32] ...
+Usage: torch_step.py [--json FILE] [--directory DIR] [--rounds N] [--threads N] [--only dram|nvme|fp32|samples] ...
   --directory DIR   on the disk to measure; takes about 36 bytes per parameter, gone afterwards
   --rounds N        measured steps of each (default 9)
   --dram SIZE       our budget where state is on NVMe (default 1536MiB: with it we keep less in memory than DeepSpeed does)
@@ -14,10 +14,12 @@ A step is backward, and the optimizer phase: clipping and the update, until all 
   deepspeed   ZeRO-Offload (stage 2, optimizer on the CPU), or ZeRO-Infinity (stage 3, optimizer on NVMe, tuned as in deepspeed_nvme.py)
   torch       torch.optim.AdamW(fused=True) over fp32 masters, with copies of bf16 gradients and parameters
   fp32        torch.optim.AdamW(fused=True) and ballast, of the same model in fp32: neither has masters beside parameters
+  samples     ballast without the samples of parameters that tell of writes past torch's version counters
 
 Rows, ratio = the peer's seconds / ours in the optimizer phase, the median over rounds (above 1 we are faster): dram/deepspeed,
-dram/torch, nvme/deepspeed, fp32/torch; beside each the same of backward and optimizer phase together. dram/ballast_step and
-nvme/ballast_step: our own seconds with durability step against those without; dram/ballast_early and nvme/ballast_early: with push_early as well.
+dram/torch, nvme/deepspeed, fp32/torch, samples/none (below 1 by what samples cost); beside each the same of CPU seconds, and of backward
+and optimizer phase together. dram/ballast_step and nvme/ballast_step: our own seconds with durability step against those without;
+dram/ballast_early and nvme/ballast_early: with push_early as well.
 """
 import argparse
 import importlib.util
@@ -60,11 +62,11 @@ class Step(Trainer):
         loss = self.loss()
         start = time.perf_counter()
         loss.backward()
-        middle = time.perf_counter()
+        middle, used = time.perf_counter(), time.process_time()
         self.update()
-        end = time.perf_counter()
+        end, used = time.perf_counter(), time.process_time() - used
         self.forward.zero_grad(set_to_none=True)
-        return {'backward': middle - start, 'optimizer': end - middle, 'loss': loss.item()}
+        return {'backward': middle - start, 'optimizer': end - middle, 'cpu': used, 'loss': loss.item()}
 
     def save(self, path):
         import torch
@@ -110,6 +112,13 @@ class BallastEarly(BallastStep):
 
 class BallastNvmeEarly(BallastNvmeStep):
     push_early = True
+
+
+class BallastUnsampled(Ballast):
+    def make_optimizer(self):
+        from ballast.torch.stepping import marks
+        marks._samples = lambda memory, turns: [0] * len(memory)
+        super().make_optimizer()
 
 
 class BallastFp32(Ballast):
@@ -159,11 +168,12 @@ class DeepSpeedNvme(DeepSpeed):
 
 
 WORKERS = {'ballast_dram': Ballast, 'ballast_dram_step': BallastStep, 'ballast_dram_early': BallastEarly, 'ballast_nvme': BallastNvme,
-           'ballast_nvme_step': BallastNvmeStep, 'ballast_nvme_early': BallastNvmeEarly, 'ballast_fp32': BallastFp32, 'torch': Torch,
-           'torch_fp32': TorchFp32, 'deepspeed_dram': DeepSpeedOffload, 'deepspeed_nvme': DeepSpeedNvme}
+           'ballast_nvme_step': BallastNvmeStep, 'ballast_nvme_early': BallastNvmeEarly, 'ballast_fp32': BallastFp32,
+           'none_samples': BallastUnsampled, 'torch': Torch, 'torch_fp32': TorchFp32, 'deepspeed_dram': DeepSpeedOffload,
+           'deepspeed_nvme': DeepSpeedNvme}
 # Those that are there at a time, and take turns: all at once would not fit into memory.
 GROUPS = {'dram': ('ballast_dram', 'torch', 'deepspeed_dram'), 'nvme': ('ballast_nvme', 'deepspeed_nvme'),
-          'fp32': ('ballast_fp32', 'torch_fp32')}
+          'fp32': ('ballast_fp32', 'torch_fp32'), 'samples': ('ballast_dram', 'none_samples')}
 DURABLE = {'dram': ('ballast_dram', 'ballast_dram_step', 'ballast_dram_early'),
            'nvme': ('ballast_nvme', 'ballast_nvme_step', 'ballast_nvme_early')}
 
@@ -180,9 +190,11 @@ def row_of(row, peer, ours, measured, parameters):
     taken, resident = measured
     peer_bytes, ballast_bytes = resident[peer], resident[ours]
     peer, ours = taken[peer], taken[ours]
+    cpu = [[taken.get('cpu', 0.0) for taken in steps] for steps in (peer, ours)]  # DeepSpeed's steps do not say
     phase = [taken['optimizer'] for taken in peer], [taken['optimizer'] for taken in ours]
     whole = [taken['optimizer'] + taken['backward'] for taken in peer], [taken['optimizer'] + taken['backward'] for taken in ours]
     return {'name': row, 'ratio': median([a / b for a, b in zip(*phase)]),
+            'cpu_ratio': median([a / b for a, b in zip(*cpu)]),
             'backward_and_optimizer_ratio': median([a / b for a, b in zip(*whole)]),
             'seconds': median(phase[0]), 'ballast_seconds': median(phase[1]),
             'resident_bytes': peer_bytes, 'ballast_resident_bytes': ballast_bytes,
@@ -210,7 +222,7 @@ def main():
     args = parse()
     if args.worker:
         return WORKERS[args.worker](args).serve()
-    for module in ('torch', 'ballast') if args.only == 'fp32' else ('torch', 'deepspeed', 'ballast'):
+    for module in ('torch', 'ballast') if args.only in ('fp32', 'samples') else ('torch', 'deepspeed', 'ballast'):
         if importlib.util.find_spec(module) is None:
             print(f'skipped: {module} is not installed (pip install torch==2.13.0 numpy; pip install ./client/python; '
                   'DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8; apt-get install libaio-dev)')
@@ -221,10 +233,10 @@ def main():
     finally:
         shutil.rmtree(directory)
     print(f'optimizer phase over {args.parameters} parameters; ratio above 1: ours is faster')
-    print(f'{"row":20} {"seconds":>8} {"ours":>8} {"ratio":>6} {"with backward":>13} {"MiB resident":>12} {"ours":>6}')
+    print(f'{"row":20} {"seconds":>8} {"ours":>8} {"ratio":>6} {"CPU":>6} {"with backward":>13} {"MiB resident":>12} {"ours":>6}')
     for row in rows:
-        print(f'{row["name"]:20} {row["seconds"]:8.4f} {row["ballast_seconds"]:8.4f} {row["ratio"]:6.2f} '
-              f'{row["backward_and_optimizer_ratio"]:13.2f} {row["resident_bytes"] >> 20:12} {row["ballast_resident_bytes"] >> 20:6}')
+        print(f'{row["name"]:20} {row["seconds"]:8.4f} {row["ballast_seconds"]:8.4f} {row["ratio"]:6.3f} '
+              f'{row["cpu_ratio"]:6.3f} {row["backward_and_optimizer_ratio"]:13.3f} {row["resident_bytes"] >> 20:12} {row["ballast_resident_bytes"] >> 20:6}')
         if row['name'] == 'nvme/deepspeed' and row['ballast_resident_bytes'] > row['resident_bytes']:
             print('ours took more DRAM than DeepSpeed: lower --dram for a fair comparison')
     if args.json:
