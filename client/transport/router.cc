@@ -190,8 +190,14 @@ void Router::Pump() {
 
 void Router::Send(const OperationPtr& op) {
   ++op->tries;
-  const absl::Time try_deadline = std::min(op->deadline, absl::Now() + options_.try_timeout);
-  auto send = [this, op, try_deadline] {
+  auto send = [this, op] {
+    absl::Status stopped;  // since it was scheduled
+    {
+      absl::MutexLock lock(&mutex_);
+      stopped = stopped_;
+    }
+    if (!stopped.ok()) return Finish(op, stopped);
+    const absl::Time try_deadline = std::min(op->deadline, absl::Now() + options_.try_timeout);
     op->send(try_deadline, [this, op](absl::Status status) { OnAnswer(op, std::move(status)); });
   };
   if (op->bytes == 0) return send();

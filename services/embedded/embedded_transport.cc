@@ -44,7 +44,10 @@ struct PullTarget {
 
 class EmbeddedTransport final : public client::Transport {
  public:
-  EmbeddedTransport(StateServer* server, int threads) : server_(server), copies_(threads) {}
+  // Makes a thread at once: where no more can be made, opening a session fails, and not a step.
+  EmbeddedTransport(StateServer* server, int threads) : server_(server), copies_(threads) {
+    copies_.Post([] {});
+  }
   ~EmbeddedTransport() override {
     copies_.Join();
     outstanding_.Wait();

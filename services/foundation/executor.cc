@@ -1,5 +1,6 @@
 #include "ballast/services/foundation/executor.h"
 
+#include <system_error>
 #include <utility>
 
 namespace ballast::services {
@@ -23,8 +24,14 @@ void ThreadExecutor::Join() {
 void ThreadExecutor::Post(std::function<void()> work) {
   absl::MutexLock lock(&mu_);
   if (stopping_) return;
+  if (threads_.size() < threads_max_) {
+    try {
+      threads_.emplace_back([this] { Loop(); });
+    } catch (const std::system_error&) {
+      if (threads_.empty()) throw;  // else fewer do
+    }
+  }
   queue_.push_back(std::move(work));
-  if (threads_.size() < threads_max_) threads_.emplace_back([this] { Loop(); });
 }
 
 void ThreadExecutor::Loop() {

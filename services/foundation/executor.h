@@ -18,6 +18,7 @@ class Executor {
   virtual ~Executor() = default;  // joins
   // Runs the queued closures, then ends. Closures posted later never run. Threads: any but its own.
   virtual void Join() = 0;
+  // Throws std::system_error if no thread can be made for it, and posts nothing then.
   virtual void Post(std::function<void()> work) = 0;
 };
 

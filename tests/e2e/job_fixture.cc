@@ -130,7 +130,7 @@ absl::StatusOr<std::unique_ptr<Cluster>> Cluster::Start(int servers, Placement p
 std::vector<std::unique_ptr<client::Transport>> Cluster::Connect() const {
   std::vector<std::unique_ptr<client::Transport>> transports;
   for (const Server& server : servers_) {
-    transports.push_back(wire_ == Wire::kEmbedded ? services::MakeEmbeddedTransport(server.state.get())
+    transports.push_back(wire_ == Wire::kEmbedded ? services::MakeEmbeddedTransport(server.state.get(), 3)
                                                   : client::MakeGrpcTransport(server.rpc->address()));
   }
   return transports;

@@ -3,6 +3,7 @@ import copy
 import os
 import re
 import subprocess
+import weakref
 
 import pytest
 import torch
@@ -386,3 +387,21 @@ def test_a_refused_load_leaves_nothing_behind(call, job, tmp_path):
     optimizer.step()
     assert optimizer.resume().step == steps + 1
     optimizer.close()
+
+
+def test_gradients_that_went_outlive_the_session(job, two_servers):
+    """A closed optimizer may be the last that has them: the session reads them until it is closed."""
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), servers=two_servers, push_early=True, **job)
+    optimizer.resume()
+    backward(model, next(batches(1)))
+    memory = [weakref.ref(tensor) for sent in optimizer.job.early.sent.values() for tensor in sent.gradients]
+    model.zero_grad()
+    there, close = [], optimizer.job.connection.close
+
+    def closed():
+        there.extend(each() is not None for each in memory)
+        close()
+    optimizer.job.connection.close = closed
+    optimizer.close()
+    assert there and all(there)

@@ -368,6 +368,7 @@ def test_what_does_not_fit_is_refused(job):
     optimizer = bt.AdamW(model.named_parameters(), **job)
     train(model, optimizer, 2)
     p = model[0].weight
+    entry = optimizer.state[p]
     for value, text in (({'step': 1}, "'0.weight' has no 'exp_avg'"), (3, "'0.weight' is a int"),
                         ({**optimizer.state[p], 'exp_avg': torch.zeros(3)}, r"'exp_avg' of parameter '0.weight' has shape \[3\]")):
         with pytest.raises(ballast.Error, match=text):
@@ -381,6 +382,8 @@ def test_what_does_not_fit_is_refused(job):
     assert optimizer.state[p]['step'] == 2
     optimizer.state = optimizer.state
     assert optimizer.state[p]['step'] == 2
+    train(model, optimizer, 1, first=2)
+    assert entry['step'] == 3  # what was refused took no entry away
     optimizer.close()
 
 

@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/client/python/native/kept.h"
 #include "ballast/client/python/native/python_session.h"
 #include "ballast/client/python/native/python_stash.h"
 #include "ballast/client/python/native/sample.h"
@@ -236,14 +237,6 @@ client::TensorMemory Given(const nb::object& source, size_t tensor, std::optiona
   } catch (const nb::cast_error&) {
   }
   throw std::runtime_error(absl::StrCat("no values came of tensor ", tensor, ": ", why));
-}
-
-// Keeps the arrays' tensors. It may end on any thread.
-std::shared_ptr<void> Kept(const MaybeArrays& arrays) {
-  return {new MaybeArrays(arrays), [](void* kept) {
-            const nb::gil_scoped_acquire lock;
-            delete static_cast<MaybeArrays*>(kept);
-          }};
 }
 
 // The tensors that `to` refers to live until the pull was awaited.

@@ -65,7 +65,7 @@ class Servers {
   }
   std::vector<std::unique_ptr<Transport>> Connect() const {
     std::vector<std::unique_ptr<Transport>> transports;
-    for (const Server& server : servers_) transports.push_back(services::MakeEmbeddedTransport(server.state.get()));
+    for (const Server& server : servers_) transports.push_back(services::MakeEmbeddedTransport(server.state.get(), 3));
     return transports;
   }
   v1::GetServerStatusResponse Status(int i) const { return servers_[i].state->Status(); }

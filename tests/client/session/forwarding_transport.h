@@ -1,6 +1,7 @@
 // A transport that hands every call on. Tests override the calls that they count or spoil.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -48,6 +49,7 @@ class ForwardingTransport : public Transport {
             std::function<void(absl::Status)> done) override {
     server_->Pull(r, to, t, std::move(done));
   }
+  void Schedule(std::function<void()> work) override { server_->Schedule(std::move(work)); }
   void Cancel() override { server_->Cancel(); }
 
  private:

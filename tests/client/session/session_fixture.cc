@@ -55,7 +55,7 @@ SessionFixture::SessionFixture(const std::vector<uint64_t>& dram_bytes) {
 
 std::vector<std::unique_ptr<Transport>> SessionFixture::Connect() const {
   std::vector<std::unique_ptr<Transport>> transports;
-  for (const Server& server : servers_) transports.push_back(services::MakeEmbeddedTransport(server.state.get()));
+  for (const Server& server : servers_) transports.push_back(services::MakeEmbeddedTransport(server.state.get(), 3));
   return transports;
 }
 

@@ -56,7 +56,7 @@ class SessionHungDisk : public ::testing::Test {
   }
   absl::StatusOr<std::unique_ptr<Session>> Open() {
     std::vector<std::unique_ptr<Transport>> transports;
-    for (Server& server : servers_) transports.push_back(services::MakeEmbeddedTransport(server.state.get()));
+    for (Server& server : servers_) transports.push_back(services::MakeEmbeddedTransport(server.state.get(), 3));
     return Session::Open(options_, TestTensors(), std::move(transports), group_[0].get());
   }
   v1::GetJobResponse GetJob(int i) {

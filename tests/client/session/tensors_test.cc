@@ -87,7 +87,7 @@ class Trainer {
     options.optimizer.gradient = shape_.gradient;
     options.optimizer.working = shape_.working;
     std::vector<std::unique_ptr<Transport>> transports;
-    transports.push_back(services::MakeEmbeddedTransport(server_.get()));
+    transports.push_back(services::MakeEmbeddedTransport(server_.get(), 3));
     auto session = Session::Open(options, Specs(shape_.parts), std::move(transports), collective_.get());
     ASSERT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);

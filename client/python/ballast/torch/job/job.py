@@ -255,12 +255,14 @@ class Job:
     def close(self) -> None:
         """Ends the session, once the step under way has ended."""
         self._closed = True
+        sent = None if self.early is None else self.early.sent
         try:
             if self.early is not None:
                 self.early.close()
             self.wait()
         finally:
             self.connection.close()  # a thread amid a step finds the session closed
+            del sent
             if self.sharded is not None:
                 self.sharded.leave()
             self.members, self._by_parameter, self.host = [], {}, HostMemory()

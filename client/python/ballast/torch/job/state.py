@@ -44,10 +44,15 @@ class Entry(MutableMapping, dict):
     def _of_servers(self, key: object) -> bool:
         return key in OURS and self._had is None
 
-    def keep(self, parameters: set[int]) -> None:
-        """Keeps what it has, if it is the entry of one of these parameters, by id, which are given others."""
+    def values(self, parameters: set[int]) -> dict[str, Any] | None:
+        """What it has, if it is the entry of one of these parameters, by id, which are given others."""
         if self._had is None and id(self._parameter) in parameters:
-            self._had = {**self._job.read_state(self._parameter), **self._extras()}
+            return {**self._job.read_state(self._parameter), **self._extras()}
+        return None
+
+    def keep(self, had: dict[str, Any]) -> None:
+        """From now on it has these values: the parameter has others."""
+        self._had = had
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._ours(), *self._extras()])
@@ -204,11 +209,14 @@ class State(MutableMapping):
             ours[parameter] = {key: value for key, value in entry.items() if key in OURS} if is_entry else entry
             extras[parameter] = {key: value for key, value in entry.items() if key not in OURS} if is_entry else {}
         is_there = job.session is not None and all(self._has(parameter, entry) for parameter, entry in ours.items())
+        had = []
         if not is_there and job.session is not None:
-            for each in list(job.entries.values()):
-                each.keep(set(map(id, states)))
+            had = [(each, each.values(set(map(id, states)))) for each in list(job.entries.values())]
         if job.options.world_size > 1 or not is_there:
             loading.put(job, {id(parameter): entry for parameter, entry in ours.items()})
+        for each, values in had:
+            if values is not None:
+                each.keep(values)
         job.extras.update(extras)
 
     def _has(self, parameter: torch.Tensor, entry: Any) -> bool:

@@ -48,7 +48,8 @@ class Passes:
             self._left(module)
         self.recover()
         if not self._sharded.copies:
-            self._sharded.open()  # what it refuses has not begun a pass, which FSDP2 would have to forget
+            with torch.inference_mode(False), torch.no_grad():
+                self._sharded.open()  # what it refuses has not begun a pass, which FSDP2 would have to forget
         self._inside.add(module)
         if self._sharded.copies:
             return

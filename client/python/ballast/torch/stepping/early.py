@@ -172,6 +172,11 @@ class Early:
         """Members whose gradients went, by index."""
         return frozenset(i for unit in self._sent for i in self._units[unit])
 
+    @property
+    def sent(self) -> dict[int, _Sent]:
+        """What the session may still read: it has to stay until a step or withdraw() has ended, or the session is closed."""
+        return self._sent
+
     def take(self) -> dict[int, _Sent]:
         """The step begins. Returns what has to stay until it is over."""
         self._usual = [fired or usual for fired, usual in zip(self._fired, self._usual)]
