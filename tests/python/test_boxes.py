@@ -2,6 +2,7 @@
 that one process sees every rank's."""
 import logging
 import math
+import os
 import random
 
 import pytest
@@ -16,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ballast import Error
 from ballast.torch.group import placement
 
-ROUNDS = 1000
+ROUNDS = 1000 if os.environ.get('TEST_ROUNDS') == 'full' else 150
 NAMES = ('rep', 'dp', 'ep', 'tp')
 
 
@@ -118,4 +119,4 @@ def test_boxes_are_what_torch_gives():
             assert seen.min() == seen.max() > 0, case
             assert said == {not all(is_right)}, (case, 'refused on all ranks just where Distributed Checkpoint mistakes a part', is_right)
             mistaken += not all(is_right)
-    assert sharded > ROUNDS and mistaken > 5
+    assert sharded > ROUNDS and mistaken > ROUNDS / 200
