@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import ipaddress
 import json
 import os
@@ -16,7 +17,7 @@ import socket
 import struct
 from typing import Any, NamedTuple
 
-from ballast.errors import Error
+from ballast.errors import Error, warn
 from ballast.torch.group.ranks import Exchange, Group
 from ballast.torch.group.together import everyone
 
@@ -76,6 +77,8 @@ def hosts(places: list[Place]) -> list[str]:
 
 
 def _here(group: Group, host: Any) -> Place:
+    if group.rank == 0 and _outlives_ranks(group):
+        _warn_of_restarts()
     master = _master(group)
     told = check(host) or _of_interfaces(os.environ.get('GLOO_SOCKET_IFNAME', ''), master)
     with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as file:
@@ -97,12 +100,30 @@ def _towards_others(rank: int, places: list[Place]) -> str:
                 f'reach; {_SET}', 'BAD_CONFIG')
 
 
-def _master(group: Group) -> str:
-    """The host of the process group's store as this rank calls it; where the store has none, as a file, this host's own name."""
+def _outlives_ranks(group: Group) -> bool:
+    """The process group's store is torchrun's own, and torchrun may start ranks again."""
+    torchrun = os.environ.get
+    return (torchrun('TORCHELASTIC_USE_AGENT_STORE') == 'True' and torchrun('TORCHELASTIC_MAX_RESTARTS', '0') != '0'
+            and str(getattr(_store(group), 'port', '')) == torchrun('MASTER_PORT'))
+
+
+@functools.cache
+def _warn_of_restarts() -> None:
+    warn("torchrun --max-restarts keeps its store, and torch's process groups, once they are started again, may read addresses of the "
+         'earlier attempt there and not come together, whatever the optimizer (pytorch/pytorch#135712): set '
+         'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and start it with --standalone or --rdzv-backend=c10d')
+
+
+def _store(group: Group) -> Any:
     store = group.torchs_store
     while hasattr(store, 'underlying_store'):
         store = store.underlying_store
-    return getattr(store, 'host', '') or socket.gethostname()
+    return store
+
+
+def _master(group: Group) -> str:
+    """The host of the process group's store as this rank calls it; where the store has none, as a file, this host's own name."""
+    return getattr(_store(group), 'host', '') or socket.gethostname()
 
 
 def _towards(host: str) -> str | None:
