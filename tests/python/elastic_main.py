@@ -16,10 +16,11 @@ way, crashes = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
 dist.init_process_group('gloo')
 rank, attempt = dist.get_rank(), int(os.environ['TORCHELASTIC_RESTART_COUNT'])
-# Gloo connects with the first collective, and reads an address of the earlier attempt where the other rank has not told its own yet.
-store = dist.distributed_c10d._get_default_store()
-store.set(f'here/{attempt}/{rank}', '')
-store.wait([f'here/{attempt}/{1 - rank}'])
+if os.environ['TORCHELASTIC_USE_AGENT_STORE'] == 'True':
+    # Gloo connects with the first collective, and reads an address of the earlier attempt where the other rank has not told its own yet.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f'here/{attempt}/{rank}', '')
+    store.wait([f'here/{attempt}/{1 - rank}'])
 torch.manual_seed(0)
 model = bt.shard(mlp()) if way == 'shard' else DistributedDataParallel(mlp())
 optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, max_norm=1.0, directory='state', dram='64MiB', nvme='512MiB', threads=1,

@@ -1,7 +1,10 @@
-"""Ranks that are started again: all of them as by torchrun --max-restarts, whose store lives on, and one beside a rank that stays."""
+"""Ranks that are started again: all of them by torchrun --max-restarts, over a new store or one that lives on, and one beside a rank that
+stays."""
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,17 +13,23 @@ from own_process import Process
 from scripts import batches, loss_of, mlp
 
 HERE = pathlib.Path(__file__).parent
+ADVICE = 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1'
+
+
+def losses_of(folder):
+    return [torch.load(folder / f'{rank}.pt') for rank in range(2)]
 
 
 def launch(folder, way, crashes):
-    """Losses by step of the last attempt, of both ranks. In place of torchrun's agent this process keeps the store, and ends all ranks when
-    one has ended badly, to start them again."""
+    """In place of torchrun's agent this process keeps the store, and ends all ranks when one has ended badly, to start them again. What
+    the ranks of the last attempt printed."""
     folder.mkdir()
     store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     for attempt, dies in enumerate([1, 0, None] if crashes else [None]):
         ranks = [Process(HERE / 'elastic_main.py', folder, folder / f'{attempt}-{rank}.log', way, int(crashes), MASTER_ADDR='127.0.0.1',
                          MASTER_PORT=str(store.port), WORLD_SIZE='2', RANK=str(rank), LOCAL_RANK=str(rank), TORCH_GLOO_LAZY_INIT='1',
-                         TORCHELASTIC_USE_AGENT_STORE='True', TORCHELASTIC_RESTART_COUNT=str(attempt)) for rank in range(2)]
+                         TORCHELASTIC_USE_AGENT_STORE='True', TORCHELASTIC_MAX_RESTARTS='2' if crashes else '0',
+                         TORCHELASTIC_RESTART_COUNT=str(attempt)) for rank in range(2)]
         if dies is not None:
             assert ranks[dies].wait(100) == [-signal.SIGKILL, 1][dies], ranks[dies].output
             os.kill(ranks[1 - dies].pid, signal.SIGKILL)
@@ -28,16 +37,47 @@ def launch(folder, way, crashes):
             continue
         codes = [rank.wait(100) for rank in ranks]
         assert codes == [0, 0], '\n'.join(rank.output for rank in ranks)
-    return [torch.load(folder / f'{rank}.pt') for rank in range(2)]
+    return [rank.output for rank in ranks]
 
 
-@pytest.mark.parametrize('way', ['plain', 'shard'])
-def test_all_ranks_are_started_again(way, tmp_path):
-    """A rank raises in step 2 of the first attempt, the other is killed in step 4 of the second: losses are the undisturbed run's."""
-    calm, disturbed = launch(tmp_path / 'calm', way, False), launch(tmp_path / 'disturbed', way, True)
+def launch_by_torchrun(folder, way):
+    folder.mkdir()
+    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', '--max-restarts', '2',
+                           HERE / 'elastic_main.py', way, '1'], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          timeout=400, check=False, env={**os.environ, 'OMP_NUM_THREADS': '1', 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'})
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope='module', params=['plain', 'shard'])
+def undisturbed(request, tmp_path_factory):
+    """The way, and losses by step of both ranks."""
+    folder = tmp_path_factory.mktemp('undisturbed') / request.param
+    printed = launch(folder, request.param, False)
+    assert ADVICE not in printed[0] + printed[1]
+    return request.param, losses_of(folder)
+
+
+def check_last_attempt(folder, undisturbed):
+    """A rank raised in step 2 of the first attempt, the other was killed in step 4 of the second."""
+    disturbed = losses_of(folder)
     assert [list(each) for each in disturbed] == [[4, 5]] * 2
     for rank in range(2):
-        assert {step: calm[rank][step] for step in (4, 5)} == disturbed[rank]
+        assert {step: undisturbed[rank][step] for step in (4, 5)} == disturbed[rank]
+
+
+def test_all_ranks_are_started_again_over_a_store_that_lives_on(undisturbed, tmp_path):
+    way, losses = undisturbed
+    first, second = launch(tmp_path / 'disturbed', way, True)
+    check_last_attempt(tmp_path / 'disturbed', losses)
+    assert first.count(ADVICE) == 1 and ADVICE not in second
+
+
+def test_torchrun_starts_all_ranks_again(undisturbed, tmp_path):
+    way, losses = undisturbed
+    printed = launch_by_torchrun(tmp_path / 'disturbed', way)
+    check_last_attempt(tmp_path / 'disturbed', losses)
+    assert ADVICE not in printed
 
 
 @pytest.mark.parametrize('way', ['plain', 'shard'])
