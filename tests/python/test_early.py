@@ -392,7 +392,7 @@ def test_a_refused_load_leaves_nothing_behind(call, job, tmp_path):
 def test_gradients_that_went_outlive_the_session(job, two_servers):
     """A closed optimizer may be the last that has them: the session reads them until it is closed."""
     model = mlp()
-    optimizer = bt.AdamW(model.named_parameters(), servers=two_servers, push_early=True, **job)
+    optimizer = bt.AdamW(model.named_parameters(), servers=two_servers, name=job['name'], push_early=True)
     optimizer.resume()
     backward(model, next(batches(1)))
     memory = [weakref.ref(tensor) for sent in optimizer.job.early.sent.values() for tensor in sent.gradients]
