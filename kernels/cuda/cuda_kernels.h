@@ -38,7 +38,7 @@ inline absl::Status Update(const OptimizerSpec& spec, const Coefficients& c, con
 inline constexpr unsigned kUpdatePartsMax = 24;
 struct UpdateTable {
   Dtype gradient, working;
-  // Of each part, in blocks of 256 elements, counted over all parts; behind the last part alike.
+  // Where each part ends, in blocks of 256 elements, counted over all parts; behind the last part alike.
   uint32_t ends[kUpdatePartsMax];
   UpdatePart parts[kUpdatePartsMax];
 };
