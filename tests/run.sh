@@ -64,6 +64,7 @@ deploy/packages.sh test
 mkdir -p build
 # A file that another clone or build folder has compiled comes from ccache.
 export CCACHE_BASEDIR="${CCACHE_BASEDIR:-$PWD}" CCACHE_NOHASHDIR=1
+export CCACHE_SLOPPINESS="${CCACHE_SLOPPINESS:-pch_defines,time_macros}"  # what has a precompiled header comes from ccache only so
 build() {
   local log="build/$preset-configure.log"
   cmake --preset "$preset" -DBALLAST_TEST_ROUNDS="$rounds" "${configure[@]}" >"$log" 2>&1 || { cat "$log" >&2; exit 1; }

@@ -19,8 +19,7 @@ set(CMAKE_CXX_EXTENSIONS OFF)
 find_program(CCACHE ccache)
 mark_as_advanced(CCACHE)
 if(CCACHE)
-  # What is compiled with a precompiled header comes from ccache only so.
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros ${CCACHE})
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE})
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
 endif()
 
