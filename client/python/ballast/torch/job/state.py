@@ -44,7 +44,7 @@ class Entry(MutableMapping, dict):
     def _of_servers(self, key: object) -> bool:
         return key in OURS and self._had is None
 
-    def values(self, parameters: set[int]) -> dict[str, Any] | None:
+    def leaving(self, parameters: set[int]) -> dict[str, Any] | None:
         """What it has, if it is the entry of one of these parameters, by id, which are given others."""
         if self._had is None and id(self._parameter) in parameters:
             return {**self._job.read_state(self._parameter), **self._extras()}
@@ -211,7 +211,7 @@ class State(MutableMapping):
         is_there = job.session is not None and all(self._has(parameter, entry) for parameter, entry in ours.items())
         had = []
         if not is_there and job.session is not None:
-            had = [(each, each.values(set(map(id, states)))) for each in list(job.entries.values())]
+            had = [(each, each.leaving(set(map(id, states)))) for each in list(job.entries.values())]
         if job.options.world_size > 1 or not is_there:
             loading.put(job, {id(parameter): entry for parameter, entry in ours.items()})
         for each, values in had:
