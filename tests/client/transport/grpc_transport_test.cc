@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <future>
@@ -22,8 +23,8 @@
 namespace ballast::client {
 namespace {
 
-// Accepts HTTP/2 connections in turn. Reads a fixed number of bytes from each, without granting more than the initial
-// window, and then ends the connection like a killed process.
+// Accepts HTTP/2 connections: a transport has one for its data, and others. Reads a fixed number of bytes from each,
+// without granting more than the initial window, and then ends the connection like a killed process.
 class DyingServer {
  public:
   explicit DyingServer(uint64_t reads) : reads_(reads) {
@@ -38,36 +39,48 @@ class DyingServer {
     address_ = absl::StrCat("127.0.0.1:", ntohs(address.sin_port));
     thread_ = std::thread([this] { Serve(); });
   }
+  // REQUIRES: no client is connected.
   ~DyingServer() {
     ::shutdown(listener_, SHUT_RDWR);
     thread_.join();
+    for (std::thread& served : served_) served.join();
     ::close(listener_);
   }
   const std::string& address() const { return address_; }
+  // How many connections it has ended.
+  int ended() const { return ended_; }
 
  private:
   void Serve() {
     for (;;) {
       const int connection = ::accept(listener_, nullptr, nullptr);
       if (connection < 0) return;
-      const unsigned char settings[] = {0, 0, 0, 4, 0, 0, 0, 0, 0};  // an empty frame: HTTP/2's defaults
-      EXPECT_EQ(::send(connection, settings, sizeof(settings), MSG_NOSIGNAL), sizeof(settings));
-      std::vector<char> buffer(4096);
-      for (uint64_t left = reads_; left > 0;) {
-        const ssize_t got = ::recv(connection, buffer.data(), std::min<uint64_t>(left, buffer.size()), 0);
-        if (got <= 0) break;
-        left -= static_cast<uint64_t>(got);
-      }
-      const linger at_once = {.l_onoff = 1, .l_linger = 0};
-      ::setsockopt(connection, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
-      ::close(connection);
+      served_.emplace_back([this, connection] { ServeOne(connection); });
     }
+  }
+
+  void ServeOne(int connection) {
+    const unsigned char settings[] = {0, 0, 0, 4, 0, 0, 0, 0, 0};  // an empty frame: HTTP/2's defaults
+    EXPECT_EQ(::send(connection, settings, sizeof(settings), MSG_NOSIGNAL), sizeof(settings));
+    std::vector<char> buffer(4096);
+    uint64_t left = reads_;
+    while (left > 0) {
+      const ssize_t got = ::recv(connection, buffer.data(), std::min<uint64_t>(left, buffer.size()), 0);
+      if (got <= 0) break;  // its client has gone
+      left -= static_cast<uint64_t>(got);
+    }
+    if (left == 0) ++ended_;
+    const linger at_once = {.l_onoff = 1, .l_linger = 0};
+    ::setsockopt(connection, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+    ::close(connection);
   }
 
   const uint64_t reads_;
   int listener_ = -1;
   std::string address_;
+  std::atomic<int> ended_ = 0;
   std::thread thread_;
+  std::vector<std::thread> served_;  // thread_'s; the destructor's once that has ended
 };
 
 TEST(GrpcTransportTest, APushEndsWithItsConnection) {
@@ -75,8 +88,9 @@ TEST(GrpcTransportTest, APushEndsWithItsConnection) {
   // Before and amid the call's headers, amid the first window of 65535 bytes, and where it is used up.
   for (const uint64_t reads : {1, 24, 100, 300, 500, 1000, 5000, 20000, 60000, 65000, 65600, 65700, 65900}) {
     DyingServer server(reads);
-    const std::unique_ptr<Transport> transport = MakeGrpcTransport(server.address());
+    std::unique_ptr<Transport> transport;
     for (int i = 0; i < 20; ++i) {
+      if (i % 4 == 0) transport = MakeGrpcTransport(server.address());  // one that is kept waits longer for each connection
       auto ended = std::make_shared<std::promise<absl::Status>>();
       v1::PushRequest header;
       header.set_job("job");
@@ -89,6 +103,8 @@ TEST(GrpcTransportTest, APushEndsWithItsConnection) {
       }
       EXPECT_FALSE(status.get().ok());
     }
+    transport.reset();
+    EXPECT_GE(server.ended(), 5) << "it read " << reads << " bytes";
   }
 }
 
