@@ -1,5 +1,6 @@
 """Scripts in processes of their own, which may be killed."""
 import atexit
+import gc
 import json
 import os
 import pathlib
@@ -91,7 +92,7 @@ def _ask(*request):
 def fork_from_here():
     """Before pytest is imported: the imports of this process are those of the scripts, too. Without it the first script imports anew."""
     global _imported
-    _import_all()
+    import_all()
     (requests, stdin), (stdout, answers) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -157,11 +158,12 @@ def _ended(pid, seconds):
     return None
 
 
-def _import_all():
+def import_all():
     import torch  # noqa: F401, PLC0415
 
     import ballast.torch  # noqa: F401, PLC0415
     torch.optim.SGD([torch.zeros(1)])  # imports more
+    gc.freeze()  # else each fork's end looks through all that was imported, which takes a second
     assert len(os.listdir('/proc/self/task')) == 1 == threading.active_count(), 'a fork would have one of these threads alone'
 
 
@@ -181,5 +183,5 @@ def _serve():
 
 
 if __name__ == '__main__':
-    _import_all()
+    import_all()
     _serve()

@@ -90,7 +90,8 @@ TEST(GrpcTransportTest, APushEndsWithItsConnection) {
     DyingServer server(reads);
     std::unique_ptr<Transport> transport;
     for (int i = 0; i < 20; ++i) {
-      if (i % 4 == 0) transport = MakeGrpcTransport(server.address());  // one that is kept waits longer for each connection
+      if (i % 4 == 0)
+        transport = MakeGrpcTransport(server.address());  // one that is kept waits longer for each connection
       auto ended = std::make_shared<std::promise<absl::Status>>();
       v1::PushRequest header;
       header.set_job("job");

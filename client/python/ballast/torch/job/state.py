@@ -10,6 +10,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.job import checkpoint, loading
+from ballast.torch.modes import plainly
 from ballast.torch.state_dict.moments import OURS
 from ballast.torch.state_dict.read_only import copy_of, has_bits, refuse
 
@@ -162,6 +163,7 @@ class State(MutableMapping):
         if parameter not in self:
             raise KeyError('optimizer.state: this parameter is in none of the param_groups')
 
+    @plainly  # an entry that is being made has no length yet, and torch.compile asks for it
     def __getitem__(self, parameter: torch.Tensor) -> Entry:
         job = self._optimizer.job
         if job.member_of(parameter) is None:
