@@ -68,6 +68,7 @@ def loss_of(out):
     return out.to_local().square().mean() if isinstance(out, DTensor) else out.square().mean()
 
 
+@functools.cache  # nobody ends a mesh's process groups, and each of gloo's has a thread that wakes a hundred times a second
 def mesh_of(*sizes, names):
     return init_device_mesh('cpu', sizes, mesh_dim_names=names)
 

@@ -2,6 +2,7 @@
 BALLAST_TEST_DEVICE: cpu or cuda."""
 import copy
 import ctypes
+import functools
 import gc
 import io
 import os
@@ -202,6 +203,7 @@ def early_synced():
     return both('early_synced', push_early=True, micro=2, sync_all=True, backwards=2)
 
 
+@functools.cache
 def hybrid_mesh():
     return init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=('replicate', 'shard'))
 

@@ -1,4 +1,5 @@
 """One rank of test_zeropp.py: zeropp_main.py SCRIPT[,SCRIPT...] FOLDER, as shard_main.py. Four ranks, two to a node."""
+import functools
 import warnings
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ballast.torch as bt
 
 
+@functools.cache
 def nodes():
     return init_device_mesh('cpu', (2, 2), mesh_dim_names=('node', 'rank'))
 
