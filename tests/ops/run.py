@@ -2,7 +2,7 @@
 """Runs the operations tests, each in namespaces of its own.
 
 Usage: tests/ops/run.py [--list] [--jobs N] [NAME...]     NAME: a part of file.function, such as chart or unit.kill
-  --jobs N  so many tests at a time (default 1)
+  --jobs N  so many tests at a time (default: one more than there are processors)
 
 A test is a function test_*() of tests/ops/*_test.py, or a whole tests/ops/*_test.sh. It runs as root in its own mount, process,
 network, IPC and host name namespace: processes and mounts end with it even when it is interrupted, and 127.0.0.1 is its own. Its
@@ -158,7 +158,7 @@ def main():
         sys.exit(inside(sys.argv[2], sys.argv[3] or None))
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument('--list', action='store_true')
-    parser.add_argument('--jobs', type=int, default=1)
+    parser.add_argument('--jobs', type=int, default=(os.cpu_count() or 1) + 1)  # many wait
     parser.add_argument('names', nargs='*')
     options = parser.parse_args()
     if options.jobs < 1:

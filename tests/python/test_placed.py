@@ -1,4 +1,5 @@
 """Four ranks whose parameters are placed in every way: the optimizer against torch's on the same model."""
+import os
 import pathlib
 import socket
 
@@ -13,6 +14,8 @@ CASES = ['fsdp2', 'uneven', 'hsdp', 'last_dimension', 'tensor_parallel', 'tensor
 
 # Data parallelism by hand is no shard()'s.
 SHARDED = [name for name in CASES if name != 'tensor_by_data_parallel']
+if os.environ.get('TEST_ROUNDS') != 'full':
+    SHARDED = ['uneven', 'hsdp', 'fsdp_by_tensor_parallel', 'pipeline_1f1b', 'experts_by_fsdp', 'plain_experts']
 
 
 def run_four(cases, folder, script='placed_main.py', **variables):
