@@ -28,7 +28,16 @@ pid_t Spawn(const std::vector<std::string>& command, posix_spawn_file_actions_t*
   for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
   pid_t pid = -1;
-  EXPECT_EQ(::posix_spawn(&pid, arguments[0], actions, nullptr, arguments.data(), environ), 0) << command[0];
+  // Shells ignore SIGINT in what they run in the background, and so would what is started here.
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  sigset_t interrupts;
+  sigemptyset(&interrupts);
+  sigaddset(&interrupts, SIGINT);
+  posix_spawnattr_setsigdefault(&attributes, &interrupts);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGDEF);
+  EXPECT_EQ(::posix_spawn(&pid, arguments[0], actions, &attributes, arguments.data(), environ), 0) << command[0];
+  posix_spawnattr_destroy(&attributes);
   return pid;
 }
 
