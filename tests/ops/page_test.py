@@ -181,7 +181,7 @@ def test_sizes_and_schemes():
                                          ".every(r => getComputedStyle(r).transitionDuration === '0s')")
                     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == {
                         'light': 'rgb(255, 255, 255)', 'dark': 'rgb(17, 20, 23)'}[scheme]
-                    page.close()
+                    chromium.close(page)
 
 
 def test_without_colour():
@@ -278,7 +278,7 @@ def test_peers():
             page = chromium.open(here.page)
             wait_text(page, '#peers', there.name)
             assert page.locator('#peers a').get_attribute('href') == there.page
-            page.close()
+            chromium.close(page)
 
 
 def test_who_waits():
