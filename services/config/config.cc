@@ -7,9 +7,9 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <regex>
 #include <set>
 #include <sstream>
-#include <thread>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -23,6 +23,7 @@
 #include "ballast/proto/model/memory_socket.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/registry/registry_url.h"
+#include "ballast/services/config/machine_files.h"
 #include "ballast/services/durability/log_length.h"
 
 namespace ballast::services {
@@ -39,6 +40,10 @@ constexpr char kEnvironmentPrefix[] = "BALLAST_";
 constexpr absl::string_view kClientVariables[] = {"BALLAST_SERVERS", "BALLAST_CA",         "BALLAST_CERTIFICATE",
                                                   "BALLAST_KEY",     "BALLAST_TOKEN_FILE", "BALLAST_HOST",
                                                   "BALLAST_DEBUG"};
+// What Kubernetes gives each container for each service of its namespace: for one called `ballast`, or `ballast-x`,
+// these begin as ours do. https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+constexpr char kServiceLink[] =
+    "BALLAST_(\\w+_)?(SERVICE_HOST|SERVICE_PORT(_\\w+)?|PORT|PORT_\\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)";
 // Keys with keys below them, as maps in the file.
 constexpr absl::string_view kMaps[] = {"budget", "tls"};
 // A terabyte in nine hours, a hundredth of what a disk reads.
@@ -146,7 +151,7 @@ const std::vector<Key>& Keys() {
          return absl::SimpleAtoi(text, &c->server.hbm_device) && c->server.hbm_device >= 0 &&
                 c->server.hbm_device <= kDeviceMax;
        }},
-      {{"compute_threads", "an integer from 1 to 1024", "the machine's processors",
+      {{"compute_threads", "an integer from 1 to 1024", "the processors that this process may use",
         "threads that work on one update, its job's own included; all jobs share the others"},
        [](const std::string& text, Config* c) { return SetThreads(text, &c->server.compute_threads); }},
       {{"read_threads", "an integer from 1 to 1024", "1",
@@ -362,6 +367,7 @@ absl::StatusOr<ConfigValues> ParseConfigText(const std::string& text, const std:
 }
 
 absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& environment) {
+  const std::regex service_link(kServiceLink);
   ConfigValues values;
   for (const std::string& variable : environment) {
     if (!absl::StartsWith(variable, kEnvironmentPrefix)) continue;
@@ -375,7 +381,7 @@ absl::StatusOr<ConfigValues> ParseEnvironment(const std::vector<std::string>& en
       values[key.doc.name] = {equals == std::string::npos ? "" : variable.substr(equals + 1), name};
       known = true;
     }
-    if (known) continue;
+    if (known || std::regex_match(name, service_link)) continue;
     return Bad(absl::StrCat(name, ": unknown variable; expected one of ",
                             absl::StrJoin(Keys(), ", ", [](std::string* out, const Key& key) {
                               absl::StrAppend(out, EnvironmentName(key.doc));
@@ -388,7 +394,7 @@ absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& 
                                   const ConfigValues& flags) {
   Config config;
   config.server.scrub_bytes_per_s = kScrubBytesPerSecond;
-  config.server.compute_threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kThreadsMax);
+  config.server.compute_threads = std::min(UsableProcessors(""), kThreadsMax);
   std::map<std::string, std::string> where;  // by key: the source of its value
   for (const ConfigValues* source : {&file, &environment, &flags}) {
     for (const auto& [name, value] : *source) {

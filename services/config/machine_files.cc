@@ -1,7 +1,11 @@
 #include "ballast/services/config/machine_files.h"
 
+#include <sched.h>
+
+#include <algorithm>
 #include <fstream>
 #include <functional>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/ascii.h"
@@ -128,6 +132,20 @@ std::optional<GroupLimit> ProcessorLimit(const std::string& root) {
     if (quota <= 0 || period <= 0) return std::nullopt;
     return GroupLimit{quota / period, file};
   });
+}
+
+int ScheduledProcessors() {
+  cpu_set_t mine;
+  CPU_ZERO(&mine);
+  // It fails on a machine with more processors than the set has places.
+  if (sched_getaffinity(0, sizeof(mine), &mine) == 0) return CPU_COUNT(&mine);
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+int UsableProcessors(const std::string& root) {
+  const int scheduled = ScheduledProcessors();
+  const std::optional<GroupLimit> limit = ProcessorLimit(root);
+  return limit.has_value() ? std::clamp(static_cast<int>(std::min(limit->amount, 1e9)), 1, scheduled) : scheduled;
 }
 
 }  // namespace ballast::services

@@ -22,4 +22,9 @@ struct GroupLimit {
 std::optional<GroupLimit> MemoryLimit(const std::string& root);
 std::optional<GroupLimit> ProcessorLimit(const std::string& root);
 
+// Processors that the scheduler gives this process: at least 1.
+int ScheduledProcessors();
+// Threads that can run at a time: ScheduledProcessors, or fewer by ProcessorLimit; at least 1.
+int UsableProcessors(const std::string& root);
+
 }  // namespace ballast::services

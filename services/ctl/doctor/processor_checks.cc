@@ -1,8 +1,5 @@
 // Processor and clock.
-#include <sched.h>
 #include <sys/timex.h>
-
-#include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -34,21 +31,17 @@ Check CheckKernels(const kernels::Processor& processor) {
 }
 
 Check CheckThreads(const Subject& subject) {
-  cpu_set_t mine;
-  CPU_ZERO(&mine);
-  double usable = sched_getaffinity(0, sizeof(mine), &mine) == 0 ? CPU_COUNT(&mine)
-                                                                 : std::max(1u, std::thread::hardware_concurrency());
-  Check check{Verdict::kOk, "processors", absl::StrFormat("%g", usable), "as many as compute_threads"};
+  const int usable = UsableProcessors(subject.root);
+  Check check{Verdict::kOk, "processors", absl::StrCat(ScheduledProcessors()), "as many as compute_threads"};
   if (const std::optional<GroupLimit> limit = ProcessorLimit(subject.root); limit.has_value()) {
-    check.found = absl::StrFormat("%g; %.3g by %s", usable, limit->amount, limit->file);
-    usable = std::min(usable, limit->amount);
+    absl::StrAppendFormat(&check.found, "; %.3g by %s", limit->amount, limit->file);
   }
   const int threads = subject.config->server.compute_threads;
   check.wanted = absl::StrCat("at least ", threads, " (compute_threads)");
   if (threads <= usable) return check;
   check.verdict = Verdict::kNote;
   absl::StrAppend(&check.found, ": the kernel stops the threads in turn");
-  check.mend = absl::StrCat("compute_threads: ", std::max(1, static_cast<int>(usable)), ", or a higher limit");
+  check.mend = absl::StrCat("compute_threads: ", usable, ", or a higher limit");
   return check;
 }
 

@@ -152,6 +152,20 @@ TEST(Config, RefusesUnknownVariables) {
       << status;
 }
 
+TEST(Config, PassesOverWhatKubernetesSaysOfServices) {
+  const auto values =
+      ParseEnvironment({"BALLAST_SERVICE_HOST=10.0.0.1", "BALLAST_SERVICE_PORT=7070", "BALLAST_SERVICE_PORT_GRPC=7070",
+                        "BALLAST_PORT=tcp://10.0.0.1:7070", "BALLAST_PORT_7070_TCP=tcp://10.0.0.1:7070",
+                        "BALLAST_PORT_7070_TCP_PROTO=tcp", "BALLAST_PORT_7070_TCP_PORT=7070",
+                        "BALLAST_PORT_7070_TCP_ADDR=10.0.0.1", "BALLAST_HEADLESS_SERVICE_HOST=None",
+                        "BALLAST_HEADLESS_PORT_9070_TCP=tcp://10.0.0.1:9070", "BALLAST_LISTEN=0.0.0.0:7070"});
+  ASSERT_TRUE(values.ok()) << values.status();
+  EXPECT_EQ(values->size(), 1u);
+  for (const char* close : {"BALLAST_SERVICE=x", "BALLAST_PORTS=x", "BALLAST_PORT_TCP=x", "BALLAST_SERVICE_HOSTS=x"}) {
+    EXPECT_FALSE(ParseEnvironment({close}).ok()) << close;
+  }
+}
+
 TEST(Config, ReadsBytes) {
   EXPECT_EQ(model::ParseBytes("7").value(), 7u);
   EXPECT_EQ(model::ParseBytes("7B").value(), 7u);

@@ -154,6 +154,7 @@ TEST_F(DoctorTest, ControlGroupsOfBothVersions) {
   Write("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw,nsdelegate\n");
   Write("/sys/fs/cgroup/a/b/memory.max", "max\n");
   Write("/sys/fs/cgroup/a/b/cpu.max", "150000 100000\n");
+  EXPECT_EQ(UsableProcessors(subject.root), 1);
   EXPECT_EQ(Find(CheckMemory(subject), "memory limit").verdict, Verdict::kOk);
   Write("/sys/fs/cgroup/a/memory.max", "99000000\n");
   const Check above = Find(CheckMemory(subject), "memory limit");
@@ -178,6 +179,7 @@ TEST_F(DoctorTest, ControlGroupsOfBothVersions) {
   Write("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n");
   EXPECT_FALSE(MemoryLimit(subject.root).has_value());
   EXPECT_FALSE(ProcessorLimit(subject.root).has_value());
+  EXPECT_EQ(UsableProcessors(subject.root), ScheduledProcessors());
   Write("/sys/fs/cgroup/memory/memory.limit_in_bytes", "52428800\n");
   EXPECT_EQ(Find(CheckMemory(subject), "memory limit").verdict, Verdict::kBad);
 }
