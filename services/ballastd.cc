@@ -1,7 +1,8 @@
 // ballastd: one state server as a process.
 //
 // Exit codes: 0 ended by SIGTERM or SIGINT, 2 bad configuration or usage, 3 port in use, 4 metrics port in use, 5 data
-// directory not writable, 6 data directory in use, 7 catalog damaged, 1 anything else.
+// directory not writable, 6 data directory in use, 7 catalog damaged, 8 the directory is of a later version, 1 anything
+// else.
 #include <malloc.h>
 #include <signal.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -45,7 +46,8 @@ enum Exit {
   kMetricsPortInUse = 4,
   kUnwritable = 5,
   kDirectoryInUse = 6,
-  kDamaged = 7
+  kDamaged = 7,
+  kLaterVersion = 8
 };
 
 // How long calls under way may take to end after SIGTERM.
@@ -75,6 +77,7 @@ int Complain(const absl::Status& status, Exit code) {
 
 Exit ExitOf(const absl::Status& status) {
   if (model::ReasonOf(status) == model::kBadConfig) return kBadUsage;
+  if (model::ReasonOf(status) == model::kLaterVersion) return kLaterVersion;
   if (status.code() == absl::StatusCode::kFailedPrecondition) return kDirectoryInUse;
   if (status.code() == absl::StatusCode::kDataLoss) return kDamaged;
   if (model::ReasonOf(status) == model::kIo || model::ReasonOf(status) == model::kDiskFull) return kUnwritable;

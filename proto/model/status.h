@@ -38,6 +38,8 @@ inline constexpr char kTensorsDiffer[] = "TENSORS_DIFFER";    // INVALID_ARGUMEN
 inline constexpr char kBadRequest[] = "BAD_REQUEST";          // INVALID_ARGUMENT
 // FAILED_PRECONDITION from a trainer, INVALID_ARGUMENT from a server: trainers and servers of several versions
 inline constexpr char kVersionsDiffer[] = "VERSIONS_DIFFER";
+// FAILED_PRECONDITION: a later version has written what this one would have to use; nothing was changed
+inline constexpr char kLaterVersion[] = "LATER_VERSION";
 inline constexpr char kBadConfig[] = "BAD_CONFIG";      // INVALID_ARGUMENT
 inline constexpr char kIncomplete[] = "INCOMPLETE";     // FAILED_PRECONDITION: norm asked before all slices came
 inline constexpr char kVersionGone[] = "VERSION_GONE";  // FAILED_PRECONDITION: the chunk is past the version

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "ballast/services/view/show.h"
+#include "ballast/storage/catalog/directory_format.h"
 #include "ballast/storage/machine/machine_measure.h"
 #include "ballast/storage/machine/profile_file.h"
 
@@ -45,6 +46,8 @@ int Fail(const absl::Status& status) {
 
 int RunIotune(const IotuneCommand& command) {
   const std::string path = command.out.empty() ? absl::StrCat(command.directory, "/ballast-profile.yaml") : command.out;
+  const absl::Status usable = storage::CheckDirectoryFormat(command.directory);
+  if (!usable.ok()) return Fail(usable);
   const auto say = [](const std::string& line) { std::fprintf(stderr, "%s\n", line.c_str()); };
   const auto measured = storage::Measure({.directory = command.directory,
                                           .duration = absl::Seconds(command.seconds),

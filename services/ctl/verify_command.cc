@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "ballast/proto/model/status.h"
 #include "ballast/services/view/show.h"
 
 namespace ballast::services {
@@ -67,6 +68,7 @@ std::string ShowFindingJson(const Finding& finding) {
 
 int ExitCodeOf(const absl::Status& status) {
   std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
+  if (model::ReasonOf(status) == model::kLaterVersion) return kUsage;
   if (absl::IsFailedPrecondition(status)) {
     std::fprintf(stderr, "a directory is verified while no server runs on it: stop that one first\n");
     return kInUse;

@@ -3,20 +3,28 @@
 #include <algorithm>
 #include <set>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::services {
 namespace {
 
 template <typename Message>
+bool ParseMessage(absl::string_view value, Message* message) {
+  return message->ParseFromArray(value.data(), static_cast<int>(value.size())) && model::CheckKnown(*message).ok();
+}
+
+template <typename Message>
 bool Parse(absl::string_view value, std::optional<Message>* to) {
   Message message;
-  if (!message.ParseFromArray(value.data(), static_cast<int>(value.size()))) return false;
+  if (!ParseMessage(value, &message)) return false;
   *to = std::move(message);
   return true;
 }
@@ -37,7 +45,7 @@ void CopyWants(const v1::PinnedVersion& from, v1::PinnedVersion* to) {
 
 bool ParsePin(absl::string_view what, absl::string_view value, JobEntry* entry) {
   v1::PinnedVersion pin;
-  if (!pin.ParseFromArray(value.data(), static_cast<int>(value.size()))) return false;
+  if (!ParseMessage(value, &pin)) return false;
   if (pin.version() < 0 || what != CatalogPin(pin.version())) return false;
   std::set<uint64_t> ids;
   for (const std::string& bytes : pin.chunks()) {
@@ -50,7 +58,7 @@ bool ParsePin(absl::string_view what, absl::string_view value, JobEntry* entry) 
 // A pin that an earlier version of the server gave up may have left its wants behind: they count for no pin.
 bool ParseWanted(absl::string_view what, absl::string_view value, JobEntry* entry) {
   v1::PinnedVersion wanted;
-  if (!wanted.ParseFromArray(value.data(), static_cast<int>(value.size()))) return false;
+  if (!ParseMessage(value, &wanted)) return false;
   if (wanted.version() < 0 || what != CatalogWanted(wanted.version())) return false;
   for (v1::PinnedVersion& pin : entry->pins) {
     if (pin.version() == wanted.version()) CopyWants(wanted, &pin);
@@ -97,6 +105,27 @@ std::vector<storage::DurableChunk> JobEntry::ChunksAndPinned() const {
     }
   }
   return all;
+}
+
+absl::Status CheckKnownKey(absl::string_view key) {
+  const std::vector<absl::string_view> parts = absl::StrSplit(key, '/');
+  bool known = key == kCatalogServerId || NvmeFileOfKey(key).has_value();
+  if (parts.size() == 3 && absl::StartsWith(key, kCatalogJobs)) {
+    const absl::string_view what = parts[2];
+    for (const absl::string_view single :
+         {kCatalogPromise, kCatalogOpen, kCatalogHadState, kCatalogCommitted, kCatalogDram, kCatalogLog}) {
+      known = known || what == single;
+    }
+    for (const absl::string_view prefix : {kCatalogChunk, kCatalogPin, kCatalogWanted}) {
+      known = known || absl::StartsWith(what, prefix);
+    }
+  }
+  if (known) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kFailedPrecondition, model::kLaterVersion,
+      absl::StrCat("the catalog has the key '", absl::CEscape(key), "', which Ballast ", model::Version(),
+                   " does not know: a later version wrote it, and this one might free what it keeps. "
+                   "Nothing of it was touched. Run the version that used the directory last"));
 }
 
 void AddToEntry(absl::string_view what, absl::string_view value, JobEntry* entry) {

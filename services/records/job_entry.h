@@ -16,12 +16,14 @@
 
 namespace ballast::services {
 
+// The catalog's keys. A program must not use a catalog with an unknown key: what the key keeps would be freed. A new
+// key raises storage::kDirectoryFormat, and CheckKnownKey lists the key.
+//
 // Key of the server's own id.
 inline constexpr char kCatalogServerId[] = "server_id";
 // Prefix of all jobs' keys.
 inline constexpr char kCatalogJobs[] = "job/";
 // Prefix of the keys of files of the NVMe tier outside the data directory; their values are the files' last paths.
-// Earlier versions ignore them.
 inline constexpr char kCatalogNvme[] = "nvme/";
 std::string NvmeFileKey(storage::NvmeFileId id);
 std::optional<storage::NvmeFileId> NvmeFileOfKey(absl::string_view key);
@@ -38,8 +40,7 @@ inline constexpr char kCatalogPin[] = "pin-";
 // beginning of another version's.
 std::string CatalogPin(int64_t version);
 // A small entry that names the owners of a pin, once these have changed: the entry counts instead of the same fields
-// in the pin's own entry, which may be megabytes. Readers of earlier versions ignore the key, and find the wants that
-// the pin was made with.
+// in the pin's own entry, which may be megabytes.
 inline constexpr char kCatalogWanted[] = "wanted-";
 std::string CatalogWanted(int64_t version);
 std::string CatalogPrefix(absl::string_view job);
@@ -73,8 +74,10 @@ struct JobEntry {
   std::vector<storage::DurableChunk> ChunksAndPinned() const;
 };
 
-// Adds a pair, in the order of keys. A value that cannot be read goes to `unreadable`; an unknown key is a later
-// version's and is ignored.
+// FAILED_PRECONDITION (LATER_VERSION) unless this version knows the catalog's key.
+absl::Status CheckKnownKey(absl::string_view key);
+// Adds a pair, in the order of keys. REQUIRES: CheckKnownKey. A value that cannot be read, or has fields of a later
+// version, goes to `unreadable`.
 void AddToEntry(absl::string_view what, absl::string_view value, JobEntry* entry);
 absl::StatusOr<JobEntry> ReadJobEntry(const storage::Catalog& catalog, absl::string_view job);
 

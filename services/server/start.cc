@@ -15,6 +15,7 @@
 #include "ballast/services/records/log_records.h"
 #include "ballast/services/server/nvme_devices.h"
 #include "ballast/services/server/server_state.h"
+#include "ballast/storage/catalog/directory_format.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/log/reading/logged_records.h"
 #include "ballast/storage/machine/profile_file.h"
@@ -134,6 +135,7 @@ uint64_t StagingBytes(const StateServerOptions& options) {
 
 absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServerOptions& options) {
   auto impl = std::make_unique<Impl>(options);
+  BALLAST_RETURN_IF_ERROR(storage::CheckDirectoryFormat(options.data_directory));  // first of all
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(impl->machine, ReadMachineProfile(options));
   BALLAST_ASSIGN_OR_RETURN(const std::vector<storage::NvmeDevice> devices, DevicesOf(options));
@@ -144,6 +146,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   }
   // The catalog's lock guards the whole directory, so it comes first.
   BALLAST_ASSIGN_OR_RETURN(impl->catalog, impl->foundation->OpenCatalog(options.data_directory));
+  BALLAST_ASSIGN_OR_RETURN(auto stored, impl->ReadJobs());
   BALLAST_RETURN_IF_ERROR(RemoveSpills(options.data_directory, impl->foundation->disk()));
   BALLAST_ASSIGN_OR_RETURN(impl->server_id,
                            SettleServerId(impl->catalog.get(), options.server_id, options.data_directory));
@@ -156,7 +159,6 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   tiers.hbm_device = options.hbm_device;
   tiers.disk = impl->foundation->disk();
   tiers.open_hbm = impl->foundation->hbm();
-  BALLAST_ASSIGN_OR_RETURN(auto stored, impl->ReadJobs());
   const std::map<std::string, absl::Status> orphans = impl->FindOrphans(stored);
   for (const auto& [name, cause] : orphans) stored.try_emplace(name);
   for (const auto& [name, entry] : stored) {
@@ -194,12 +196,13 @@ void StateServer::Impl::ExpectToRecover(const std::map<std::string, JobEntry>& s
 }
 
 absl::StatusOr<std::map<std::string, JobEntry>> StateServer::Impl::ReadJobs() const {
-  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->List(kCatalogJobs));
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->List(""));
   std::map<std::string, JobEntry> jobs;
   for (const auto& [key, value] : stored) {
+    BALLAST_RETURN_IF_ERROR(CheckKnownKey(key));
+    if (!absl::StartsWith(key, kCatalogJobs)) continue;
     const std::vector<std::string> parts = absl::StrSplit(key, '/');
-    if (parts.size() != 3 || jobs.contains(parts[1])) continue;
-    BALLAST_ASSIGN_OR_RETURN(jobs[parts[1]], ReadJobEntry(*catalog, parts[1]));
+    AddToEntry(parts[2], value, &jobs[parts[1]]);
   }
   return jobs;
 }

@@ -100,7 +100,8 @@ class StateServer {
  public:
   // Errors: those of `interrupt`; INVALID_ARGUMENT (BAD_CONFIG), also for an unreadable machine profile; INTERNAL (IO)
   // if the data directory is not writable; FAILED_PRECONDITION, naming the process, if another process has the data
-  // directory; DATA_LOSS (IO) if the directory has logs or extents, but no catalog.
+  // directory; FAILED_PRECONDITION (LATER_VERSION) if a later version has used the directory, which is not touched;
+  // DATA_LOSS (IO) if the directory has logs or extents, but no catalog.
   static absl::StatusOr<std::unique_ptr<StateServer>> Start(const StateServerOptions& options);
   ~StateServer();  // as Stop
 

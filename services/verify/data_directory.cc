@@ -9,6 +9,7 @@
 #include "absl/strings/strip.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/records/data_files.h"
+#include "ballast/storage/catalog/directory_format.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
@@ -52,7 +53,9 @@ absl::StatusOr<std::unique_ptr<DataDirectory>> DataDirectory::Open(const std::st
                         absl::StrCat("'", path, "' is no state server's data directory: it holds neither catalog/ nor ",
                                      "nvme.tier nor ", kLogPrefix, "*; give what the server's data_directory says"));
   }
+  BALLAST_RETURN_IF_ERROR(storage::CheckDirectoryFormat(path));
   BALLAST_RETURN_IF_ERROR(directory->OpenCatalog(access));
+  BALLAST_RETURN_IF_ERROR(directory->CheckKeys());
   return directory;
 }
 
@@ -76,6 +79,15 @@ absl::Status DataDirectory::OpenCatalog(storage::Catalog::Access access) {
   BALLAST_ASSIGN_OR_RETURN(storage::FileLock lock,
                            storage::FileLock::Take(path_ + "/LOCK.ballast", absl::StrCat("data directory ", path_)));
   lock_.emplace(std::move(lock));
+  return absl::OkStatus();
+}
+
+// A rebuild would erase the entries of a later version.
+absl::Status DataDirectory::CheckKeys() const {
+  if (catalog_ == nullptr) return absl::OkStatus();
+  const auto pairs = catalog_->List("");
+  if (!pairs.ok()) return absl::OkStatus();  // which reading the jobs will say
+  for (const auto& [key, value] : *pairs) BALLAST_RETURN_IF_ERROR(CheckKnownKey(key));
   return absl::OkStatus();
 }
 

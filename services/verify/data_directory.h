@@ -31,9 +31,10 @@ using TierFiles = std::map<storage::NvmeFileId, TierFile>;
 // Threads: one. Holds the directory's lock during its life.
 class DataDirectory {
  public:
-  // FAILED_PRECONDITION (BUSY) if a server has the directory; INVALID_ARGUMENT (BAD_REQUEST) if this is no data
-  // directory. A catalog that is missing or cannot be opened is not an error: catalog() is null then.
-  // `nvme`: directories of NVMe devices, where the catalog may not tell them any more, or not by their new paths.
+  // FAILED_PRECONDITION (BUSY) if a server has the directory, (LATER_VERSION) if a later version used it;
+  // INVALID_ARGUMENT (BAD_REQUEST) if this is no data directory. A catalog that is missing or cannot be opened is not
+  // an error: catalog() is null then. `nvme`: directories of NVMe devices, where the catalog may not tell them any
+  // more, or not by their new paths.
   static absl::StatusOr<std::unique_ptr<DataDirectory>> Open(
       const std::string& path, storage::Catalog::Access access = storage::Catalog::Access::kReadOnly,
       const std::vector<std::string>& nvme = {});
@@ -66,6 +67,7 @@ class DataDirectory {
   DataDirectory(std::string path, std::vector<std::string> nvme) : path_(std::move(path)), nvme_(std::move(nvme)) {}
   std::map<storage::NvmeFileId, std::string> KnownTierPaths() const;
   absl::Status OpenCatalog(storage::Catalog::Access access);
+  absl::Status CheckKeys() const;
   std::string CatalogPath() const;
 
   const std::string path_;

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/catalog/directory_format.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/file_lock.h"
 
@@ -199,11 +200,15 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> RocksCatalog::L
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Catalog>> Catalog::Open(const std::string& directory, Access access) {
+  BALLAST_RETURN_IF_ERROR(CheckDirectoryFormat(directory));  // before the lock, which writes
   std::error_code error;
   if (access == Access::kReadWrite) std::filesystem::create_directories(directory + "/catalog", error);
   if (error) return IoError(error.value(), "creation", directory, 0, 0);
   BALLAST_ASSIGN_OR_RETURN(FileLock lock, FileLock::Take(absl::StrCat(directory, "/LOCK.ballast"),
                                                          absl::StrCat("data directory ", directory)));
+  // Again: another program may have had the directory meanwhile.
+  BALLAST_RETURN_IF_ERROR(access == Access::kReadWrite ? SettleDirectoryFormat(directory)
+                                                       : CheckDirectoryFormat(directory));
   auto catalog = std::make_unique<RocksCatalog>(std::move(lock), absl::StrCat(directory, "/catalog"));
   BALLAST_RETURN_IF_ERROR(catalog->Open(access));
   return std::unique_ptr<Catalog>(std::move(catalog));

@@ -21,7 +21,8 @@ class Catalog {
  public:
   // Opens the RocksDB database, and creates `directory` if needed. FAILED_PRECONDITION naming the holder if another
   // process has the directory open; DATA_LOSS (IO) if the database is damaged; INTERNAL (DISK_FULL) or (IO)
-  // for everything else.
+  // for everything else. Gives the directory its format file if it has none.
+  // Before anything is written: FAILED_PRECONDITION (LATER_VERSION) and DATA_LOSS (IO) as CheckDirectoryFormat.
   // kReadOnly: the database's files stay as they are; every write fails, and so does opening a missing database.
   enum class Access { kReadWrite, kReadOnly };
   static absl::StatusOr<std::unique_ptr<Catalog>> Open(const std::string& directory,

@@ -1,8 +1,6 @@
 #include "ballast/storage/machine/profile_file.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <filesystem>
 #include <fstream>
 #include <set>
 #include <sstream>
@@ -13,7 +11,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/io/block_file.h"
+#include "ballast/storage/io/small_file.h"
 
 namespace ballast::storage {
 namespace {
@@ -122,24 +120,7 @@ absl::StatusOr<MachineProfile> ReadProfile(const std::string& path) {
 }
 
 absl::Status WriteProfile(const MachineProfile& profile, const std::string& path) {
-  const std::string fresh = path + ".new";
-  {
-    std::ofstream file(fresh, std::ios::trunc);
-    file << ShowProfile(profile);
-    file.close();
-    if (!file) {
-      const int error = errno;
-      std::error_code ignored;
-      std::filesystem::remove(fresh, ignored);
-      return IoError(error, "write", fresh, 0, 0);
-    }
-  }
-  std::error_code error;
-  std::filesystem::rename(fresh, path, error);
-  if (!error) return absl::OkStatus();
-  std::error_code ignored;
-  std::filesystem::remove(fresh, ignored);
-  return IoError(error.value(), "rename", path, 0, 0);
+  return WriteSmallFile(path, ShowProfile(profile));
 }
 
 }  // namespace ballast::storage

@@ -27,7 +27,7 @@ std::string ShowProfile(const MachineProfile& profile);
 // for missing keys.
 absl::StatusOr<MachineProfile> ParseProfile(absl::string_view text, const std::string& path);
 absl::StatusOr<MachineProfile> ReadProfile(const std::string& path);
-// Replaces the file as a whole. INTERNAL (IO).
+// As WriteSmallFile.
 absl::Status WriteProfile(const MachineProfile& profile, const std::string& path);
 
 }  // namespace ballast::storage

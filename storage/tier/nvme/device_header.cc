@@ -56,8 +56,13 @@ absl::StatusOr<std::optional<DeviceHeader>> ReadDeviceHeader(const BlockFile& fi
     unreadable.Update(read);
     if (!read.ok()) continue;
     empty = empty && std::all_of(span.begin(), span.end(), [](std::byte b) { return b == std::byte{0}; });
-    const bool whole = block.magic == kHeaderMagic && block.format == kHeaderFormat && block.id != 0 &&
-                       block.digest == DigestOfHeader(block);
+    const bool whole = block.magic == kHeaderMagic && block.id != 0 && block.digest == DigestOfHeader(block);
+    if (whole && block.format > kHeaderFormat) {
+      return model::Error(
+          absl::StatusCode::kFailedPrecondition, model::kLaterVersion,
+          absl::StrCat(file.path(), " has format ", block.format, "; this version reads ", kHeaderFormat,
+                       ". Nothing of it was touched. Run the version that used it last"));
+    }
     if (whole) return DeviceHeader{block.id, std::string(block.owner, strnlen(block.owner, sizeof(block.owner)))};
   }
   BALLAST_RETURN_IF_ERROR(unreadable);

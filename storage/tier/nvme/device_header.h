@@ -24,6 +24,7 @@ struct DeviceHeader {
 // Durable on OK. Errors: BlockFile's.
 absl::Status WriteDeviceHeader(const DeviceHeader& header, const BlockFile& file);
 // None if the file has nothing but zeros there: its creation did not end. DATA_LOSS (IO) if neither copy is a header;
+// FAILED_PRECONDITION (LATER_VERSION) if a later version wrote the header;
 // INTERNAL (IO) if that cannot be told.
 absl::StatusOr<std::optional<DeviceHeader>> ReadDeviceHeader(const BlockFile& file);
 

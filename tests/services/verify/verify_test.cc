@@ -4,6 +4,10 @@
 #include <fstream>
 #include <thread>
 
+#include "ballast/proto/model/status.h"
+#include "ballast/storage/catalog/directory_format.h"
+#include "ballast/storage/io/small_file.h"
+#include "ballast/tests/directory_content.h"
 #include "ballast/tests/services/daemon.h"
 #include "ballast/tests/services/verify/verify_fixture.h"
 
@@ -11,9 +15,11 @@ namespace ballast::services {
 namespace {
 
 namespace fs = std::filesystem;
+using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 TEST_F(VerifyTest, FindsNothingInACleanDirectory) {
   Train(20);
@@ -464,6 +470,43 @@ TEST_F(VerifyTest, ARebuildThatIsCutOffKeepsThePins) {
   EXPECT_TRUE(written);
   EXPECT_GT(cut_off, 2);
   fs::remove_all(directory_ / "before");
+  ExpectRecovered();
+}
+
+// An older program would free what a later one keeps.
+TEST_F(VerifyTest, ADirectoryOfALaterVersionIsUntouched) {
+  Train(4);
+  ASSERT_EQ(storage::WriteSmallFile(directory_ / storage::kFormatFile, "version: 2\nleast_reader: 2\n"),
+            absl::OkStatus());
+  const auto before = ContentOf(directory_.path());
+  for (const absl::Status& status :
+       {StateServer::Start(Options()).status(), Verify(directory_.path(), nullptr).status(),
+        Rebuild(directory_.path(), nullptr).status()}) {
+    EXPECT_EQ(model::ReasonOf(status), model::kLaterVersion) << status;
+  }
+  const Finished command = RunProcess({CtlPath(), "verify", "--data-directory", directory_.path()});
+  EXPECT_EQ(command.code, 2);
+  EXPECT_THAT(command.err, AllOf(HasSubstr("has format 2"), Not(HasSubstr("no server runs"))));
+  EXPECT_TRUE(ContentOf(directory_.path()) == before);
+  fs::remove(directory_ / storage::kFormatFile);
+  ExpectRecovered();  // of the first format
+}
+
+TEST_F(VerifyTest, AnUnknownKeyOfTheCatalogIsRefusedAndStays) {
+  Train(4);
+  for (const std::string key : {"job/job/lent-5", "job/job/pin", "further", "nvme/x", "job/job/a/b"}) {
+    Put(key, "what a later version keeps");
+    for (const absl::Status& status :
+         {StateServer::Start(Options()).status(), Verify(directory_.path(), nullptr).status(),
+          Rebuild(directory_.path(), nullptr).status()}) {
+      EXPECT_EQ(model::ReasonOf(status), model::kLaterVersion) << key << ": " << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("'" + key + "'"));
+    }
+    auto catalog = storage::Catalog::Open(directory_.path());
+    ASSERT_TRUE(catalog.ok()) << catalog.status();
+    EXPECT_EQ(**(*catalog)->Get(key), "what a later version keeps");
+    ASSERT_EQ((*catalog)->ErasePrefix(key), absl::OkStatus());
+  }
   ExpectRecovered();
 }
 

@@ -1,13 +1,17 @@
 // The NVMe tier over several devices: striping, identities, shares, files that are as long as a file may be.
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <csignal>
+#include <cstddef>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/tier/nvme_tier.h"
 #include "ballast/storage/tier/tiers.h"
@@ -228,6 +232,36 @@ TEST_F(DevicesTest, AMissingDeviceIsNamedAndNothingTakesItsPlace) {
   const NvmeExtent one = *tiers->nvme()->Allocate(kBlockBytes, "state");
   const NvmeExtent two = *tiers->nvme()->Allocate(kBlockBytes, "state");
   EXPECT_NE((DirectoryOf(one) == b_ ? one : two).file_id(), on_b.file);
+}
+
+TEST_F(DevicesTest, AFileOfALaterFormatIsRefusedUntouched) {
+  ExtentPlace place;
+  {
+    auto tiers = Open();
+    NvmeExtent extent = *tiers->nvme()->Allocate(kBlockBytes, "state");
+    place = PlaceOf(extent);
+    extent.Leave();
+  }
+  const std::string path = known_.at(place.file);
+  auto content = disk_.DurableContent(path);
+  for (const size_t at : {size_t{0}, size_t{kBlockBytes}}) {
+    const absl::Span<std::byte> block(reinterpret_cast<std::byte*>(content.data()) + at, kBlockBytes);
+    block[12] = std::byte{2};
+    std::fill_n(block.begin() + 8, 4, std::byte{0});
+    const uint32_t digest = kernels::Crc32c(block);
+    std::memcpy(block.data() + 8, &digest, sizeof(digest));
+  }
+  disk_.SetContent(path, content);
+  const absl::Status status = TryOpen().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_EQ(model::ReasonOf(status), model::kLaterVersion);
+  EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr(path), HasSubstr("has format 2; this version reads 1")));
+  // Where entries name the file, their jobs are refused, and others go on.
+  options_.kept = {place};
+  auto tiers = Open();
+  EXPECT_THAT(std::string(tiers->nvme()->TakeKept(place.offset, place.file).status().message()),
+              HasSubstr("has format 2"));
+  EXPECT_TRUE(disk_.DurableContent(path) == content);
 }
 
 TEST_F(DevicesTest, AForeignDiskIsRefusedOrLeftAlone) {
