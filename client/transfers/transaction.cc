@@ -18,6 +18,14 @@ namespace {
 // missing ranks in time.
 constexpr uint32_t kSealWaitMs = 1000;
 
+// The ranks that a server waits for: it names the first of them.
+std::string Unsealed(const v1::SealResponse::Pending& pending) {
+  const uint32_t named = static_cast<uint32_t>(pending.unsealed_ranks_size());
+  const std::string ranks = absl::StrCat("rank(s) ", absl::StrJoin(pending.unsealed_ranks(), ", "));
+  return pending.unsealed_count() <= named ? ranks
+                                           : absl::StrCat(ranks, " and ", pending.unsealed_count() - named, " more");
+}
+
 }  // namespace
 
 // Seal answers that have come and were not looked at yet.
@@ -66,8 +74,7 @@ absl::Status Transaction::Late(uint32_t server, int64_t step, const v1::SealResp
                    absl::FormatDuration(seat_->step_timeout), ": ");
   if (pending.unsealed_ranks_size() > 0) {
     return model::Error(absl::StatusCode::kDeadlineExceeded, model::kRankMissing,
-                        absl::StrCat(context, "rank(s) ", absl::StrJoin(pending.unsealed_ranks(), ", "),
-                                     " have not sealed; are they alive?"));
+                        absl::StrCat(context, Unsealed(pending), " have not sealed; are they alive?"));
   }
   if (pending.missing_size() > 0) {
     const v1::RankRange& first = pending.missing(0);
@@ -115,8 +122,7 @@ absl::StatusOr<v1::Decision> Transaction::SealAndDecide(const v1::SealRequest& r
           pending[server] = std::move(*answer->mutable_pending());
           if (absl::Now() >= deadline) return Late(server, request.step(), pending[server]);
           if (pending[server].unsealed_ranks_size() > 0) {
-            seat_->router->Report(absl::StrCat("waiting for rank(s) ",
-                                               absl::StrJoin(pending[server].unsealed_ranks(), ", "), " to seal step ",
+            seat_->router->Report(absl::StrCat("waiting for ", Unsealed(pending[server]), " to seal step ",
                                                request.step(), " on server ", seat_->router->name(server)));
           }
           BALLAST_RETURN_IF_ERROR(SendMissing(pending[server], server, resend));

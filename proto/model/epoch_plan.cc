@@ -125,6 +125,14 @@ absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open) {
     BALLAST_ASSIGN_OR_RETURN(const auto pieces, plan.layout_.Cut(r.unit, r.range));
     for (const Layout::Piece& piece : pieces) plan.slices_.push_back({r.rank, r.unit, piece.chunk, piece.range});
   }
+  plan.tiling_hash_.Add(uint64_t{plan.world_size()});
+  plan.tiling_hash_.Add(static_cast<uint64_t>(plan.slices_.size()));
+  for (const Slice& slice : plan.slices_) {
+    plan.tiling_hash_.Add(uint64_t{slice.rank});
+    plan.tiling_hash_.Add(uint64_t{slice.unit});
+    plan.tiling_hash_.Add(slice.range.begin);
+    plan.tiling_hash_.Add(slice.range.end);
+  }
   plan.by_rank_.resize(plan.world_size());
   plan.by_chunk_.resize(plan.layout_.chunks().size());
   for (uint32_t i = 0; i < plan.slices_.size(); ++i) {

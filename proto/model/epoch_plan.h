@@ -9,6 +9,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "ballast/proto/model/field_hash.h"
 #include "ballast/proto/model/layout.h"
 #include "ballast/v1/state_service.pb.h"
 
@@ -50,6 +51,9 @@ class EpochPlan {
   // Indices into slices(): of one rank; of one chunk.
   absl::Span<const uint32_t> slices_of_rank(uint32_t rank) const { return by_rank_[rank]; }
   absl::Span<const uint32_t> slices_of_chunk(uint64_t chunk) const { return by_chunk_[chunk]; }
+  // The hash of the world size and all slices, with which every plan hash of the epoch begins: hashed once, since there
+  // may be millions of slices and each step has a plan hash.
+  const FieldHash& tiling_hash() const { return tiling_hash_; }
   // Finds exactly this slice, or nullopt: only whole slices are accepted.
   std::optional<uint32_t> FindSlice(uint32_t rank, uint32_t unit, Range range) const;
   // Whether the slice touches a tensor of the bitmap.
@@ -60,6 +64,7 @@ class EpochPlan {
   Layout layout_;
   std::vector<uint32_t> routes_;
   std::vector<Slice> slices_;
+  FieldHash tiling_hash_;
   std::vector<std::vector<uint32_t>> by_rank_;
   std::vector<std::vector<uint32_t>> by_chunk_;
 };

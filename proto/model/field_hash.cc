@@ -10,6 +10,12 @@ FieldHash::FieldHash() : context_(EVP_MD_CTX_new(), &EVP_MD_CTX_free) {
   EVP_DigestInit_ex(context_.get(), EVP_sha256(), nullptr);
 }
 
+FieldHash::FieldHash(const FieldHash& other) : context_(EVP_MD_CTX_new(), &EVP_MD_CTX_free) {
+  EVP_MD_CTX_copy_ex(context_.get(), other.context_.get());
+}
+
+FieldHash& FieldHash::operator=(const FieldHash& other) { return *this = FieldHash(other); }
+
 void FieldHash::Add(uint64_t value) {
   uint8_t bytes[8];
   for (int i = 0; i < 8; ++i) bytes[i] = static_cast<uint8_t>(value >> (8 * i));

@@ -11,10 +11,16 @@ struct evp_md_ctx_st;  // OpenSSL's EVP_MD_CTX
 
 namespace ballast::model {
 
-// Every field has a fixed width or a length before it, so no two field lists hash the same bytes.
+// Copies share nothing. Every field has a fixed width or a length before it, so no two field lists hash the same bytes.
 class FieldHash {
  public:
   FieldHash();
+  // Goes on from the fields that `other` has hashed so far. Threads: any number may copy one.
+  FieldHash(const FieldHash& other);
+  FieldHash& operator=(const FieldHash& other);
+  FieldHash(FieldHash&&) = default;
+  FieldHash& operator=(FieldHash&&) = default;
+  ~FieldHash() = default;
   void Add(uint64_t value);
   void Add(double value);  // its bits
   void Add(absl::string_view value);

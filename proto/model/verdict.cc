@@ -103,15 +103,7 @@ bool MayBeSame(const v1::Epoch& a, const v1::Epoch& b) {
 
 std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, const v1::StepHeader& header,
                      absl::Span<const std::string> blobs) {
-  FieldHash hash;
-  hash.Add(uint64_t{plan.world_size()});
-  hash.Add(static_cast<uint64_t>(plan.slices().size()));
-  for (const Slice& slice : plan.slices()) {
-    hash.Add(uint64_t{slice.rank});
-    hash.Add(uint64_t{slice.unit});
-    hash.Add(slice.range.begin);
-    hash.Add(slice.range.end);
-  }
+  FieldHash hash = plan.tiling_hash();
   hash.Add(static_cast<uint64_t>(step));
   hash.Add(attempt);
   hash.Add(static_cast<uint64_t>(header.kind()));

@@ -65,6 +65,9 @@ struct SharedMemoryCounters {
 struct ServerCounters {
   std::array<storage::DurationHistogram, kCalls> calls;
   ErrorCounts errors;
+  // Looks at a seal, be it new or waiting, and answers that tell what a step waits for: tests hold how few they are.
+  std::atomic<uint64_t> evaluated_seals{0};
+  std::atomic<uint64_t> told_pending{0};
   std::atomic<uint64_t> waiting_requests{0};
   std::atomic<uint64_t> waiting_request_bytes{0};  // without payloads of pushes
   std::atomic<uint64_t> waiting_push_bytes{0};

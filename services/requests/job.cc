@@ -238,21 +238,28 @@ void Job::NoteSealed(const v1::SealRequest& request) {
   core_.counters.steps.Sealed(request.step(), request.attempt(), request.rank(), world_size, TimesOf(request));
 }
 
+v1::SealResponse Job::Pending(uint32_t rank) {
+  ++core_.around.counters->told_pending;
+  return core_.machine->Pending(rank);
+}
+
 bool Job::TrySeal(const Sealing& sealing, Replies* replies) {
   const v1::SealRequest& request = sealing.request;
   const std::optional<absl::Status> ready = ReadyToSeal(request);
   if (!ready.has_value()) return false;
+  ++core_.around.counters->evaluated_seals;
+  const bool agreed = core_.machine->seals_agree();
   Outcome<v1::SealResponse> outcome = ready->ok() ? core_.machine->Seal(request) : Outcome<v1::SealResponse>(*ready);
   if (!outcome.ok()) {
-    core_.moved = true;  // different plans end the seals of all ranks
+    // Different plans end the seals of all ranks. No other refusal changes what the others wait for.
+    if (agreed != core_.machine->seals_agree()) core_.moved = true;
     replies->push_back([reply = sealing.reply, status = outcome.status()] { reply(status); });
     return true;
   }
   journal_.NoteSealed(request);
   NoteSealed(request);
-  const bool pending = !outcome->has_value() || (*outcome)->has_pending();
-  if (pending && request.wait_ms() > 0) return false;
-  v1::SealResponse response = outcome->has_value() ? std::move(**outcome) : core_.machine->Pending(request.rank());
+  if (!outcome->has_value() && request.wait_ms() > 0) return false;
+  v1::SealResponse response = outcome->has_value() ? std::move(**outcome) : Pending(request.rank());
   if (response.has_prepared()) core_.counters.steps.Prepared();
   replies->push_back([reply = sealing.reply, response = std::move(response)] { reply(response); });
   return true;
@@ -274,7 +281,7 @@ void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<v1:
     if (deadline < patience) {
       replies->push_back([reply] { reply(DeadlinePassed("the step to be prepared")); });
     } else {
-      replies->push_back([reply, response = core_.machine->Pending(rank)] { reply(response); });
+      replies->push_back([reply, response = Pending(rank)] { reply(response); });
     }
   };
   waiter.refuse = [reply = sealing.reply](const absl::Status& status, Replies* replies) {

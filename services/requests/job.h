@@ -126,8 +126,10 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
     absl::Time began;
   };
   v1::StepInFlight DescribeStepInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Evaluates the seal: false if it has to wait.
   void NoteSealed(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // What the step waits for, as the rank hears it; made when the answer is sent.
+  v1::SealResponse Pending(uint32_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Evaluates the seal: false if it has to wait.
   bool TrySeal(const Sealing& sealing, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Why the server cannot take the seal now, apart from what the machine says. None: it has to wait for that.
   std::optional<absl::Status> ReadyToSeal(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

@@ -10,7 +10,7 @@
 namespace ballast::services {
 namespace {
 
-constexpr int kRanksNamed = 8;  // a person reads no more, and a job may have 4096
+constexpr size_t kRanksNamed = 8;  // a person reads no more, and a job may have 4096
 
 }  // namespace
 
@@ -31,9 +31,8 @@ v1::StepInFlight Job::DescribeStepInFlight() const {
   since(step->first_seal, [&](double s) { out.set_seconds_since_first_seal(s); });
   since(step->appended, [&](double s) { out.set_seconds_since_complete(s); });
   since(step->prepared, [&](double s) { out.set_seconds_since_prepared(s); });
-  const std::vector<uint32_t> unsealed = core_.machine->UnsealedRanks();
-  out.set_unsealed_count(static_cast<uint32_t>(unsealed.size()));
-  for (size_t i = 0; i < unsealed.size() && i < kRanksNamed; ++i) out.add_unsealed_ranks(unsealed[i]);
+  out.set_unsealed_count(core_.machine->unsealed_count());
+  for (const uint32_t rank : core_.machine->UnsealedRanks(kRanksNamed)) out.add_unsealed_ranks(rank);
   return out;
 }
 

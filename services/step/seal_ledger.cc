@@ -32,6 +32,7 @@ void SealLedger::Open(const model::EpochPlan* plan) {
 void SealLedger::NextStep() {
   ranks_.assign(plan_->world_size(), std::nullopt);
   count_ = 0;
+  first_unsealed_ = 0;
   first_.Clear();
 }
 
@@ -68,9 +69,10 @@ absl::Status SealLedger::Seal(const v1::SealRequest& request) {
   return absl::OkStatus();
 }
 
-std::vector<uint32_t> SealLedger::UnsealedRanks() const {
+std::vector<uint32_t> SealLedger::UnsealedRanks(size_t max) const {
   std::vector<uint32_t> ranks;
-  for (uint32_t rank = 0; rank < ranks_.size(); ++rank) {
+  while (first_unsealed_ < ranks_.size() && ranks_[first_unsealed_].has_value()) ++first_unsealed_;
+  for (uint32_t rank = first_unsealed_; rank < ranks_.size() && ranks.size() < max; ++rank) {
     if (!ranks_[rank].has_value()) ranks.push_back(rank);
   }
   return ranks;

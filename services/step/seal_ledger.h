@@ -29,7 +29,9 @@ class SealLedger {
   // The attempt sealed by `rank`.
   std::optional<uint64_t> sealed_attempt(uint32_t rank) const { return ranks_[rank]; }
   bool complete() const { return count_ == ranks_.size(); }
-  std::vector<uint32_t> UnsealedRanks() const;
+  uint32_t unsealed_count() const { return static_cast<uint32_t>(ranks_.size() - count_); }
+  // Ranks that have not sealed, ascending, at most `max` of them.
+  std::vector<uint32_t> UnsealedRanks(size_t max) const;
 
   // The first seal of this step; the plan of every later seal is equal. REQUIRES: any().
   bool any() const { return count_ > 0; }
@@ -41,6 +43,7 @@ class SealLedger {
   const model::EpochPlan* plan_ = nullptr;
   std::vector<std::optional<uint64_t>> ranks_;
   size_t count_ = 0;
+  mutable uint32_t first_unsealed_ = 0;  // all ranks before this one have sealed
   v1::SealRequest first_;
   absl::Status agreement_;
 };

@@ -1,6 +1,7 @@
 #include "ballast/services/step/slice_ledger.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "ballast/proto/model/status.h"
 #include "ballast/services/step/seeded_bugs.h"
@@ -8,9 +9,9 @@
 namespace ballast::services {
 namespace {
 
-// Bounds on the missing slices listed in an answer. The asking rank sends its slices again; slices of other ranks are
-// listed for messages only.
-constexpr int kMissingListedMax = 4096;
+// Bounds on the missing slices listed in an answer. The asking rank sends its slices again; slices of
+// other ranks are listed for messages only.
+constexpr uint32_t kMissingListedMax = 4096;
 constexpr int kMissingOfOthersListedMax = 16;
 
 std::string Show(uint64_t begin, uint64_t end) { return absl::StrCat("[", begin, ", ", end, ")"); }
@@ -56,6 +57,12 @@ void SliceLedger::Open(const model::EpochPlan* plan, uint32_t member) {
   for (uint32_t i = 0; i < plan->slices().size(); ++i) {
     if (plan->server_of(plan->slices()[i].chunk) == member) own_.push_back(i);
   }
+  rank_begins_.assign(plan->world_size() + 1, 0);
+  for (uint32_t place = 0; place < own_.size(); ++place) ++rank_begins_[slice(place).rank + 1];
+  std::partial_sum(rank_begins_.begin(), rank_begins_.end(), rank_begins_.begin());
+  by_rank_.resize(own_.size());
+  std::vector<uint32_t> next(rank_begins_.begin(), rank_begins_.end() - 1);
+  for (uint32_t place = 0; place < own_.size(); ++place) by_rank_[next[slice(place).rank]++] = place;
   attempts_.assign(plan->world_size(), 0);
   for (auto& entries : entries_) {
     if (Seeded(SeededBug::kOpenKeepsSlices) && entries.size() == own_.size()) continue;
@@ -100,11 +107,9 @@ absl::StatusOr<uint32_t> SliceLedger::FindPlace(const v1::PushRequest& header) c
 void SliceLedger::RaiseAttempt(uint32_t rank, uint64_t attempt) {
   attempts_[rank] = attempt;
   if (Seeded(SeededBug::kCoverageIgnoresAttempt)) return;
-  for (uint32_t place = 0; place < own_.size(); ++place) {
-    if (slice(place).rank != rank) continue;
-    for (auto& entries : entries_) entries[place] = Entry{};
+  for (const uint32_t place : places_of(rank)) {
+    for (const v1::SliceKind kind : {v1::SLICE_KIND_GRADIENT, v1::SLICE_KIND_VALUE}) Set(kind, place, Entry{});
   }
-  Forget();
 }
 
 std::optional<uint32_t> SliceLedger::Held(v1::SliceKind kind, uint32_t place) const {
@@ -114,14 +119,30 @@ std::optional<uint32_t> SliceLedger::Held(v1::SliceKind kind, uint32_t place) co
   return entry.crc32c;
 }
 
+void SliceLedger::Set(v1::SliceKind kind, uint32_t place, const Entry& next) {
+  Entry& entry = entries(kind)[place];
+  Requirement& requirement = requirements_[kind == v1::SLICE_KIND_VALUE];
+  if (requirement.valid && requirement.required[place]) {
+    const bool covered = Covers(entry, requirement.attempt), covers = Covers(next, requirement.attempt);
+    Requirement::OfRank& rank = requirement.ranks[slice(place).rank];
+    if (covered && !covers) {
+      ++requirement.missing;
+      ++rank.missing;
+      rank.next = 0;
+    } else if (!covered && covers) {
+      --requirement.missing;
+      --rank.missing;
+    }
+  }
+  entry = next;
+}
+
 void SliceLedger::Hold(v1::SliceKind kind, uint32_t place, uint64_t attempt, uint32_t crc32c) {
-  entries(kind)[place] = Entry{true, attempt, crc32c};
+  Set(kind, place, Entry{true, attempt, crc32c});
 }
 
 void SliceLedger::Lose(v1::SliceKind kind, uint32_t place, uint64_t attempt) {
-  Entry& entry = entries(kind)[place];
-  if (entry.attempt == attempt) entry = Entry{};
-  Forget();
+  if (entries(kind)[place].attempt == attempt) Set(kind, place, Entry{});
 }
 
 bool SliceLedger::TakePlace(const v1::PushRequest& header) {
@@ -147,34 +168,59 @@ bool SliceLedger::Covers(const Entry& entry, uint64_t attempt) {
   return entry.held && (entry.attempt == attempt || Seeded(SeededBug::kCoverageIgnoresAttempt));
 }
 
-bool SliceLedger::Covered(v1::SliceKind kind, absl::string_view presence, uint64_t attempt) {
+SliceLedger::Requirement& SliceLedger::Require(v1::SliceKind kind, absl::string_view presence, uint64_t attempt) {
   Requirement& requirement = requirements_[kind == v1::SLICE_KIND_VALUE];
-  if (!requirement.valid || requirement.attempt != attempt || requirement.presence != presence) {
-    requirement = Requirement{std::string(presence), attempt, {}, 0, true};
-    for (uint32_t place = 0; place < own_.size(); ++place) {
-      if (plan_->Touches(slice(place), presence)) requirement.places.push_back(place);
-    }
+  if (requirement.valid && requirement.attempt == attempt && requirement.presence == presence) return requirement;
+  requirement = Requirement{std::string(presence),
+                            attempt,
+                            std::vector<bool>(own_.size()),
+                            std::vector<Requirement::OfRank>(plan_->world_size()),
+                            /*missing=*/0,
+                            /*valid=*/true};
+  for (uint32_t place = 0; place < own_.size(); ++place) {
+    if (!plan_->Touches(slice(place), presence)) continue;
+    requirement.required[place] = true;
+    if (Covers(entries(kind)[place], attempt)) continue;
+    ++requirement.missing;
+    ++requirement.ranks[slice(place).rank].missing;
   }
-  // Held slices stay held while the requirement is valid, so over all calls each slice is checked once.
-  const auto& held = entries(kind);
-  while (requirement.next < requirement.places.size() && Covers(held[requirement.places[requirement.next]], attempt)) {
-    ++requirement.next;
+  return requirement;
+}
+
+void SliceLedger::AddMissingOf(uint32_t rank, v1::SliceKind kind, uint32_t count, Requirement* requirement,
+                               v1::SealResponse::Pending* pending) {
+  Requirement::OfRank& of_rank = requirement->ranks[rank];
+  const absl::Span<const uint32_t> places = places_of(rank);
+  const auto missing = [&](uint32_t i) {
+    return requirement->required[places[i]] && !Covers(entries(kind)[places[i]], requirement->attempt);
+  };
+  uint32_t left = std::min(count, of_rank.missing);
+  if (left > 0) {
+    while (!missing(of_rank.next)) ++of_rank.next;
   }
-  return requirement.next == requirement.places.size();
+  for (uint32_t i = of_rank.next; left > 0; ++i) {
+    if (!missing(i)) continue;
+    --left;
+    const model::Slice& slice = this->slice(places[i]);
+    v1::RankRange* range = pending->add_missing();
+    range->set_rank(slice.rank);
+    range->set_unit(slice.unit);
+    range->set_begin(slice.range.begin);
+    range->set_end(slice.range.end);
+  }
 }
 
 void SliceLedger::AddMissing(v1::SliceKind kind, absl::string_view presence, uint64_t attempt, uint32_t asker,
-                             v1::SealResponse::Pending* pending) const {
-  for (uint32_t place = 0; place < own_.size(); ++place) {
-    if (Covers(entries(kind)[place], attempt) || !plan_->Touches(slice(place), presence)) continue;
-    pending->set_missing_count(pending->missing_count() + 1);
-    const bool own = slice(place).rank == asker;
-    if (pending->missing_size() >= (own ? kMissingListedMax : kMissingOfOthersListedMax)) continue;
-    v1::RankRange* range = pending->add_missing();
-    range->set_rank(slice(place).rank);
-    range->set_unit(slice(place).unit);
-    range->set_begin(slice(place).range.begin);
-    range->set_end(slice(place).range.end);
+                             v1::SealResponse::Pending* pending) {
+  Requirement& requirement = Require(kind, presence, attempt);
+  pending->set_missing_count(pending->missing_count() + requirement.missing);
+  if (asker < requirement.ranks.size()) {
+    const auto listed = static_cast<uint32_t>(pending->missing_size());
+    AddMissingOf(asker, kind, kMissingListedMax - listed, &requirement, pending);
+  }
+  for (uint32_t rank = 0; rank < requirement.ranks.size() && pending->missing_size() < kMissingOfOthersListedMax;
+       ++rank) {
+    if (rank != asker) AddMissingOf(rank, kind, 1, &requirement, pending);
   }
 }
 

@@ -12,6 +12,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "ballast/proto/model/epoch_plan.h"
 
 namespace ballast::services {
@@ -43,11 +44,13 @@ class SliceLedger {
   void FreePlace(const v1::PushRequest& header);
 
   // Does this server hold, in exactly this attempt, all its slices that touch a tensor of the bitmap?
-  bool Covered(v1::SliceKind kind, absl::string_view presence, uint64_t attempt);
-  // Adds the slices that Covered misses to `pending`: their number, and a bounded list of their ranges. The list names
-  // fewer ranges of ranks besides `asker`.
+  bool Covered(v1::SliceKind kind, absl::string_view presence, uint64_t attempt) {
+    return Require(kind, presence, attempt).missing == 0;
+  }
+  // Adds the slices that Covered misses to `pending`: their number, and a bounded list of their ranges: those of
+  // `asker`, and the first of some other ranks. Looks at the asker's slices alone.
   void AddMissing(v1::SliceKind kind, absl::string_view presence, uint64_t attempt, uint32_t asker,
-                  v1::SealResponse::Pending* pending) const;
+                  v1::SealResponse::Pending* pending);
   // This server's chunks that hold a part of a tensor of the bitmap, in registration order.
   std::vector<uint64_t> Chunks(absl::string_view presence) const;
 
@@ -57,23 +60,39 @@ class SliceLedger {
     uint64_t attempt = 0;
     uint32_t crc32c = 0;
   };
-  // The places that a presence bitmap requires. Those before index `next` are covered.
+  // The places that a presence bitmap requires, and how many of them are not covered. Made once for a step's bitmap,
+  // then kept true place by place, so that neither a push nor a question looks at all places.
   struct Requirement {
+    struct OfRank {
+      uint32_t missing = 0;
+      uint32_t next = 0;  // none of the rank's places before this one is missing
+    };
     std::string presence;
     uint64_t attempt = 0;
-    std::vector<uint32_t> places;
-    size_t next = 0;
+    std::vector<bool> required;  // by place
+    std::vector<OfRank> ranks;
+    uint64_t missing = 0;
     bool valid = false;
   };
 
   std::vector<Entry>& entries(v1::SliceKind kind) { return entries_[kind == v1::SLICE_KIND_VALUE]; }
   const std::vector<Entry>& entries(v1::SliceKind kind) const { return entries_[kind == v1::SLICE_KIND_VALUE]; }
   const model::Slice& slice(uint32_t place) const { return plan_->slices()[own_[place]]; }
+  absl::Span<const uint32_t> places_of(uint32_t rank) const {
+    return absl::MakeConstSpan(by_rank_).subspan(rank_begins_[rank], rank_begins_[rank + 1] - rank_begins_[rank]);
+  }
   static bool Covers(const Entry& entry, uint64_t attempt);
+  void Set(v1::SliceKind kind, uint32_t place, const Entry& next);
+  Requirement& Require(v1::SliceKind kind, absl::string_view presence, uint64_t attempt);
+  // Adds up to `count` of the rank's missing slices.
+  void AddMissingOf(uint32_t rank, v1::SliceKind kind, uint32_t count, Requirement* requirement,
+                    v1::SealResponse::Pending* pending);
   void Forget();
 
   const model::EpochPlan* plan_ = nullptr;
   std::vector<uint32_t> own_;  // place -> index into the plan's slices; ascending
+  // Places, by rank; those of rank r begin at rank_begins_[r].
+  std::vector<uint32_t> by_rank_, rank_begins_;
   std::vector<Entry> entries_[2];
   std::vector<uint64_t> attempts_;  // by rank
   Requirement requirements_[2];

@@ -168,15 +168,16 @@ Outcome<v1::SealResponse> StepMachine::Seal(const v1::SealRequest& request) {
     m.RaiseAttempt(request.rank(), request.attempt());
     m.TryPrepare();
   }
-  if (!m.prepared.has_value()) return m.Pending(request.rank());
+  if (!m.prepared.has_value()) return std::nullopt;
   if (!m.Durable(m.prepared_lsn) && !Seeded(SeededBug::kPreparedAnsweredUnsynced)) return std::nullopt;
   *response.mutable_prepared() = *m.prepared;
   return response;
 }
 
-std::vector<uint32_t> StepMachine::UnsealedRanks() const {
-  return impl_->plan == nullptr ? std::vector<uint32_t>() : impl_->seals.UnsealedRanks();
-}
+bool StepMachine::seals_agree() const { return impl_->seals.agreement().ok(); }
+uint32_t StepMachine::unsealed_count() const { return impl_->seals.unsealed_count(); }
+std::vector<uint32_t> StepMachine::UnsealedRanks(size_t max) const { return impl_->seals.UnsealedRanks(max); }
+bool StepMachine::prepared() const { return impl_->prepared.has_value(); }
 
 v1::SealResponse StepMachine::Pending(uint32_t asker) const { return impl_->Pending(asker); }
 

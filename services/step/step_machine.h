@@ -112,11 +112,19 @@ class StepMachine {
   absl::Status EndPush(const v1::PushRequest& header, const absl::Status& received, PushedSlice* bytes = nullptr);
 
   absl::StatusOr<v1::NormResponse> Norm(const v1::NormRequest& request);
+  // nullopt: not prepared, or not durably.
   Outcome<v1::SealResponse> Seal(const v1::SealRequest& request);
-  // Seal's answer for a caller that does not wait: kPending with the missing slices and unsealed ranks.
+  // Seal's answer for a caller that waits no longer: kPending with the missing slices and unsealed ranks, of which it
+  // names a bounded number.
   v1::SealResponse Pending(uint32_t asker) const;
-  // Ranks that have not sealed the step in flight, ascending. Empty before the first Open.
-  std::vector<uint32_t> UnsealedRanks() const;
+  // False once different plans ended the epoch: every seal of it is refused.
+  bool seals_agree() const;
+  // Ranks that have not sealed the step in flight: how many, and at most `max` of them, ascending. None before the
+  // first Open.
+  uint32_t unsealed_count() const;
+  std::vector<uint32_t> UnsealedRanks(size_t max) const;
+  // The step in flight is prepared here, durably or not yet.
+  bool prepared() const;
   absl::StatusOr<v1::CommitResponse> Commit(const v1::CommitRequest& request);
 
   // The log is durable up to `lsn`.

@@ -297,11 +297,15 @@ void StepMachine::Impl::Adopt(std::shared_ptr<const model::EpochPlan> next, uint
   host->Opened(plan);
 }
 
-v1::SealResponse StepMachine::Impl::Pending(uint32_t asker) const {
+// Unsealed ranks named in an answer: a person reads no more, and there may be 4096 in the answers to as many ranks.
+constexpr size_t kUnsealedNamedMax = 16;
+
+v1::SealResponse StepMachine::Impl::Pending(uint32_t asker) {
   v1::SealResponse response;
   v1::SealResponse::Pending* pending = response.mutable_pending();
   if (plan == nullptr) return response;
-  for (const uint32_t rank : seals.UnsealedRanks()) pending->add_unsealed_ranks(rank);
+  pending->set_unsealed_count(seals.unsealed_count());
+  for (const uint32_t rank : seals.UnsealedRanks(kUnsealedNamedMax)) pending->add_unsealed_ranks(rank);
   if (seals.any()) {
     const v1::SealRequest& sealed = seals.sealed();
     slices.AddMissing(v1::SLICE_KIND_GRADIENT, sealed.header().gradient_presence(), sealed.attempt(), asker, pending);

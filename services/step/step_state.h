@@ -85,7 +85,7 @@ struct StepMachine::Impl {
   void KeepOneAutomatic(int64_t kept, int64_t since);
   uint64_t pin_interval() const { return plan->open().spec().pin_interval(); }
   void Adopt(std::shared_ptr<const model::EpochPlan> next, uint32_t member);
-  v1::SealResponse Pending(uint32_t asker) const;
+  v1::SealResponse Pending(uint32_t asker);
 
   absl::Status ReplaySnapshot(const v1::LogSnapshot& snapshot);
   absl::Status ReplayOpen(const v1::OpenRequest& open);

@@ -177,9 +177,9 @@ TEST_F(StepMachineTest, OpenVoidsSlicesAndPreparedOfOlderEpochs) {
   Start(2);
   EXPECT_FALSE(machine_->Describe().has_prepared());
   const auto sealed = machine_->Seal(MakeSeal(0, 0, 0, Values()));
-  ASSERT_TRUE(sealed.ok() && sealed->has_value());
-  EXPECT_EQ((*sealed)->pending().missing_count(), 4u);
-  EXPECT_THAT((*sealed)->pending().unsealed_ranks(), testing::ElementsAre(1));
+  ASSERT_TRUE(sealed.ok() && !sealed->has_value());
+  EXPECT_EQ(machine_->Pending(0).pending().missing_count(), 4u);
+  EXPECT_THAT(machine_->Pending(0).pending().unsealed_ranks(), testing::ElementsAre(1));
 }
 
 TEST_F(StepMachineTest, TheWorldSizeMayChangeAtAFence) {

@@ -53,9 +53,10 @@ TEST_F(StepMachineTest, LostSlicesAreNamedAndPushedAgain) {
   PushAll(1, 0, 1, Values());
   Restart(host_.log.size() - 1);
   auto sealed = machine_->Seal(MakeSeal(0, 0, 1, Values()));
-  ASSERT_TRUE(sealed.ok() && sealed->has_value());
-  EXPECT_EQ((*sealed)->pending().missing_count(), 1u);
-  EXPECT_EQ((*sealed)->pending().missing(0).rank(), 1u);
+  ASSERT_TRUE(sealed.ok() && !sealed->has_value());
+  const v1::SealResponse waiting = machine_->Pending(0);
+  EXPECT_EQ(waiting.pending().missing_count(), 1u);
+  EXPECT_EQ(waiting.pending().missing(0).rank(), 1u);
   EXPECT_THAT(Push(Slices(0, 0, 0, v1::SLICE_KIND_VALUE)[0]),
               Fails(StatusCode::kAborted, model::kStaleAttempt, "attempt 0"));
   PushAll(1, 0, 1, Values());

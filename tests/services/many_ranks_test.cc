@@ -1,0 +1,143 @@
+// What a server does for a job of many ranks: its cost follows what the job does, not how many ranks watch. Each test
+// prints what it took; it asserts counts and sizes.
+#include <sys/resource.h>
+
+#include <deque>
+#include <iostream>
+
+#include "ballast/tests/services/rpc/rpc_fixture.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr uint32_t kRanks = 1000;
+constexpr int kUnits = 262;
+
+// So many units that 1,000 ranks have 262,000 slices of them.
+std::vector<TestTensor> ManySlices() {
+  std::vector<TestTensor> tensors;
+  for (int i = 0; i < kUnits; ++i) {
+    tensors.push_back(
+        {absl::StrCat("t", i), absl::StrCat("u", i), uint64_t{kRanks} * 256, static_cast<uint32_t>(i % 2)});
+  }
+  return tensors;
+}
+
+absl::Duration CpuOfProcess() {
+  rusage usage = {};
+  getrusage(RUSAGE_SELF, &usage);
+  return absl::DurationFromTimeval(usage.ru_utime) + absl::DurationFromTimeval(usage.ru_stime);
+}
+
+class ManyRanksTest : public RpcTest {
+ protected:
+  ManyRanksTest() {
+    server_.options().budget.dram = uint64_t{8} << 30;
+    server_.Restart();
+  }
+
+  // A seal that waits at the server.
+  struct Sealing {
+    grpc::ClientContext context;
+    v1::SealResponse response;
+    grpc::Status status;
+    std::unique_ptr<grpc::ClientAsyncResponseReader<v1::SealResponse>> call;
+  };
+  Sealing* BeginSeal(const v1::SealRequest& request) {
+    Sealing& sealing = sealings_.emplace_back();
+    sealing.call = state_->AsyncSeal(&sealing.context, request, &queue_);
+    sealing.call->Finish(&sealing.response, &sealing.status, &sealing);
+    return &sealing;
+  }
+  Sealing* NextSealed() {
+    void* tag = nullptr;
+    bool ok = false;
+    return queue_.Next(&tag, &ok) ? static_cast<Sealing*>(tag) : nullptr;
+  }
+  void AwaitWaiting(uint64_t count) {
+    const absl::Time patience = absl::Now() + absl::Minutes(2);
+    while (server_->counters().waiting_requests != count && absl::Now() < patience)
+      absl::SleepFor(absl::Milliseconds(1));
+    ASSERT_EQ(server_->counters().waiting_requests, count);
+  }
+
+  grpc::CompletionQueue queue_;
+  std::deque<Sealing> sealings_;
+};
+
+TEST_F(ManyRanksTest, AStaleSealWakesNobody) {
+  TrainerGroup other({server_.get()}, MakeSpec("other", SmallModel()), 1);
+  ASSERT_EQ(other.Start(), absl::OkStatus());
+  TrainerGroup group({server_.get()}, MakeSpec("job", ManySlices()), kRanks, /*epoch_counter=*/2);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_GE(group.plan().slices().size(), 262'000u);
+  v1::SealRequest seal = group.SealOf(0, ValuesHeader(kUnits), /*wait_ms=*/600'000);
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    seal.set_rank(rank);
+    BeginSeal(seal);
+  }
+  AwaitWaiting(kRanks);
+  const uint64_t evaluated = server_->counters().evaluated_seals;
+
+  seal.mutable_epoch()->set_counter(1);
+  Sealing* const stale = BeginSeal(seal);
+  // Others ask about the job meanwhile: all of gRPC's threads would stand at its lock.
+  std::vector<std::thread> asking;
+  v1::GetJobRequest get_job;
+  get_job.set_job("job");
+  get_job.set_without_open(true);
+  for (int i = 0; i < 20; ++i) {
+    asking.emplace_back([&] {
+      v1::GetJobResponse answer;
+      EXPECT_EQ(Call(&v1::StateService::Stub::GetJob, get_job, &answer), absl::OkStatus());
+    });
+  }
+  v1::GetJobRequest of_other;
+  of_other.set_job("other");
+  const absl::Time asked = absl::Now();
+  absl::Duration longest;
+  for (int i = 0; i < 20; ++i) {
+    const absl::Time began = absl::Now();
+    v1::GetJobResponse answer;
+    EXPECT_EQ(Call(&v1::StateService::Stub::GetJob, of_other, &answer), absl::OkStatus());
+    longest = std::max(longest, absl::Now() - began);
+  }
+  std::cout << "longest GetJob of another job beside a stale seal, " << kRanks << " seals that wait, "
+            << group.plan().slices().size() << " slices: " << longest << " of 20 in " << absl::Now() - asked << "\n";
+  EXPECT_EQ(NextSealed(), stale);
+  EXPECT_EQ(model::ReasonOf(FromGrpc(stale->status)), model::kStaleEpoch);
+  for (std::thread& thread : asking) thread.join();
+  EXPECT_EQ(server_->counters().evaluated_seals, evaluated + 1) << "a refusal looked at the seals that wait";
+  EXPECT_EQ(server_->counters().told_pending, 0u);
+  EXPECT_EQ(server_->counters().waiting_requests, kRanks);
+  rpc_->Stop(absl::ZeroDuration());
+  for (uint32_t rank = 0; rank < kRanks; ++rank) ASSERT_NE(NextSealed(), nullptr);
+}
+
+// What the step waits for is looked up once, and each rank hears of its own slices.
+TEST_F(ManyRanksTest, EachRankHearsOfItsOwnSlices) {
+  TrainerGroup group({server_.get()}, MakeSpec("job", ManySlices()), kRanks);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  v1::SealRequest seal = group.SealOf(0, ValuesHeader(kUnits), /*wait_ms=*/0);
+  const absl::Duration began = CpuOfProcess();
+  for (uint32_t rank = 0; rank < kRanks; rank += 2) {
+    seal.set_rank(rank);
+    Answer<v1::SealResponse> answer;
+    server_->Seal(seal, absl::Now() + absl::Minutes(1), answer.reply());
+    const auto response = answer.Wait();
+    ASSERT_TRUE(response.ok()) << response.status();
+    const v1::SealResponse::Pending& pending = response->pending();
+    ASSERT_EQ(pending.missing_count(), group.plan().slices().size());
+    ASSERT_EQ(static_cast<size_t>(pending.missing_size()), group.plan().slices_of_rank(rank).size());
+    for (const v1::RankRange& range : pending.missing()) ASSERT_EQ(range.rank(), rank);
+    ASSERT_EQ(pending.unsealed_count(), kRanks - rank / 2 - 1);
+    ASSERT_EQ(pending.unsealed_ranks_size(), 16);
+    ASSERT_EQ(pending.unsealed_ranks(0), 1u);
+  }
+  std::cout << "CPU of " << kRanks / 2 << " answers about " << group.plan().slices().size()
+            << " slices: " << CpuOfProcess() - began << "\n";
+  EXPECT_EQ(server_->counters().told_pending, kRanks / 2);
+}
+
+}  // namespace
+}  // namespace ballast::services
