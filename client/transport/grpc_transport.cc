@@ -29,6 +29,7 @@
 #include "ballast/proto/model/mutexes.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tls_probe.h"
 #include "ballast/proto/registry/registry_url.h"
 #include "ballast/v1/state_service.grpc.pb.h"
 
@@ -153,7 +154,7 @@ grpc::ByteBuffer EncodePush(const v1::PushRequest& header, absl::Span<const std:
 class GrpcTransport final : public Transport {
  public:
   GrpcTransport(const std::string& address, const model::Access& access, const model::AccessContent& content)
-      : address_(address), channels_(address, access, content) {}
+      : address_(address), access_(access), channels_(address, access, content) {}
   ~GrpcTransport() override {
     sharing_.Cancel();
     calls_.CancelAndWait();
@@ -167,6 +168,7 @@ class GrpcTransport final : public Transport {
 
   // Also begins to share memory, where the server is on this host. Calls back once that is settled.
   void Identify(const v1::IdentifyRequest& request, absl::Time deadline, Callback<v1::IdentifyResponse> done) override {
+    done = WithTlsFault(deadline, std::move(done));
     if (sharing_.Begin(/*at_once=*/true)) return IdentifyAndShare(request, deadline, std::move(done));
     Unary(&Async::Identify, request, deadline, std::move(done));
   }
@@ -378,7 +380,46 @@ class GrpcTransport final : public Transport {
                                             });
   }
 
+  // Wraps `done`: if gRPC reached nobody, a handshake of our own looks for a fault of certificates, at most once in a
+  // while. Waiting would not mend such a fault, so its answer is final.
+  Callback<v1::IdentifyResponse> WithTlsFault(absl::Time deadline, Callback<v1::IdentifyResponse> done) {
+    return [this, deadline, done = std::move(done)](absl::StatusOr<v1::IdentifyResponse> answer) {
+      if (model::ReasonOf(answer.status()) != model::kServerDown || !MayProbe()) return done(std::move(answer));
+      calls_.Enter();
+      const auto probe = [this, deadline, done, answer] {
+        const absl::Status fault = ProbeTls(std::min(deadline, absl::Now() + kProbeMax));
+        done(fault.ok() ? answer : absl::StatusOr<v1::IdentifyResponse>(fault));
+        calls_.Leave();
+      };
+      try {
+        std::thread(probe).detach();  // callbacks must not wait
+      } catch (const std::system_error&) {
+        done(std::move(answer));  // no more threads
+        calls_.Leave();
+      }
+    };
+  }
+
+  bool MayProbe() {
+    absl::MutexLock lock(&probe_mutex_);
+    if (absl::Now() - probed_ < kProbeInterval) return false;
+    probed_ = absl::Now();
+    return true;
+  }
+
+  absl::Status ProbeTls(absl::Time deadline) const {
+    const absl::StatusOr<model::Address> server = model::ParseAddress(address_, model::AddressUse::kConnect);
+    const absl::StatusOr<model::AccessContent> content = model::ReadAccess(access_);
+    if (!server.ok() || !content.ok()) return absl::OkStatus();
+    return model::ProbeTls(*server, *content, deadline);
+  }
+
+  static constexpr absl::Duration kProbeInterval = absl::Seconds(1), kProbeMax = absl::Seconds(2);
+
   const std::string address_;
+  const model::Access access_;
+  absl::Mutex probe_mutex_;
+  absl::Time probed_ ABSL_GUARDED_BY(probe_mutex_) = absl::InfinitePast();
   CallSet calls_;
   FreshChannels channels_;
   Sharing sharing_;

@@ -420,7 +420,6 @@ absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& 
                             "tls.certificate and tls.key, or metrics_tls: false"));
   }
   BALLAST_RETURN_IF_ERROR(CheckPaths(config, where["budget.nvme"]));
-  config.guard.revocations = config.server.data_directory + "/tls-revocations";
   if (config.server.budget.dram == 0)
     return Bad("budget.dram is 0; slices of the step in flight need DRAM in any case");
   if (where.count("staging") > 0) return CheckStaging(config, where["staging"] + ": ");

@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tls_probe.h"
 #include "ballast/services/rpc/status_codec.h"
 #include "ballast/services/view/show.h"
 #include "ballast/v1/admin_service.grpc.pb.h"
@@ -35,7 +36,12 @@ absl::StatusOr<Response> Ask(const std::string& address, const Asking& asking,
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // as trainers' channels, or a proxy would get the token
   Stub stub(grpc::CreateCustomChannel(address, credentials, arguments));
   Response response;
-  const absl::Status status = FromGrpc((stub.*method)(&context, request, &response));
+  absl::Status status = FromGrpc((stub.*method)(&context, request, &response));
+  if (absl::IsUnavailable(status)) {
+    // gRPC knows of little more than a closed socket.
+    const absl::Status tls = model::ProbeTls(server, access, absl::Now() + asking.timeout);
+    if (!tls.ok()) status = tls;
+  }
   // A server's words go to a terminal.
   if (!status.ok()) return absl::Status(status.code(), Printable(std::string(status.message())));
   return response;

@@ -1,5 +1,6 @@
 #include "ballast/services/security/certificates.h"
 
+#include <arpa/inet.h>
 #include <openssl/err.h>
 #include <openssl/evp.h>
 #include <openssl/pem.h>
@@ -14,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/text_file.h"
 
@@ -24,6 +26,10 @@ struct Free {
   void operator()(BIO* bio) const { BIO_free(bio); }
   void operator()(X509* certificate) const { X509_free(certificate); }
   void operator()(X509_CRL* crl) const { X509_CRL_free(crl); }
+  void operator()(X509_STORE* store) const { X509_STORE_free(store); }
+  void operator()(X509_STORE_CTX* context) const { X509_STORE_CTX_free(context); }
+  void operator()(STACK_OF(X509) * list) const { sk_X509_pop_free(list, X509_free); }
+  void operator()(GENERAL_NAMES* names) const { GENERAL_NAMES_free(names); }
   void operator()(EVP_PKEY* key) const { EVP_PKEY_free(key); }
   void operator()(char* text) const { OPENSSL_free(text); }
 };
@@ -38,7 +44,7 @@ absl::Status Bad(const std::string& path, absl::string_view message) {
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig, absl::StrCat(path, ": ", message));
 }
 
-Owned<BIO> Open(const std::string& text) {
+Owned<BIO> Open(absl::string_view text) {
   return Owned<BIO>(BIO_new_mem_buf(text.data(), static_cast<int>(text.size())));
 }
 
@@ -78,14 +84,21 @@ std::string Pem(int (*write)(BIO*, const T*), const T* value) {
   return TextOf(bio.get());
 }
 
-absl::StatusOr<Chain> ReadChain(const std::string& path) {
-  BALLAST_ASSIGN_OR_RETURN(const std::string text, model::ReadTextFile(path));
+// `ended`: nothing came behind the last certificate.
+Chain ParseChain(absl::string_view text, bool* ended) {
   const Owned<BIO> bio = Open(text);
   Chain chain;
   ERR_clear_error();
   while (X509* certificate = PEM_read_bio_X509(bio.get(), nullptr, nullptr, nullptr)) chain.emplace_back(certificate);
-  const bool ended = ERR_GET_REASON(ERR_peek_last_error()) == PEM_R_NO_START_LINE;
+  *ended = ERR_GET_REASON(ERR_peek_last_error()) == PEM_R_NO_START_LINE;
   ERR_clear_error();
+  return chain;
+}
+
+absl::StatusOr<Chain> ReadChain(const std::string& path) {
+  BALLAST_ASSIGN_OR_RETURN(const std::string text, model::ReadTextFile(path));
+  bool ended = false;
+  Chain chain = ParseChain(text, &ended);
   if (chain.empty() || !ended) {
     return Bad(path, absl::StrCat("expected certificates as PEM (-----BEGIN CERTIFICATE-----); came ", chain.size(),
                                   " of them", ended ? "" : ", then one that cannot be read"));
@@ -131,6 +144,30 @@ absl::Status CheckChain(const std::string& path, const Chain& chain, absl::Time 
   return absl::OkStatus();
 }
 
+std::string ShowAddress(const ASN1_OCTET_STRING* bytes) {
+  char text[INET6_ADDRSTRLEN] = {};
+  const int family = bytes->length == 4 ? AF_INET : AF_INET6;
+  if (bytes->length != 4 && bytes->length != 16) return "?";
+  return ::inet_ntop(family, bytes->data, text, sizeof(text)) != nullptr ? text : "?";
+}
+
+// The hosts and addresses that a server's certificate is for.
+std::vector<std::string> HostNamesOf(const X509* certificate) {
+  std::vector<std::string> names;
+  const Owned<GENERAL_NAMES> all(
+      static_cast<GENERAL_NAMES*>(X509_get_ext_d2i(certificate, NID_subject_alt_name, nullptr, nullptr)));
+  for (int i = 0; all != nullptr && i < sk_GENERAL_NAME_num(all.get()); ++i) {
+    const GENERAL_NAME* const name = sk_GENERAL_NAME_value(all.get(), i);
+    if (name->type == GEN_DNS) {
+      names.emplace_back(reinterpret_cast<const char*>(ASN1_STRING_get0_data(name->d.dNSName)),
+                         static_cast<size_t>(ASN1_STRING_length(name->d.dNSName)));
+    } else if (name->type == GEN_IPADD) {
+      names.push_back(ShowAddress(name->d.iPAddress));
+    }
+  }
+  return names;
+}
+
 absl::Time Earliest(const Chain& chain) {
   absl::Time earliest = absl::InfiniteFuture();
   for (const Owned<X509>& certificate : chain) {
@@ -156,6 +193,7 @@ absl::Status ReadPair(const CertificatePaths& paths, absl::Time now, Certificate
   to->pair = TextOf(bio.get());
   for (const Owned<X509>& certificate : chain) to->pair += Pem<X509>(&PEM_write_bio_X509, certificate.get());
   to->certificate_not_after = Earliest(chain);
+  to->names = HostNamesOf(chain[0].get());
   return absl::OkStatus();
 }
 
@@ -232,7 +270,93 @@ absl::Status AddCrls(const CertificatePaths& paths, const Chain& cas, absl::Time
   return absl::OkStatus();
 }
 
+absl::Status Unwelcome(absl::string_view message) {
+  return model::Error(absl::StatusCode::kUnauthenticated, model::kNoIdentity, message);
+}
+
+Denial DenialOf(int error) {
+  switch (error) {
+    case X509_V_ERR_CERT_HAS_EXPIRED:
+      return Denial::kCertificateExpired;
+    case X509_V_ERR_CERT_NOT_YET_VALID:
+      return Denial::kCertificateEarly;
+    case X509_V_ERR_CERT_REVOKED:
+      return Denial::kCertificateRevoked;
+    case X509_V_ERR_UNABLE_TO_GET_ISSUER_CERT:
+    case X509_V_ERR_UNABLE_TO_GET_ISSUER_CERT_LOCALLY:
+    case X509_V_ERR_UNABLE_TO_VERIFY_LEAF_SIGNATURE:
+    case X509_V_ERR_DEPTH_ZERO_SELF_SIGNED_CERT:
+    case X509_V_ERR_SELF_SIGNED_CERT_IN_CHAIN:
+      return Denial::kUnknownCa;
+    default:
+      return Denial::kBadCertificate;
+  }
+}
+
+// An intermediate CA, which the client sent itself, may have no list of revocations; a CA of the files has one.
+int PassWithoutList(int ok, X509_STORE_CTX* context) {
+  return X509_STORE_CTX_get_error(context) == X509_V_ERR_UNABLE_TO_GET_CRL ? 1 : ok;
+}
+
+// What verification says of `leaf`: X509_V_OK, or an error. `cas` become names for a message.
+int Verify(const Certificates& files, X509* leaf, const Chain& chain, absl::Time now, std::vector<std::string>* cas) {
+  bool ended = false;
+  const Owned<X509_STORE> store(X509_STORE_new());
+  for (const Owned<X509>& ca : ParseChain(files.client_ca, &ended)) {
+    X509_STORE_add_cert(store.get(), ca.get());
+    cas->push_back(NameOf(ca.get()));
+  }
+  for (const auto& [name, text] : files.crls) {
+    const Owned<X509_CRL> crl(PEM_read_bio_X509_CRL(Open(text).get(), nullptr, nullptr, nullptr));
+    if (crl != nullptr) X509_STORE_add_crl(store.get(), crl.get());
+  }
+  // A CA of the files may be an intermediate one: then nobody knows its issuer.
+  unsigned long flags = X509_V_FLAG_PARTIAL_CHAIN | X509_V_FLAG_TRUSTED_FIRST;
+  if (!files.crls.empty()) flags |= X509_V_FLAG_CRL_CHECK | X509_V_FLAG_CRL_CHECK_ALL;
+  X509_STORE_set_flags(store.get(), flags);
+  X509_STORE_set_verify_cb(store.get(), &PassWithoutList);
+  const Owned<STACK_OF(X509)> others(sk_X509_new_null());
+  for (const Owned<X509>& other : chain) {
+    if (X509_up_ref(other.get()) == 1) sk_X509_push(others.get(), other.get());
+  }
+  const Owned<X509_STORE_CTX> context(X509_STORE_CTX_new());
+  if (X509_STORE_CTX_init(context.get(), store.get(), leaf, others.get()) != 1) return X509_V_ERR_OUT_OF_MEM;
+  X509_STORE_CTX_set_default(context.get(), "ssl_client");
+  X509_STORE_CTX_set_time(context.get(), 0, absl::ToTimeT(now));
+  const bool good = X509_verify_cert(context.get()) == 1;
+  const int error = X509_STORE_CTX_get_error(context.get());
+  ERR_clear_error();
+  if (good) return X509_V_OK;
+  return error == X509_V_OK ? X509_V_ERR_UNSPECIFIED : error;
+}
+
 }  // namespace
+
+absl::Status CheckClient(const Certificates& files, absl::string_view certificate, absl::string_view chain,
+                         absl::Time now, Denial* why) {
+  bool ended = false;
+  const Chain shown = ParseChain(certificate, &ended);
+  if (shown.empty()) {
+    *why = Denial::kNoCertificate;
+    return Unwelcome("expected a client's certificate, came none");
+  }
+  X509* const leaf = shown[0].get();
+  std::vector<std::string> cas;
+  const int error = Verify(files, leaf, ParseChain(chain, &ended), now, &cas);
+  if (error == X509_V_OK) return absl::OkStatus();
+  *why = DenialOf(error);
+  const std::string dates = WrongDates(leaf, now);
+  return Unwelcome(absl::StrCat("the client's certificate ", NameOf(leaf), ", issued by ",
+                                NameOf(X509_get_issuer_name(leaf)),
+                                ", is refused: ", X509_verify_cert_error_string(error), dates.empty() ? "" : "; it ",
+                                dates, "; wanted one of ", absl::StrJoin(cas, ", "), " (tls.client_ca)"));
+}
+
+std::string SubjectOf(absl::string_view pem) {
+  bool ended = false;
+  const Chain chain = ParseChain(pem, &ended);
+  return chain.empty() ? "" : NameOf(chain[0].get());
+}
 
 absl::StatusOr<Certificates> ReadCertificates(const CertificatePaths& paths, absl::Time now) {
   Certificates read;

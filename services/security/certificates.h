@@ -4,9 +4,13 @@
 
 #include <map>
 #include <string>
+#include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "ballast/services/security/counters.h"
 
 namespace ballast::services {
 
@@ -24,6 +28,7 @@ struct Certificates {
   std::string pair;                         // PEM: key, then certificates; one text, so that no reader mixes two pairs
   std::string client_ca;                    // PEM: the CAs that are valid now
   std::map<std::string, std::string> crls;  // PEM by the file name that OpenSSL looks for: "1a2b3c4d.r0"
+  std::vector<std::string> names;           // hosts and addresses that the certificate is for
   // The earliest end among the certificates of each file; InfiniteFuture without the file.
   absl::Time certificate_not_after = absl::InfiniteFuture();
   absl::Time client_ca_not_after = absl::InfiniteFuture();
@@ -37,5 +42,13 @@ struct Certificates {
 // - client_ca holds a certificate that is no CA, or no CA that is valid now;
 // - a list of revocations has a wrong signature or is outdated, or a CA has none (gRPC would let its clients in).
 absl::StatusOr<Certificates> ReadCertificates(const CertificatePaths& paths, absl::Time now);
+
+// May a client with this certificate come in? `certificate`, and `chain`, what came with it: PEM. OK if the chain leads
+// to a CA of `files`, with dates that hold `now`, and nothing is revoked. Else UNAUTHENTICATED (NO_IDENTITY) with what
+// was shown and what is wanted, and `why`. Without a certificate: UNAUTHENTICATED as well.
+absl::Status CheckClient(const Certificates& files, absl::string_view certificate, absl::string_view chain,
+                         absl::Time now, Denial* why);
+// The subject of the first certificate of `pem`; empty: there is none.
+std::string SubjectOf(absl::string_view pem);
 
 }  // namespace ballast::services

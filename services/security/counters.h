@@ -9,10 +9,23 @@
 
 namespace ballast::services {
 
-// Why a call was refused.
-enum class Denial { kNoIdentity, kBadToken, kTokenInClear, kNoRight, kQuota };
-inline constexpr std::array<const char*, 5> kDenialNames = {"no_identity", "bad_token", "token_in_clear", "no_right",
-                                                            "quota"};
+// Why a call was refused; from kNoCertificate on: why a connection was, in its handshake.
+enum class Denial {
+  kNoIdentity,
+  kBadToken,
+  kTokenInClear,
+  kNoRight,
+  kQuota,
+  kNoCertificate,
+  kCertificateExpired,
+  kCertificateEarly,
+  kCertificateRevoked,
+  kUnknownCa,
+  kBadCertificate
+};
+inline constexpr std::array<const char*, 11> kDenialNames = {
+    "no_identity",         "bad_token",         "token_in_clear",      "no_right",   "quota",          "no_certificate",
+    "certificate_expired", "certificate_early", "certificate_revoked", "unknown_ca", "bad_certificate"};
 
 // Threads: any.
 struct SecurityCounters {

@@ -101,8 +101,7 @@ absl::StatusOr<std::unique_ptr<Guard>> Guard::Make(GuardOptions options) {
   const GuardOptions& kept = guard->options_;
   std::vector<Watched> watched;
   if (kept.tls.enabled()) {
-    guard->served_ = std::make_unique<ServedCertificates>(kept.tls, kept.revocations);
-    // Only read here: another server may still have the directory of the copy.
+    guard->served_ = std::make_unique<ServedCertificates>(kept.tls);
     BALLAST_RETURN_IF_ERROR(guard->served_->Read(absl::Now()));
     watched.push_back({"certificates",
                        {kept.tls.certificate, kept.tls.key, kept.tls.client_ca, kept.tls.crl_directory},
@@ -197,6 +196,17 @@ absl::Status Guard::LoadRights() {
   absl::MutexLock lock(&mu_);
   rights_ = std::make_shared<const Rights>(std::move(rights));
   return absl::OkStatus();
+}
+
+absl::Status Guard::MeetClient(absl::string_view certificate, absl::string_view chain) {
+  if (certificate.empty() && !options_.tokens.empty()) return absl::OkStatus();
+  Denial why = Denial::kBadCertificate;
+  absl::Status status = CheckClient(*served_->current(), certificate, chain, absl::Now(), &why);
+  if (status.ok()) return status;
+  counters_.Count(why);
+  audit_.Denied({"handshake", SubjectOf(certificate), "", ""}, kDenialNames[static_cast<size_t>(why)],
+                status.message());
+  return status;
 }
 
 absl::StatusOr<std::string> Guard::NameOf(const CallerShown& shown, Denial* why) const {

@@ -28,8 +28,7 @@ struct GuardOptions {
   absl::Duration connection_age = absl::Hours(1);  // a TLS connection ends then, and its client connects anew
   std::string tokens;                              // path; empty: no tokens
   std::string rights;                              // path; empty: whoever gets in may do everything
-  std::string audit_log;    // a path, stderr or none; empty: stderr where identities are asked for, else none
-  std::string revocations;  // a directory of the server's own, for its copy of revocations
+  std::string audit_log;  // a path, stderr or none; empty: stderr where identities are asked for, else none
 
   // Callers must show who they are.
   bool asks_identity() const { return !tls.client_ca.empty() || !tokens.empty(); }
@@ -82,13 +81,15 @@ class Guard {
   static absl::StatusOr<std::unique_ptr<Guard>> Make(GuardOptions options);
   ~Guard();
 
-  // From now on files that change are read again: once a second the guard looks. The directory `revocations` may be
-  // written from here on.
+  // From now on files that change are read again: once a second the guard looks.
   absl::Status Watch();
   // Reads all files again, and opens the audit log anew. A bad file is logged and counted, and its old content holds.
   // Blocks.
   void Reload();
 
+  // Whether a connection may be made by a client with this certificate, as CheckClient says; a token may stand for
+  // none. Refusals are counted and audited. REQUIRES: tls.client_ca.
+  absl::Status MeetClient(absl::string_view certificate, absl::string_view chain);
   // The caller's identity, if it may make the call. Else UNAUTHENTICATED (NO_IDENTITY) or PERMISSION_DENIED
   // (NO_RIGHT), counted and audited.
   absl::StatusOr<Identity> Admit(const CallerShown& shown, const AskedCall& asked);

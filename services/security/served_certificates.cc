@@ -1,6 +1,7 @@
 #include "ballast/services/security/served_certificates.h"
 
 #include <fcntl.h>
+#include <spdlog/spdlog.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -8,11 +9,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
+#include <iterator>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::services {
@@ -30,6 +32,19 @@ bool WriteAll(int fd, const std::string& content) {
     done += static_cast<size_t>(written);
   }
   return true;
+}
+
+// Clients that know the server by a name which is not in the certificate any more refuse the server from now on.
+void WarnOfNames(const std::string& path, const std::vector<std::string>& before,
+                 const std::vector<std::string>& after) {
+  std::vector<std::string> gone;
+  std::copy_if(before.begin(), before.end(), std::back_inserter(gone),
+               [&](const std::string& name) { return std::find(after.begin(), after.end(), name) == after.end(); });
+  if (gone.empty()) return;
+  spdlog::warn(
+      "{}: the new certificate is for {}, and no longer for {}: clients that connect by these names refuse this server "
+      "from now on. Write a certificate that has them too, unless no client uses them",
+      path, after.empty() ? "no host" : absl::StrJoin(after, ", "), absl::StrJoin(gone, ", "));
 }
 
 int64_t Seconds(absl::Time time) { return time == absl::InfiniteFuture() ? 0 : absl::ToUnixSeconds(time); }
@@ -62,8 +77,7 @@ absl::Status MemoryFile::Replace(const std::string& content, int64_t number) {
 
 std::string MemoryFile::path() const { return absl::StrCat("/proc/self/fd/", fd_); }
 
-ServedCertificates::ServedCertificates(CertificatePaths paths, std::string revocations)
-    : paths_(std::move(paths)), revocations_(std::move(revocations)) {}
+ServedCertificates::ServedCertificates(CertificatePaths paths) : paths_(std::move(paths)) {}
 
 void ServedCertificates::Keep(Certificates read) {
   absl::MutexLock lock(&mu_);
@@ -79,39 +93,17 @@ absl::Status ServedCertificates::Read(absl::Time now) {
 absl::Status ServedCertificates::Load(absl::Time now, SecurityCounters* counters) {
   BALLAST_ASSIGN_OR_RETURN(Certificates read, ReadCertificates(paths_, now));
   number_ = std::max(number_ + 1, absl::ToUnixSeconds(now));
-  // The lists first: gRPC makes a new store, which reads them, once the CAs have changed. A comment changes them when
-  // the lists alone are new.
-  if (!paths_.crl_directory.empty()) BALLAST_RETURN_IF_ERROR(WriteRevocations(read.crls));
+  // A comment changes the CAs when nothing else does: gRPC begins anew with them, and old tickets become void.
   if (!paths_.client_ca.empty()) {
     BALLAST_RETURN_IF_ERROR(client_ca_.Replace(absl::StrCat("# ", number_, "\n", read.client_ca), number_));
   }
   BALLAST_RETURN_IF_ERROR(pair_.Replace(read.pair, number_));
+  if (const auto before = current(); before != nullptr) WarnOfNames(paths_.certificate, before->names, read.names);
   counters->certificate_not_after = Seconds(read.certificate_not_after);
   counters->client_ca_not_after = Seconds(read.client_ca_not_after);
   counters->crl_not_after = Seconds(read.crl_not_after);
   Keep(std::move(read));
   return absl::OkStatus();
-}
-
-absl::Status ServedCertificates::WriteRevocations(const std::map<std::string, std::string>& crls) const {
-  namespace fs = std::filesystem;
-  std::error_code error;
-  fs::create_directories(revocations_, error);
-  if (error) return NotWritten(revocations_, error.message());
-  for (const auto& [name, text] : crls) {
-    const std::string fresh = absl::StrCat(revocations_, "/", name, ".new");
-    std::ofstream file(fresh, std::ios::binary | std::ios::trunc);
-    file << text;
-    file.close();
-    if (file.fail()) return NotWritten(fresh, std::strerror(errno));
-    fs::rename(fresh, absl::StrCat(revocations_, "/", name), error);
-    if (error) return NotWritten(fresh, error.message());
-  }
-  for (fs::directory_iterator entry(revocations_, error), end; !error && entry != end; entry.increment(error)) {
-    std::error_code ignored;
-    if (crls.count(entry->path().filename().string()) == 0) fs::remove(entry->path(), ignored);
-  }
-  return error ? NotWritten(revocations_, error.message()) : absl::OkStatus();
 }
 
 }  // namespace ballast::services

@@ -36,13 +36,13 @@ class MemoryFile {
 // Threads: Read and Load one at a time; `current` any, after the first Read; the rest any, after the first Load.
 class ServedCertificates {
  public:
-  // `revocations`: a directory of this server's own, made when it is needed, for the lists of revocations.
-  ServedCertificates(CertificatePaths paths, std::string revocations);
+  explicit ServedCertificates(CertificatePaths paths);
 
   // Checks the files and exchanges `current` alone. Writes nothing.
   absl::Status Read(absl::Time now);
-  // Checks the files and exchanges both copies. On an error the copy stays as it was. gRPC takes the new copy within a
-  // second, for new connections. Errors: those of ReadCertificates; INTERNAL (IO) if the copy cannot be written.
+  // Checks the files and exchanges both copies. Warns of names that the certificate no longer has. On an error the copy
+  // stays as it was. gRPC takes the new copy within a second, for new connections. Errors: those of ReadCertificates;
+  // INTERNAL (IO) if the copy cannot be written.
   absl::Status Load(absl::Time now, SecurityCounters* counters);
 
   const CertificatePaths& paths() const { return paths_; }
@@ -53,14 +53,11 @@ class ServedCertificates {
   }
   std::string pair_path() const { return pair_.path(); }
   std::string client_ca_path() const { return paths_.client_ca.empty() ? "" : client_ca_.path(); }
-  std::string revocations() const { return paths_.crl_directory.empty() ? "" : revocations_; }
 
  private:
   void Keep(Certificates read);
-  absl::Status WriteRevocations(const std::map<std::string, std::string>& crls) const;
 
   const CertificatePaths paths_;
-  const std::string revocations_;
   MemoryFile pair_, client_ca_;
   int64_t number_ = 0;
   mutable absl::Mutex mu_;

@@ -31,7 +31,6 @@ class HttpTlsTest : public ::testing::Test {
     std::filesystem::create_directory(dir_ / "crl");
     options_.tls = {dir_ / "tls.crt", dir_ / "tls.key", dir_ / "ca.crt", dir_ / "crl"};
     options_.audit_log = "none";
-    options_.revocations = dir_ / "revocations";
     Install(authority_.IssueServer("server"));
     WriteText(options_.tls.client_ca, authority_.certificate());
     WriteText(dir_ / "crl/ca.pem", authority_.Revocations({}));

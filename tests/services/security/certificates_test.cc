@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <spdlog/sinks/ostream_sink.h>
+#include <spdlog/spdlog.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -134,7 +136,7 @@ TEST_F(CertificatesTest, ABadPairLeavesTheCopyAsItWas) {
   paths_.crl_directory = dir_ / "crl";
   WriteText(dir_ / "crl/list", authority_.Revocations({1}));
   SecurityCounters counters;
-  ServedCertificates served(paths_, dir_ / "copy");
+  ServedCertificates served(paths_);
   ASSERT_TRUE(served.Load(absl::Now(), &counters).ok());
   const std::string pair = Slurp(served.pair_path()), ca = Slurp(served.client_ca_path());
   ASSERT_NE(pair.find("CERTIFICATE"), std::string::npos);
@@ -156,11 +158,29 @@ TEST_F(CertificatesTest, ABadPairLeavesTheCopyAsItWas) {
   EXPECT_NE(Slurp(served.client_ca_path()), ca) << "else gRPC would not read new revocations";
 }
 
+TEST_F(CertificatesTest, ANewCertificateWithoutANameOfTheOldIsWarnedOf) {
+  std::ostringstream log;
+  const auto before = spdlog::default_logger();
+  spdlog::set_default_logger(
+      std::make_shared<spdlog::logger>("test", std::make_shared<spdlog::sinks::ostream_sink_mt>(log)));
+  SecurityCounters counters;
+  ServedCertificates served(paths_);
+  ASSERT_TRUE(served.Load(absl::Now(), &counters).ok());
+  Write(authority_.Issue("more", {.alternative_names = "DNS:localhost,IP:127.0.0.1,DNS:more.example,IP:::1"}));
+  ASSERT_TRUE(served.Load(absl::Now(), &counters).ok());
+  EXPECT_EQ(log.str(), "");
+  Write(authority_.Issue("other", {.alternative_names = "DNS:more.example,DNS:other.example"}));
+  ASSERT_TRUE(served.Load(absl::Now(), &counters).ok());
+  spdlog::set_default_logger(before);
+  EXPECT_NE(log.str().find("is for more.example, other.example, and no longer for localhost, 127.0.0.1, ::1:"),
+            std::string::npos)
+      << log.str();
+}
+
 TEST_F(CertificatesTest, TheKeyIsOnNoDisk) {
   SecurityCounters counters;
-  ServedCertificates served(paths_, dir_ / "copy");
+  ServedCertificates served(paths_);
   ASSERT_TRUE(served.Load(absl::Now(), &counters).ok());
-  EXPECT_FALSE(std::filesystem::exists(dir_ / "copy"));
   EXPECT_EQ(std::filesystem::read_symlink(served.pair_path()).string().rfind("/memfd:", 0), 0u);
 }
 

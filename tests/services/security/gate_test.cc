@@ -9,11 +9,16 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/model/address.h"
+#include "ballast/proto/model/tls_probe.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/rpc/rpc_fixture.h"
 #include "ballast/tests/services/security/authority.h"
@@ -22,6 +27,7 @@
 namespace ballast::services {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -112,7 +118,8 @@ SessionShown ShakeHands(const std::string& address, const IssuedPair& pair,
   const int fd = ConnectTo(address);
   SSL_set_fd(tls.get(), fd);
   SessionShown shown;
-  if (SSL_connect(tls.get()) == 1) {
+  char first = 0;  // a server that lets the client in speaks first
+  if (SSL_connect(tls.get()) == 1 && SSL_read(tls.get(), &first, 1) == 1) {
     SSL_set_shutdown(tls.get(), SSL_SENT_SHUTDOWN | SSL_RECEIVED_SHUTDOWN);  // else SSL_free spoils the session
     shown.session.reset(SSL_get1_session(tls.get()), &SSL_SESSION_free);
     shown.resumed = SSL_session_reused(tls.get()) == 1;
@@ -129,7 +136,6 @@ class GateTest : public ::testing::Test {
     options_.tokens = dir_ / "tokens.yaml";
     options_.rights = dir_ / "rights.yaml";
     options_.audit_log = dir_ / "audit.log";
-    options_.revocations = dir_ / "revocations";
     Install(authority_.IssueServer("server"));
     WriteText(options_.tls.client_ca, authority_.certificate());
     WriteText(dir_ / "crl/ca.pem", authority_.Revocations({}));
@@ -446,6 +452,69 @@ TEST_F(GateTest, WithoutTokensNobodyGetsPastTheHandshakeWithoutACertificate) {
   EXPECT_EQ(Identify(Connect()), grpc::StatusCode::UNAVAILABLE);
   const auto plain = grpc::CreateChannel(rpc_->address(), grpc::InsecureChannelCredentials());
   EXPECT_EQ(Identify(plain), grpc::StatusCode::UNAVAILABLE);
+}
+
+// gRPC itself says "Socket closed" of all this.
+TEST_F(GateTest, ARefusedHandshakeNamesTheFaultOnBothSides) {
+  options_.tokens = "";
+  Start();
+  Authority other("other-ca");
+  const absl::Time now = absl::Now();
+  const IssuedPair good = authority_.IssueClient("spiffe://t/all"), revoked = authority_.IssueClient("spiffe://t/gone");
+  const IssuedPair expired = authority_.Issue(
+      "old", {.alternative_names = "DNS:old", .not_before = now - absl::Hours(2), .not_after = now - absl::Hours(1)});
+  const IssuedPair early =
+      authority_.Issue("early", {.alternative_names = "DNS:early", .not_before = now + absl::Hours(1)});
+  WriteText(dir_ / "crl/ca.pem", authority_.Revocations({revoked.serial}));
+  Reload();
+  const model::Address server = *model::ParseAddress(rpc_->address(), model::AddressUse::kConnect);
+  const auto probe = [&](const std::string& ca, const IssuedPair& pair) {
+    return model::ProbeTls(server, {ca, pair.certificate, pair.key, ""}, absl::Now() + absl::Seconds(20));
+  };
+  EXPECT_EQ(probe(trusted_, good), absl::OkStatus());
+  const std::tuple<IssuedPair, Denial, std::string, std::string> clients[] = {
+      {{}, Denial::kNoCertificate, "this client shows no certificate", "came none"},
+      {expired, Denial::kCertificateExpired, "the client's certificate has expired", "/CN=old"},
+      {early, Denial::kCertificateEarly, "the client's certificate is not valid yet", "/CN=early"},
+      {other.IssueClient("spiffe://t/all"), Denial::kUnknownCa, "by another CA", "issued by /CN=other-ca"},
+      {revoked, Denial::kCertificateRevoked, "its log says why", "certificate revoked"}};
+  for (const auto& [pair, why, told, logged] : clients) {
+    SCOPED_TRACE(told);
+    const absl::Status status = probe(trusted_, pair);
+    EXPECT_EQ(model::ReasonOf(status), model::kTls) << status;
+    EXPECT_THAT(
+        std::string(status.message()),
+        AllOf(HasSubstr(told), HasSubstr("it wants a client's certificate by /CN=ca"), HasSubstr("the client shows")));
+    EXPECT_EQ(guard_->counters().denials[static_cast<size_t>(why)], 1u);
+    std::ifstream audit(options_.audit_log);
+    const std::string lines((std::istreambuf_iterator<char>(audit)), {});
+    EXPECT_THAT(lines,
+                AllOf(HasSubstr("call=handshake"),
+                      HasSubstr(absl::StrCat("why=", kDenialNames[static_cast<size_t>(why)])), HasSubstr(logged)));
+    EXPECT_EQ(Identify(ConnectWith(pair)), grpc::StatusCode::UNAVAILABLE) << "nobody gets past the handshake";
+  }
+  const auto expect = [](const absl::Status& status, const std::string& told) {
+    EXPECT_EQ(model::ReasonOf(status), model::kTls) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(told));
+  };
+  expect(probe("", {}),
+         "the server speaks TLS, and this client has no `ca`; the server shows /CN=server for DNS:localhost");
+  expect(probe(other.certificate(), good), "wanted one for 127.0.0.1");
+  Install(authority_.Issue("elsewhere", {.alternative_names = "DNS:elsewhere.example"}));
+  Reload();
+  expect(probe(trusted_, good), "the server shows /CN=elsewhere for DNS:elsewhere.example, issued by /CN=ca");
+  rpc_.reset();
+  EXPECT_EQ(probe(trusted_, good), absl::OkStatus()) << "nobody is there: nothing is known";
+}
+
+TEST_F(GateTest, AServerInTheClearIsNamedToAClientWithACa) {
+  options_.tls = {};
+  Start();
+  const model::Address server = *model::ParseAddress(rpc_->address(), model::AddressUse::kConnect);
+  const absl::Time soon = absl::Now() + absl::Seconds(20);
+  EXPECT_THAT(std::string(model::ProbeTls(server, {trusted_, "", "", ""}, soon).message()),
+              HasSubstr("the server answers in the clear"));
+  EXPECT_EQ(model::ProbeTls(server, {}, soon), absl::OkStatus());
 }
 
 TEST_F(GateTest, ATokenInTheClearIsRefusedToOthersThanThisMachine) {

@@ -27,7 +27,6 @@ class GuardTest : public ::testing::Test {
     options_.tokens = dir_ / "tokens.yaml";
     options_.rights = dir_ / "rights.yaml";
     options_.audit_log = dir_ / "audit.log";
-    options_.revocations = dir_ / "revocations";
     WriteText(options_.tokens, kTokens);
     WriteText(options_.rights, "rights:\n- {identity: alice, jobs: 'a-*', can: [train]}\n");
   }
