@@ -2,28 +2,24 @@
 #pragma once
 
 #include "ballast/services/rpc/gate.h"
+#include "ballast/services/rpc/methods.h"
+#include "ballast/services/rpc/parse_room.h"
 #include "ballast/services/server/state_server.h"
-#include "ballast/v1/admin_service.grpc.pb.h"
+#include "ballast/v1/admin_service.pb.h"
 
 namespace ballast::services {
 
 // Threads: any.
-class AdminServiceImpl final : public v1::AdminService::CallbackService {
+class AdminServiceImpl final {
  public:
-  AdminServiceImpl(StateServer* state, const Gate* gate) : state_(state), gate_(gate) {}
+  AdminServiceImpl(StateServer* state, const Gate* gate, ParseRoom* room) : state_(state), gate_(gate), room_(room) {}
 
-  grpc::ServerUnaryReactor* GetServerStatus(grpc::CallbackServerContext*, const v1::GetServerStatusRequest*,
-                                            v1::GetServerStatusResponse*) override;
-  grpc::ServerUnaryReactor* GetSteps(grpc::CallbackServerContext* context, const v1::GetStepsRequest* request,
-                                     v1::GetStepsResponse* response) override;
-  grpc::ServerUnaryReactor* DropJob(grpc::CallbackServerContext*, const v1::DropJobRequest*,
-                                    v1::DropJobResponse*) override;
-  grpc::ServerUnaryReactor* SetBudget(grpc::CallbackServerContext*, const v1::SetBudgetRequest*,
-                                      v1::SetBudgetResponse*) override;
+  void AddTo(Methods* methods);
 
  private:
   StateServer* const state_;
   const Gate* const gate_;
+  ParseRoom* const room_;
 };
 
 }  // namespace ballast::services

@@ -1,53 +1,62 @@
-// The parts that all services share: a call's deadline, its client's end, its answer.
+// One call: a message comes, and an answer goes. Generated methods would read and parse a message before anybody looks
+// who sends it; here the message stays with the network until the caller was let in.
 #pragma once
 
+#include <google/protobuf/message.h>
+#include <grpcpp/generic/async_generic_service.h>
 #include <grpcpp/grpcpp.h>
 
-#include <algorithm>
-#include <chrono>
+#include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "absl/status/statusor.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/reply.h"
-#include "ballast/services/rpc/status_codec.h"
+#include "ballast/services/rpc/parse_room.h"
+#include "ballast/services/rpc/reads.h"
 
 namespace ballast::services {
 
 // A little before the client's own deadline: otherwise the client's gRPC ends the call first, and the client never
 // hears what the server was waiting for.
-inline absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
-  const std::chrono::system_clock::time_point point = context.deadline();
-  if (point == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
-  const absl::Time deadline = absl::FromChrono(point);
-  const absl::Duration left = std::max(deadline - absl::Now(), absl::ZeroDuration());
-  return deadline - std::min(left / 10, absl::Milliseconds(200));
-}
+absl::Time DeadlineOf(const grpc::CallbackServerContext& context);
 
-// A call's reactor. DefaultReactor tells neither that the client is gone, nor the end of the call, until which an
-// answer takes up room.
-class CallReactor final : public grpc::ServerUnaryReactor {
+// Ends exactly once, by Finish or Answer; lives until gRPC is done with the call.
+class CallReactor final : public grpc::ServerGenericBidiReactor, private Read {
  public:
+  explicit CallReactor(Reads* reads) : reads_(reads) {}
+
+  // Reads the message, in its turn among those of `who`; run(message) goes on with the call.
+  void ReadMessage(const std::string& who, bool in_turn, std::function<void(grpc::ByteBuffer*)> run);
+
   const std::shared_ptr<Caller>& caller() const { return caller_; }
-  void Hold(AnswerRoom::Lease room) { room_ = std::move(room); }
-  void OnCancel() override { caller_->Leave(); }
-  void OnDone() override { delete this; }
+  // Kept until the call's end: room for an answer; the parsed message, and its room.
+  void Hold(AnswerRoom::Lease room) { answer_room_ = std::move(room); }
+  void Keep(std::shared_ptr<const google::protobuf::Message> message, ParseRoom::Lease room) {
+    message_ = std::move(message);
+    parse_room_ = std::move(room);
+  }
+  void Answer(grpc::ByteBuffer answer);
+  // Sends `status`, which is no success.
+  void Fail(const absl::Status& status);
 
  private:
-  const std::shared_ptr<Caller> caller_ = std::make_shared<Caller>();
-  AnswerRoom::Lease room_;
-};
+  void OnReadDone(bool ok) override;
+  void OnCancel() override;
+  void OnDone() override { delete this; }
+  void Start() override { StartRead(&bytes_); }
+  void BeLate() override;
 
-// Fills `response` and finishes. Both stay valid until the reactor is done, also when the client went away.
-template <typename Response>
-Reply<Response> FinishWith(grpc::ServerUnaryReactor* reactor, Response* response) {
-  return [reactor, response](absl::StatusOr<Response> answer) {
-    if (answer.ok()) *response = std::move(*answer);
-    reactor->Finish(ToGrpc(answer.status()));
-  };
-}
+  Reads* const reads_;
+  const std::shared_ptr<Caller> caller_ = std::make_shared<Caller>();
+  std::function<void(grpc::ByteBuffer*)> run_;
+  grpc::ByteBuffer bytes_;  // the message, then the answer
+  AnswerRoom::Lease answer_room_;
+  ParseRoom::Lease parse_room_;  // before the message: given back when that is gone
+  std::shared_ptr<const google::protobuf::Message> message_;
+};
 
 }  // namespace ballast::services

@@ -41,21 +41,26 @@ CallerShown ShownBy(const grpc::CallbackServerContext& context) {
   return shown;
 }
 
+// Of "ipv4:10.0.0.3:4711" without the port.
+std::string HostOf(const std::string& peer) { return peer.substr(0, peer.rfind(':')); }
+
 }  // namespace
 
-std::optional<Visit> Gate::Admit(const grpc::CallbackServerContext& context, AskedCall asked,
-                                 grpc::ServerUnaryReactor* reactor) const {
-  Visit visit;
-  visit.asked = std::move(asked);
-  if (guard_ == nullptr) return visit;
-  visit.shown = ShownBy(context);
-  absl::StatusOr<Identity> identity = guard_->Admit(visit.shown, visit.asked);
-  if (!identity.ok()) {
-    reactor->Finish(ToGrpc(identity.status()));
-    return std::nullopt;
+absl::StatusOr<Visitor> Gate::Know(const grpc::CallbackServerContext& context, Call call) const {
+  Visitor visitor;
+  if (guard_ == nullptr) {
+    visitor.turn = HostOf(context.peer());
+    return visitor;
   }
-  visit.identity = *std::move(identity);
-  return visit;
+  visitor.shown = ShownBy(context);
+  BALLAST_ASSIGN_OR_RETURN(visitor.identity, guard_->Know(visitor.shown, {call, ""}));
+  visitor.turn = visitor.identity.name().empty() ? HostOf(visitor.shown.peer) : visitor.identity.name();
+  return visitor;
+}
+
+absl::StatusOr<Visit> Gate::Admit(const Visitor& visitor, AskedCall asked) const {
+  if (guard_ != nullptr) BALLAST_RETURN_IF_ERROR(guard_->Allow(visitor.identity, visitor.shown, asked));
+  return Visit{visitor.identity, std::move(asked), visitor.shown};
 }
 
 absl::StatusOr<Quotas::Lease> Gate::AskQuota(const Visit& visit, const TierUse& asked, uint64_t time) const {
@@ -79,25 +84,28 @@ void Gate::Fence(const Visit& visit, const v1::FenceRequest& request, const Call
                 });
 }
 
-void Gate::Open(const Visit& visit, const v1::OpenRequest& request, const CallLimit& limit,
+void Gate::Open(const Visit& visit, v1::OpenRequest* request, const CallLimit& limit,
                 Reply<v1::OpenResponse> reply) const {
   if (guard_ == nullptr || Guard::QuotaOf(visit.identity) == nullptr)
-    return state_->Open(request, limit, std::move(reply));
-  v1::OpenRequest question = request;
-  question.set_dry_run(true);
+    return state_->Open(*request, limit, std::move(reply));
+  // The question is the request itself: a copy would take as much memory again.
+  const bool only_asks = request->dry_run();
+  request->set_dry_run(true);
   const uint64_t time = guard_->QuotaTime();
-  state_->Open(
-      question, limit,
-      [this, visit, &request, limit, time, reply = std::move(reply)](absl::StatusOr<v1::OpenResponse> planned) {
-        if (!planned.ok()) return reply(planned.status());
-        absl::StatusOr<Quotas::Lease> lease = AskQuota(visit, AskedBytes(*planned), time);
-        if (absl::IsAborted(lease.status())) return Open(visit, request, limit, reply);
-        if (!lease.ok()) return state_->RefuseOpen(request, lease.status(), reply);
-        if (request.dry_run()) return reply(std::move(planned));
-        state_->Open(request, limit, [lease = *std::move(lease), reply](absl::StatusOr<v1::OpenResponse> opened) {
-          reply(std::move(opened));
-        });
-      });
+  state_->Open(*request, limit,
+               [this, visit, request, only_asks, limit, time,
+                reply = std::move(reply)](absl::StatusOr<v1::OpenResponse> planned) {
+                 request->set_dry_run(only_asks);
+                 if (!planned.ok()) return reply(planned.status());
+                 absl::StatusOr<Quotas::Lease> lease = AskQuota(visit, AskedBytes(*planned), time);
+                 if (absl::IsAborted(lease.status())) return Open(visit, request, limit, reply);
+                 if (!lease.ok()) return state_->RefuseOpen(*request, lease.status(), reply);
+                 if (only_asks) return reply(std::move(planned));
+                 state_->Open(*request, limit,
+                              [lease = *std::move(lease), reply](absl::StatusOr<v1::OpenResponse> opened) {
+                                reply(std::move(opened));
+                              });
+               });
 }
 
 }  // namespace ballast::services

@@ -1,23 +1,32 @@
-// The one way into the services: each call gets its reactor here, and reaches the server only if its caller may.
+// The one way into the services: no call's message is read before its caller is known, and no call reaches the server
+// unless its caller may.
 #pragma once
 
 #include <grpcpp/grpcpp.h>
 
-#include <memory>
-#include <optional>
+#include <string>
 #include <utility>
 
-#include "ballast/services/rpc/call_reactor.h"
+#include "absl/status/statusor.h"
+#include "ballast/services/foundation/caller.h"
+#include "ballast/services/foundation/reply.h"
 #include "ballast/services/security/guard.h"
 #include "ballast/services/server/state_server.h"
 
 namespace ballast::services {
 
+// Who calls. Known before the call's message is read.
+struct Visitor {
+  Identity identity;
+  CallerShown shown;  // filled where there is a guard
+  std::string turn;   // whose reads take turns with this one's: the identity's, else the host's
+};
+
 // A call that was let in.
 struct Visit {
   Identity identity;
   AskedCall asked;
-  CallerShown shown;  // filled where there is a guard
+  CallerShown shown;
 };
 
 // Threads: any.
@@ -26,39 +35,12 @@ class Gate {
   // `guard`: null lets everybody do everything.
   Gate(Guard* guard, StateServer* state) : guard_(guard), state_(state) {}
 
-  // The call's visit; else finishes `reactor` with the refusal.
-  std::optional<Visit> Admit(const grpc::CallbackServerContext& context, AskedCall asked,
-                             grpc::ServerUnaryReactor* reactor) const;
+  // Who calls, if they may make such calls at all; else the refusal.
+  absl::StatusOr<Visitor> Know(const grpc::CallbackServerContext& context, Call call) const;
+  // The visit, if the caller may make the call that its message asks for; else the refusal.
+  absl::StatusOr<Visit> Admit(const Visitor& visitor, AskedCall asked) const;
 
-  // A call that is answered at once: run(visit, reply).
-  template <typename Response, typename Run>
-  grpc::ServerUnaryReactor* Quick(grpc::CallbackServerContext* context, AskedCall asked, Response* response,
-                                  const Run& run) const {
-    grpc::ServerUnaryReactor* const reactor = context->DefaultReactor();
-    if (const auto visit = Admit(*context, std::move(asked), reactor)) {
-      run(*visit, Audited(*visit, FinishWith(reactor, response)));
-    }
-    return reactor;
-  }
-  // A call that may wait: run(visit, limit, reply).
-  template <typename Response, typename Run>
-  grpc::ServerUnaryReactor* Waiting(grpc::CallbackServerContext* context, AskedCall asked, Response* response,
-                                    const Run& run) const {
-    auto* const reactor = new CallReactor;
-    if (const auto visit = Admit(*context, std::move(asked), reactor)) {
-      run(*visit, CallLimit(DeadlineOf(*context), reactor->caller()), Audited(*visit, FinishWith(reactor, response)));
-    }
-    return reactor;
-  }
-
-  // StateServer::Fence, within the identity's quota of jobs.
-  void Fence(const Visit& visit, const v1::FenceRequest& request, const CallLimit& limit,
-             Reply<v1::FenceResponse> reply) const;
-  // StateServer::Open, within the identity's quota. `request` lives until the reply.
-  void Open(const Visit& visit, const v1::OpenRequest& request, const CallLimit& limit,
-            Reply<v1::OpenResponse> reply) const;
-
- private:
+  // `reply`, which tells the audit log first.
   template <typename Response>
   Reply<Response> Audited(const Visit& visit, Reply<Response> reply) const {
     if (guard_ == nullptr || !Guard::IsAudited(visit.asked.call)) return reply;
@@ -68,6 +50,13 @@ class Gate {
     };
   }
 
+  // StateServer::Fence, within the identity's quota of jobs.
+  void Fence(const Visit& visit, const v1::FenceRequest& request, const CallLimit& limit,
+             Reply<v1::FenceResponse> reply) const;
+  // StateServer::Open, within the identity's quota. `request` lives until the reply, and is the call's alone.
+  void Open(const Visit& visit, v1::OpenRequest* request, const CallLimit& limit, Reply<v1::OpenResponse> reply) const;
+
+ private:
   // REQUIRES: the identity has a quota. `time`: before `asked` was planned.
   absl::StatusOr<Quotas::Lease> AskQuota(const Visit& visit, const TierUse& asked, uint64_t time) const;
 

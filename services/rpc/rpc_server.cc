@@ -1,15 +1,16 @@
 #include "ballast/services/rpc/rpc_server.h"
 
 #include <grpc/grpc.h>
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/resource_quota.h>
 #include <grpcpp/security/tls_certificate_provider.h>
 #include <grpcpp/security/tls_credentials_options.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,6 +21,7 @@
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/admin_service.h"
+#include "ballast/services/rpc/call_service.h"
 #include "ballast/services/rpc/state_service.h"
 #include "ballast/services/shared_memory/shared_memory.h"
 
@@ -41,13 +43,10 @@ constexpr size_t kGrpcBytesMax = size_t{1} << 30;
 // Beside a GPU, for answers on their way: sixteen of the largest, more than a link needs to be busy.
 constexpr uint64_t kAnswerBytes = uint64_t{64} << 20;
 
-// Reflection and health are switches of the process: set before the first server is built.
+// Health is a switch of the process: set before the first server is built.
 void EnablePlugins() {
   static std::once_flag once;
-  std::call_once(once, [] {
-    grpc::EnableDefaultHealthCheckService(true);
-    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
-  });
+  std::call_once(once, [] { grpc::EnableDefaultHealthCheckService(true); });
 }
 
 // A call may wait for this long without a deadline, and ends with its connection's grace at the latest.
@@ -105,6 +104,9 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> ShareMemory(const RpcServerOptions
   return absl::FailedPreconditionError("shared memory is turned off");
 }
 
+// How often late messages are looked for.
+constexpr absl::Duration kCareInterval = absl::Seconds(1);
+
 constexpr const char* kServices[] = {"ballast.v1.StateService", "ballast.v1.AdminService"};
 
 }  // namespace
@@ -115,19 +117,51 @@ struct RpcServer::Impl {
       : state(state),
         gate(guard, state),
         shared(std::move(shared_memory)),
-        state_service(state, &gate, std::move(answers), shared.ok() ? shared->get() : nullptr),
-        admin_service(state, &gate) {}
+        state_service(state, &gate, &room, std::move(answers), shared.ok() ? shared->get() : nullptr),
+        admin_service(state, &gate, &room),
+        calls(&gate, &reads, &methods) {
+    state_service.AddTo(&methods);
+    admin_service.AddTo(&methods);
+    caretaker = std::thread([this] { TakeCare(); });
+  }
+  ~Impl() {
+    {
+      absl::MutexLock lock(&mu);
+      leaving = true;
+    }
+    caretaker.join();
+  }
+
+  void TakeCare();
 
   StateServer* const state;
   const Gate gate;
   const absl::StatusOr<std::unique_ptr<SharedMemory>> shared;
+  Reads reads;
+  ParseRoom room;
   StateServiceImpl state_service;
   AdminServiceImpl admin_service;
+  Methods methods;
+  CallService calls;
   std::string address;
   absl::Mutex mu;
+  bool leaving ABSL_GUARDED_BY(mu) = false;
+  std::thread caretaker;
   std::unique_ptr<grpc::Server> server;
   bool stopped ABSL_GUARDED_BY(mu) = false;
 };
+
+void RpcServer::Impl::TakeCare() {
+  while (true) {
+    {
+      absl::MutexLock lock(&mu);
+      if (mu.AwaitWithTimeout(absl::Condition(&leaving), kCareInterval)) return;
+    }
+    reads.EndLate(absl::Now());
+    // The large messages of a job's start leave more memory behind than a server otherwise needs.
+    if (room.TakeReturned()) ::malloc_trim(0);
+  }
+}
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options, StateServer* state) {
   BALLAST_ASSIGN_OR_RETURN(model::Address address, model::ParseAddress(options.listen, model::AddressUse::kListen));
@@ -149,8 +183,9 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kStreamsPerConnectionMax);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kPingIntervalMinMs);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
-  builder.RegisterService(&impl->state_service);
-  builder.RegisterService(&impl->admin_service);
+  // A few compressed bytes could become a thousand times as many, and no client of ours compresses.
+  builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
+  builder.RegisterCallbackGenericService(&impl->calls);
   impl->server = builder.BuildAndStart();
   if (impl->server == nullptr || port == 0) {
     return model::Error(

@@ -1,4 +1,4 @@
-// A StateServer on the wire: StateService, AdminService, grpc.health.v1 and server reflection on one port.
+// A StateServer on the wire: StateService, AdminService, and grpc.health.v1 on one port.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,6 @@
 #include "ballast/services/rpc/state_service.h"
 
 #include <google/protobuf/io/coded_stream.h>
-#include <grpcpp/impl/codegen/proto_utils.h>
 
 #include <array>
 #include <utility>
@@ -11,13 +10,16 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/call_reactor.h"
 #include "ballast/services/rpc/known_fields.h"
-#include "ballast/services/rpc/status_codec.h"
 
 namespace ballast::services {
 namespace {
 
-// A job's name and a few numbers. Thousands of pulls wait at a time, and gRPC keeps the bytes of each meanwhile.
-constexpr size_t kPullBytesMax = 4096;
+// A push's parsed header takes little beside its payload.
+constexpr uint64_t kPushFieldsMax = 16 << 10;
+// A presence bit of each tensor.
+constexpr size_t kNormBytesMax = size_t{1} << 20;
+// Peers, which a group's servers are: 300 bytes of each.
+constexpr size_t kFenceBytesMax = size_t{4} << 20;
 
 // Memory for an answer, out of the slabs if they have room.
 grpc::Slice AnswerSlice(const std::shared_ptr<storage::Slabs>& answers, uint64_t bytes) {
@@ -36,17 +38,6 @@ grpc::Slice AnswerSlice(const std::shared_ptr<storage::Slabs>& answers, uint64_t
       new Cut{answers, memory});
 }
 
-template <typename Message>
-bool Parse(const grpc::ByteBuffer& from, Message* to) {
-  grpc::ByteBuffer buffer(from);  // shares the slices; deserialising consumes its buffer
-  return grpc::SerializationTraits<Message>::Deserialize(&buffer, to).ok();
-}
-
-grpc::Status Unparsable(const char* message) {
-  return ToGrpc(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
-                             absl::StrCat("the bytes that came are no ballast.v1.", message)));
-}
-
 // The wire form of PullResponse around a payload: crc32c (field 1, fixed32), payload (field 15, length-delimited).
 grpc::ByteBuffer EncodePullResponse(uint32_t crc, const grpc::Slice& payload) {
   using google::protobuf::io::CodedOutputStream;
@@ -62,21 +53,101 @@ grpc::ByteBuffer EncodePullResponse(uint32_t crc, const grpc::Slice& payload) {
 
 }  // namespace
 
-grpc::ServerUnaryReactor* StateServiceImpl::Identify(grpc::CallbackServerContext* context,
-                                                     const v1::IdentifyRequest* request,
-                                                     v1::IdentifyResponse* response) {
-  return gate_->Quick(context, {Call::kIdentify, ""}, response, [&](const Visit&, Reply<v1::IdentifyResponse> reply) {
-    if (request->shares_memory() && shared_ != nullptr) {
-      reply = [shared = shared_, reply = std::move(reply)](absl::StatusOr<v1::IdentifyResponse> answer) {
-        if (answer.ok()) {
-          // Without an offer the client's bytes go over the wire.
-          if (auto offer = shared->Offer(); offer.ok()) *answer->mutable_memory() = *std::move(offer);
-        }
-        reply(std::move(answer));
-      };
-    }
-    state_->Identify(KnownFields(request), std::move(reply));
-  });
+template <typename Request, typename Response>
+Method StateServiceImpl::OfJob(Call call, size_t bytes_max,
+                               std::function<void(const Visit&, Request*, const CallLimit&, Reply<Response>)> run) {
+  return MakeMethod<Request, Response>(
+      call, bytes_max, gate_, room_,
+      [call](const Request& request) -> AskedCall {
+        return {call, request.job()};
+      },
+      std::move(run));
+}
+
+void StateServiceImpl::AddTo(Methods* methods) {
+  const auto add = [methods](Method method) {
+    const std::string path = absl::StrCat("/ballast.v1.StateService/", kCallNames[static_cast<size_t>(method.call)]);
+    methods->emplace(path, std::move(method));
+  };
+  add(MakeMethod<v1::IdentifyRequest, v1::IdentifyResponse>(
+      Call::kIdentify, kFewBytesMax, gate_, room_,
+      [](const v1::IdentifyRequest&) -> AskedCall {
+        return {Call::kIdentify, ""};
+      },
+      [this](const Visit&, v1::IdentifyRequest* request, const CallLimit&, Reply<v1::IdentifyResponse> reply) {
+        Identify(request, std::move(reply));
+      }));
+  add(OfJob<v1::GetJobRequest, v1::GetJobResponse>(
+      Call::kGetJob, kFewBytesMax,
+      [this](const Visit&, v1::GetJobRequest* request, const CallLimit&, Reply<v1::GetJobResponse> reply) {
+        state_->GetJob(KnownFields(request), std::move(reply));
+      }));
+  add(OfJob<v1::FenceRequest, v1::FenceResponse>(
+      Call::kFence, kFenceBytesMax,
+      [this](const Visit& visit, v1::FenceRequest* request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
+        gate_->Fence(visit, KnownFields(request), limit, std::move(reply));
+      }));
+  add(MakeMethod<v1::OpenRequest, v1::OpenResponse>(
+      Call::kOpen, kWholeBytesMax, gate_, room_,
+      [](const v1::OpenRequest& request) -> AskedCall {
+        return {Call::kOpen, request.spec().name()};
+      },
+      [this](const Visit& visit, v1::OpenRequest* request, const CallLimit& limit, Reply<v1::OpenResponse> reply) {
+        gate_->Open(visit, request, limit, std::move(reply));
+      }));
+  add(OfJob<v1::NormRequest, v1::NormResponse>(
+      Call::kNorm, kNormBytesMax,
+      [this](const Visit&, v1::NormRequest* request, const CallLimit&, Reply<v1::NormResponse> reply) {
+        state_->Norm(KnownFields(request), std::move(reply));
+      }));
+  add(OfJob<v1::SealRequest, v1::SealResponse>(
+      Call::kSeal, kWholeBytesMax,
+      [this](const Visit&, v1::SealRequest* request, const CallLimit& limit, Reply<v1::SealResponse> reply) {
+        state_->Seal(*request, limit, std::move(reply));
+      }));
+  add(OfJob<v1::CommitRequest, v1::CommitResponse>(
+      Call::kCommit, kWholeBytesMax,
+      [this](const Visit&, v1::CommitRequest* request, const CallLimit&, Reply<v1::CommitResponse> reply) {
+        state_->Commit(*request, std::move(reply));
+      }));
+  AddPins(add);
+  add({Call::kPush, kWholeBytesMax,
+       [this](const Arrival& arrival, grpc::ByteBuffer* message) { Push(arrival, *message); }});
+  // Thousands of pulls wait at a time.
+  add({Call::kPull, kFewBytesMax,
+       [this](const Arrival& arrival, grpc::ByteBuffer* message) { Pull(arrival, *message); }});
+}
+
+void StateServiceImpl::AddPins(const std::function<void(Method)>& add) {
+  add(MakeMethod<v1::PinRequest, v1::PinResponse>(
+      Call::kPin, kFewBytesMax, gate_, room_,
+      [](const v1::PinRequest& request) -> AskedCall {
+        return {Call::kPin, request.job(), request.durable()};
+      },
+      [this](const Visit&, v1::PinRequest* request, const CallLimit& limit, Reply<v1::PinResponse> reply) {
+        state_->Pin(KnownFields(request), limit, std::move(reply));
+      }));
+  add(MakeMethod<v1::UnpinRequest, v1::UnpinResponse>(
+      Call::kUnpin, kFewBytesMax, gate_, room_,
+      [](const v1::UnpinRequest& request) -> AskedCall {
+        return {Call::kUnpin, request.job(), request.durable()};
+      },
+      [this](const Visit&, v1::UnpinRequest* request, const CallLimit& limit, Reply<v1::UnpinResponse> reply) {
+        state_->Unpin(KnownFields(request), std::move(reply), limit.caller);
+      }));
+}
+
+void StateServiceImpl::Identify(v1::IdentifyRequest* request, Reply<v1::IdentifyResponse> reply) {
+  if (request->shares_memory() && shared_ != nullptr) {
+    reply = [shared = shared_, reply = std::move(reply)](absl::StatusOr<v1::IdentifyResponse> answer) {
+      if (answer.ok()) {
+        // Without an offer the client's bytes go over the wire.
+        if (auto offer = shared->Offer(); offer.ok()) *answer->mutable_memory() = *std::move(offer);
+      }
+      reply(std::move(answer));
+    };
+  }
+  state_->Identify(KnownFields(request), std::move(reply));
 }
 
 absl::StatusOr<SharedMemory::Part> StateServiceImpl::SharedPart(const v1::SharedPlace& place) const {
@@ -85,76 +156,18 @@ absl::StatusOr<SharedMemory::Part> StateServiceImpl::SharedPart(const v1::Shared
                       "this server shares no memory with clients; send the same request over the wire");
 }
 
-grpc::ServerUnaryReactor* StateServiceImpl::GetJob(grpc::CallbackServerContext* context,
-                                                   const v1::GetJobRequest* request, v1::GetJobResponse* response) {
-  return gate_->Quick(
-      context, {Call::kGetJob, request->job()}, response,
-      [&](const Visit&, Reply<v1::GetJobResponse> reply) { state_->GetJob(KnownFields(request), std::move(reply)); });
-}
-
-grpc::ServerUnaryReactor* StateServiceImpl::Fence(grpc::CallbackServerContext* context, const v1::FenceRequest* request,
-                                                  v1::FenceResponse* response) {
-  return gate_->Waiting(context, {Call::kFence, request->job()}, response,
-                        [&](const Visit& visit, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
-                          gate_->Fence(visit, KnownFields(request), limit, std::move(reply));
-                        });
-}
-
-grpc::ServerUnaryReactor* StateServiceImpl::Open(grpc::CallbackServerContext* context, const v1::OpenRequest* request,
-                                                 v1::OpenResponse* response) {
-  return gate_->Waiting(context, {Call::kOpen, request->spec().name()}, response,
-                        [&](const Visit& visit, const CallLimit& limit, Reply<v1::OpenResponse> reply) {
-                          gate_->Open(visit, *request, limit, std::move(reply));
-                        });
-}
-
-grpc::ServerUnaryReactor* StateServiceImpl::Norm(grpc::CallbackServerContext* context, const v1::NormRequest* request,
-                                                 v1::NormResponse* response) {
-  return gate_->Quick(
-      context, {Call::kNorm, request->job()}, response,
-      [&](const Visit&, Reply<v1::NormResponse> reply) { state_->Norm(KnownFields(request), std::move(reply)); });
-}
-
-grpc::ServerUnaryReactor* StateServiceImpl::Seal(grpc::CallbackServerContext* context, const v1::SealRequest* request,
-                                                 v1::SealResponse* response) {
-  return gate_->Waiting(context, {Call::kSeal, request->job()}, response,
-                        [&](const Visit&, const CallLimit& limit, Reply<v1::SealResponse> reply) {
-                          state_->Seal(*request, limit, std::move(reply));
-                        });
-}
-
-grpc::ServerUnaryReactor* StateServiceImpl::Commit(grpc::CallbackServerContext* context,
-                                                   const v1::CommitRequest* request, v1::CommitResponse* response) {
-  return gate_->Quick(
-      context, {Call::kCommit, request->job()}, response,
-      [&](const Visit&, Reply<v1::CommitResponse> reply) { state_->Commit(*request, std::move(reply)); });
-}
-
-grpc::ServerUnaryReactor* StateServiceImpl::Pin(grpc::CallbackServerContext* context, const v1::PinRequest* request,
-                                                v1::PinResponse* response) {
-  return gate_->Waiting(context, {Call::kPin, request->job(), request->durable()}, response,
-                        [&](const Visit&, const CallLimit& limit, Reply<v1::PinResponse> reply) {
-                          state_->Pin(KnownFields(request), limit, std::move(reply));
-                        });
-}
-
-grpc::ServerUnaryReactor* StateServiceImpl::Unpin(grpc::CallbackServerContext* context, const v1::UnpinRequest* request,
-                                                  v1::UnpinResponse* response) {
-  return gate_->Waiting(context, {Call::kUnpin, request->job(), request->durable()}, response,
-                        [&](const Visit&, const CallLimit& limit, Reply<v1::UnpinResponse> reply) {
-                          state_->Unpin(KnownFields(request), std::move(reply), limit.caller);
-                        });
-}
-
-grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
-                                                 grpc::ByteBuffer* response) {
-  auto* reactor = new CallReactor;
+void StateServiceImpl::Push(const Arrival& arrival, const grpc::ByteBuffer& message) {
+  CallReactor* const reactor = arrival.reactor;
   auto header = std::make_shared<v1::PushRequest>();
-  if (!Parse(*request, header.get())) {
-    reactor->Finish(Unparsable("PushRequest"));
-    return reactor;
+  const uint64_t allowed = 2 * message.Length() + kPushFieldsMax;
+  if (ParsedBytes(v1::PushRequest::descriptor(), message, allowed) > allowed) {
+    return reactor->Fail(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                                      "a push is a few numbers and one payload; this one has more fields"));
   }
-  if (!gate_->Admit(*context, {Call::kPush, header->job()}, reactor)) return reactor;
+  if (!ParseMessage(reactor, message, header.get())) return;
+  if (const auto visit = gate_->Admit(arrival.visitor, {Call::kPush, header->job()}); !visit.ok()) {
+    return reactor->Fail(visit.status());
+  }
   // The job copies the header to keep it, so the payload goes elsewhere; it lives until the reply.
   struct Payload {
     std::string sent;
@@ -170,47 +183,32 @@ grpc::ServerUnaryReactor* StateServiceImpl::Push(grpc::CallbackServerContext* co
       part = model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                           "a push has its bytes in `payload` or in shared memory, and not in both");
     }
-    if (!part.ok()) {
-      reactor->Finish(ToGrpc(part.status()));
-      return reactor;
-    }
+    if (!part.ok()) return reactor->Fail(part.status());
     payload->shared = *std::move(part);
     bytes = payload->shared.bytes;
     header->clear_shared();
   }
-  state_->Push(*header, bytes, {DeadlineOf(*context), reactor->caller()},
-               [this, reactor, response, payload](absl::StatusOr<v1::PushResponse> answer) mutable {
+  state_->Push(*header, bytes, arrival.limit(),
+               [this, reactor, payload](absl::StatusOr<v1::PushResponse> answer) mutable {
                  if (answer.ok() && payload->shared.region != nullptr) {
                    shared_->counters()->in_bytes.fetch_add(payload->shared.bytes.size(), std::memory_order_relaxed);
                  }
                  payload.reset();
+                 if (!answer.ok()) return reactor->Fail(answer.status());
                  // An empty PushResponse is no bytes at all.
                  const grpc::Slice nothing;
-                 if (answer.ok()) *response = grpc::ByteBuffer(&nothing, 1);
-                 reactor->Finish(ToGrpc(answer.status()));
+                 reactor->Answer(grpc::ByteBuffer(&nothing, 1));
                });
-  return reactor;
 }
 
-grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
-                                                 grpc::ByteBuffer* response) {
-  auto* reactor = new CallReactor;
-  if (request->Length() > kPullBytesMax) {
-    reactor->Finish(ToGrpc(
-        model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
-                     absl::StrCat("a PullRequest has at most ", kPullBytesMax, " bytes, came ", request->Length()))));
-    return reactor;
-  }
+void StateServiceImpl::Pull(const Arrival& arrival, const grpc::ByteBuffer& bytes) {
+  CallReactor* const reactor = arrival.reactor;
   v1::PullRequest message;
-  if (!Parse(*request, &message)) {
-    reactor->Finish(Unparsable("PullRequest"));
-    return reactor;
+  if (!ParseMessage(reactor, bytes, &message)) return;
+  if (const auto visit = gate_->Admit(arrival.visitor, {Call::kPull, message.job()}); !visit.ok()) {
+    return reactor->Fail(visit.status());
   }
-  if (!gate_->Admit(*context, {Call::kPull, message.job()}, reactor)) return reactor;
-  if (message.has_shared()) {
-    PullIntoShared(&message, *context, reactor, response);
-    return reactor;
-  }
+  if (message.has_shared()) return PullIntoShared(&message, arrival);
   auto payload = std::make_shared<grpc::Slice>();
   const auto allocate = [this, reactor, payload](uint64_t bytes, AnswerRoom::Lease room) -> absl::Span<std::byte> {
     reactor->Hold(std::move(room));
@@ -218,18 +216,16 @@ grpc::ServerUnaryReactor* StateServiceImpl::Pull(grpc::CallbackServerContext* co
     // Nobody else has the slice yet.
     return {reinterpret_cast<std::byte*>(const_cast<uint8_t*>(payload->begin())), bytes};
   };
-  state_->Pull(KnownFields(&message), {DeadlineOf(*context), reactor->caller()}, allocate,
-               [reactor, response, payload](absl::StatusOr<uint32_t> crc) {
-                 if (crc.ok()) *response = EncodePullResponse(*crc, *payload);
-                 reactor->Finish(ToGrpc(crc.status()));
-               });
-  return reactor;
+  state_->Pull(KnownFields(&message), arrival.limit(), allocate, [reactor, payload](absl::StatusOr<uint32_t> crc) {
+    if (!crc.ok()) return reactor->Fail(crc.status());
+    reactor->Answer(EncodePullResponse(*crc, *payload));
+  });
 }
 
-void StateServiceImpl::PullIntoShared(v1::PullRequest* request, const grpc::CallbackServerContext& context,
-                                      CallReactor* reactor, grpc::ByteBuffer* response) {
+void StateServiceImpl::PullIntoShared(v1::PullRequest* request, const Arrival& arrival) {
+  CallReactor* const reactor = arrival.reactor;
   absl::StatusOr<SharedMemory::Part> part = SharedPart(request->shared());
-  if (!part.ok()) return reactor->Finish(ToGrpc(part.status()));
+  if (!part.ok()) return reactor->Fail(part.status());
   request->clear_shared();
   struct Target {
     SharedMemory::Part part;
@@ -245,18 +241,16 @@ void StateServiceImpl::PullIntoShared(v1::PullRequest* request, const grpc::Call
     target->misfit.resize(bytes);
     return absl::MakeSpan(target->misfit);
   };
-  state_->Pull(KnownFields(request), {DeadlineOf(context), reactor->caller()}, allocate,
-               [shared = shared_, reactor, response, target](absl::StatusOr<uint32_t> crc) {
+  state_->Pull(KnownFields(request), arrival.limit(), allocate,
+               [shared = shared_, reactor, target](absl::StatusOr<uint32_t> crc) {
                  if (crc.ok() && !target->fits) {
                    crc = model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
                                       absl::StrCat("the answer has ", target->misfit.size(), " bytes, room in shared ",
                                                    "memory was for ", target->part.bytes.size()));
                  }
-                 if (crc.ok()) {
-                   shared->counters()->out_bytes.fetch_add(target->part.bytes.size(), std::memory_order_relaxed);
-                   *response = EncodePullResponse(*crc, grpc::Slice());
-                 }
-                 reactor->Finish(ToGrpc(crc.status()));
+                 if (!crc.ok()) return reactor->Fail(crc.status());
+                 shared->counters()->out_bytes.fetch_add(target->part.bytes.size(), std::memory_order_relaxed);
+                 reactor->Answer(EncodePullResponse(*crc, grpc::Slice()));
                });
 }
 

@@ -52,6 +52,12 @@ RightSet NeededFor(const AskedCall& asked) {
   return static_cast<RightSet>(Right::kBudget);  // not reached: the compiler knows all calls
 }
 
+// As NeededFor, while the call's message, which says for what, is not read yet.
+RightSet NeededForSome(const AskedCall& asked) {
+  if (asked.call != Call::kPin && asked.call != Call::kUnpin) return NeededFor(asked);
+  return NeededFor({asked.call, "", false}) | NeededFor({asked.call, "", true});
+}
+
 // Answers show the jobs alone that the caller may see.
 bool OfWholeServer(Call call) {
   return call == Call::kGetServerStatus || call == Call::kGetSteps || call == Call::kSetBudget;
@@ -246,7 +252,7 @@ absl::StatusOr<std::string> Guard::NameOf(const CallerShown& shown, Denial* why)
                    "; came ", shown.has_certificate ? "a certificate without a subject alternative name" : "none"));
 }
 
-absl::StatusOr<Identity> Guard::Admit(const CallerShown& shown, const AskedCall& asked) {
+absl::StatusOr<Identity> Guard::Know(const CallerShown& shown, const AskedCall& asked) {
   if (!options_.asks_identity()) return Identity();
   Denial why = Denial::kNoIdentity;
   absl::StatusOr<std::string> name = NameOf(shown, &why);
@@ -256,15 +262,33 @@ absl::StatusOr<Identity> Guard::Admit(const CallerShown& shown, const AskedCall&
     absl::MutexLock lock(&mu_);
     rights = rights_;
   }
+  Identity identity(*std::move(name), std::move(rights));
+  const RightSet needed = NeededForSome(asked);
+  const bool may = identity.rights() == nullptr ? true
+                   : needed == 0                ? identity.rights()->Knows(identity.name())
+                                                : identity.MayAnywhere(needed);
+  if (!may) return RefuseRight(identity, shown, asked, needed);
+  return identity;
+}
+
+absl::Status Guard::Allow(const Identity& identity, const CallerShown& shown, const AskedCall& asked) {
   const RightSet needed = NeededFor(asked);
-  const bool may = rights == nullptr           ? true
-                   : needed == 0               ? rights->Knows(*name)
-                   : OfWholeServer(asked.call) ? rights->MayAnywhere(*name, needed)
-                                               : rights->MayAny(*name, needed, asked.job);
-  if (may) return Identity(*std::move(name), std::move(rights));
-  return Refuse(*name, shown, asked, Denial::kNoRight,
+  if (needed == 0 || OfWholeServer(asked.call) || identity.MayAny(needed, asked.job)) return absl::OkStatus();
+  return RefuseRight(identity, shown, asked, needed);
+}
+
+absl::StatusOr<Identity> Guard::Admit(const CallerShown& shown, const AskedCall& asked) {
+  absl::StatusOr<Identity> identity = Know(shown, asked);
+  if (!identity.ok()) return identity;
+  BALLAST_RETURN_IF_ERROR(Allow(*identity, shown, asked));
+  return identity;
+}
+
+absl::Status Guard::RefuseRight(const Identity& identity, const CallerShown& shown, const AskedCall& asked,
+                                RightSet needed) {
+  return Refuse(identity.name(), shown, asked, Denial::kNoRight,
                 model::Error(absl::StatusCode::kPermissionDenied, model::kNoRight,
-                             absl::StrCat("'", *name, "' may not ", NameOfCall(asked.call),
+                             absl::StrCat("'", identity.name(), "' may not ", NameOfCall(asked.call),
                                           asked.job.empty() ? "" : absl::StrCat(" job '", asked.job, "'"),
                                           needed == 0 ? ": the server's rights file does not name this identity"
                                                       : absl::StrCat(": the server's rights file would have to grant ",

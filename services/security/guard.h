@@ -59,6 +59,8 @@ class Identity {
   bool MayAny(RightSet rights, absl::string_view job) const {
     return rights_ == nullptr || rights_->MayAny(name_, rights, job);
   }
+  // For whatever job.
+  bool MayAnywhere(RightSet rights) const { return rights_ == nullptr || rights_->MayAnywhere(name_, rights); }
   // Whether its answers may tell of `job`.
   bool Sees(absl::string_view job) const { return MayAny(static_cast<RightSet>(Right::kStatus), job); }
   const Rights* rights() const { return rights_.get(); }
@@ -93,6 +95,10 @@ class Guard {
   // The caller's identity, if it may make the call. Else UNAUTHENTICATED (NO_IDENTITY) or PERMISSION_DENIED
   // (NO_RIGHT), counted and audited.
   absl::StatusOr<Identity> Admit(const CallerShown& shown, const AskedCall& asked);
+  // The two halves of Admit. Know: whose identity it is, if it may make such calls for some job; nobody has read the
+  // message yet. Allow: whether it may for this job.
+  absl::StatusOr<Identity> Know(const CallerShown& shown, const AskedCall& asked);
+  absl::Status Allow(const Identity& identity, const CallerShown& shown, const AskedCall& asked);
   // The quota that an Open by `identity` must keep; null: none. Valid while `identity` lives.
   static const Quota* QuotaOf(const Identity& identity);
   uint64_t QuotaTime() const { return quotas_.Now(); }
@@ -124,6 +130,7 @@ class Guard {
   absl::StatusOr<std::string> NameOf(const CallerShown& shown, Denial* why) const;
   absl::Status Refuse(const std::string& identity, const CallerShown& shown, const AskedCall& asked, Denial why,
                       absl::Status status);
+  absl::Status RefuseRight(const Identity& identity, const CallerShown& shown, const AskedCall& asked, RightSet needed);
   absl::Status LoadTokens();
   absl::Status LoadRights();
   void Load(Watched* watched) ABSL_EXCLUSIVE_LOCKS_REQUIRED(load_mu_);

@@ -1,7 +1,5 @@
 #include "ballast/services/rpc/rpc_server.h"
 
-#include <grpcpp/generic/generic_stub.h>
-
 #include <thread>
 
 #include "ballast/kernels/kernels.h"
@@ -10,17 +8,6 @@
 
 namespace ballast::services {
 namespace {
-
-std::string Flatten(const grpc::ByteBuffer& buffer) {
-  grpc::Slice slice;
-  if (!buffer.DumpToSingleSlice(&slice).ok()) return "";
-  return std::string(reinterpret_cast<const char*>(slice.begin()), slice.size());
-}
-
-grpc::ByteBuffer Bytes(const std::string& bytes) {
-  const grpc::Slice slice(bytes);
-  return grpc::ByteBuffer(&slice, 1);
-}
 
 // grpc.health.v1.HealthCheckRequest{service = 1}; the answer's field 1 is the status, 1 = SERVING, 2 = NOT_SERVING.
 grpc::Status CheckHealth(const std::shared_ptr<grpc::Channel>& channel, const std::string& service,
@@ -39,37 +26,6 @@ TEST_F(RpcServerTest, HealthAnswersForEachService) {
     EXPECT_EQ(answer, "\x08\x01") << service;
   }
   EXPECT_EQ(CheckHealth(channel_, "no.such.Service", &answer).error_code(), grpc::StatusCode::NOT_FOUND);
-}
-
-TEST_F(RpcServerTest, ReflectionListsTheServices) {
-  // ServerReflectionRequest{list_services = 7: ""}.
-  const std::string request("\x3a\x00", 2);
-  grpc::CompletionQueue queue;
-  grpc::GenericStub stub(channel_);
-  grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
-  const auto call =
-      stub.PrepareCall(&context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &queue);
-  void* tag = nullptr;
-  bool ok = false;
-  const auto next = [&] { return queue.Next(&tag, &ok) && ok; };
-  call->StartCall(nullptr);
-  ASSERT_TRUE(next());
-  call->Write(Bytes(request), nullptr);
-  ASSERT_TRUE(next());
-  grpc::ByteBuffer response;
-  call->Read(&response, nullptr);
-  ASSERT_TRUE(next());
-  const std::string listed = Flatten(response);
-  for (const char* service : {"ballast.v1.StateService", "ballast.v1.AdminService", "grpc.health.v1.Health"}) {
-    EXPECT_NE(listed.find(service), std::string::npos) << service;
-  }
-  call->WritesDone(nullptr);
-  next();
-  grpc::Status status;
-  call->Finish(&status, nullptr);
-  next();
-  EXPECT_TRUE(status.ok()) << status.error_message();
 }
 
 TEST_F(RpcServerTest, PullCarriesPayloadAndChecksum) {

@@ -1,0 +1,55 @@
+#include "ballast/services/rpc/call_reactor.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/services/rpc/status_codec.h"
+
+namespace ballast::services {
+
+absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
+  const std::chrono::system_clock::time_point point = context.deadline();
+  if (point == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
+  const absl::Time deadline = absl::FromChrono(point);
+  const absl::Duration left = std::max(deadline - absl::Now(), absl::ZeroDuration());
+  return deadline - std::min(left / 10, absl::Milliseconds(200));
+}
+
+void CallReactor::ReadMessage(const std::string& who, bool in_turn, std::function<void(grpc::ByteBuffer*)> run) {
+  run_ = std::move(run);
+  if (reads_->Ask(who, in_turn, this)) return;
+  Fail(model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                    absl::StrCat("more than ", Reads::kWaitingMax,
+                                 " calls of the same caller wait until their messages are read; send it again")));
+}
+
+void CallReactor::OnReadDone(bool ok) {
+  if (!reads_->End(this)) return;
+  const std::function<void(grpc::ByteBuffer*)> run = std::move(run_);
+  if (ok) return run(&bytes_);
+  Fail(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                    "expected one message; the call ended before it came"));
+}
+
+void CallReactor::OnCancel() {
+  caller_->Leave();
+  if (reads_->Leave(this)) Fail(absl::CancelledError("the client is gone"));
+}
+
+void CallReactor::BeLate() {
+  Fail(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBadRequest,
+                    absl::StrCat("expected a whole message within ", absl::FormatDuration(Reads::kPatience),
+                                 " of when the server began to read it; less came")));
+}
+
+void CallReactor::Answer(grpc::ByteBuffer answer) {
+  bytes_ = std::move(answer);
+  StartWriteAndFinish(&bytes_, grpc::WriteOptions(), grpc::Status::OK);
+}
+
+void CallReactor::Fail(const absl::Status& status) { Finish(ToGrpc(status)); }
+
+}  // namespace ballast::services

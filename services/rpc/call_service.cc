@@ -1,0 +1,44 @@
+#include "ballast/services/rpc/call_service.h"
+
+#include <memory>
+#include <utility>
+
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+namespace {
+
+void Run(const Method& method, const Arrival& arrival, grpc::ByteBuffer* message) {
+  if (message->Length() <= method.bytes_max) return method.run(arrival, message);
+  arrival.reactor->Fail(
+      model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                   absl::StrCat("a ", kCallNames[static_cast<size_t>(method.call)], "Request has at most ",
+                                method.bytes_max, " bytes, came ", message->Length())));
+}
+
+}  // namespace
+
+grpc::ServerGenericBidiReactor* CallService::CreateReactor(grpc::GenericCallbackServerContext* context) {
+  auto* const reactor = new CallReactor(reads_);
+  const auto found = methods_->find(context->method());
+  if (found == methods_->end()) {
+    reactor->Fail(model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                               absl::StrCat("this server has no method ", context->method().substr(0, 200))));
+    return reactor;
+  }
+  const Method* const method = &found->second;
+  absl::StatusOr<Visitor> visitor = gate_->Know(*context, method->call);
+  if (!visitor.ok()) {
+    reactor->Fail(visitor.status());
+    return reactor;
+  }
+  // Pushes are large, many at a time, and counted elsewhere (gRPC's quota, then the bound on waiting pushes).
+  const bool in_turn = method->call != Call::kPush;
+  const std::string turn = visitor->turn;
+  const auto arrival = std::make_shared<Arrival>(Arrival{reactor, *std::move(visitor), DeadlineOf(*context)});
+  reactor->ReadMessage(turn, in_turn,
+                       [method, arrival](grpc::ByteBuffer* message) { Run(*method, *arrival, message); });
+  return reactor;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,144 @@
+#include "ballast/services/rpc/message_size.h"
+
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/message.h>
+#include <google/protobuf/wire_format_lite.h>
+#include <grpcpp/support/proto_buffer_reader.h>
+
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/synchronization/mutex.h"
+
+namespace ballast::services {
+namespace {
+
+using google::protobuf::Descriptor;
+using google::protobuf::FieldDescriptor;
+using google::protobuf::MessageFactory;
+using google::protobuf::internal::WireFormatLite;
+using google::protobuf::io::CodedInputStream;
+
+constexpr uint64_t kAllocation = 16;              // what malloc adds to each
+constexpr uint64_t kPointer = 2 * sizeof(void*);  // in an array that grows by doubling
+constexpr uint64_t kText = sizeof(std::string) + kAllocation;
+constexpr uint64_t kUnknown = 48;                   // a field of a later version, in a list that grows
+constexpr uint64_t kNumber = 2 * sizeof(uint64_t);  // in an array that grows by doubling
+
+// What counting has to know of a type.
+struct Shape {
+  struct Field {
+    WireFormatLite::WireType wire = WireFormatLite::WIRETYPE_VARINT;
+    const Shape* message = nullptr;  // null: no message
+    bool packable = false;           // a repeated number
+  };
+  uint64_t own_bytes = 0;
+  absl::flat_hash_map<int, Field> fields;
+};
+
+class Shapes {
+ public:
+  const Shape* Of(const Descriptor* type) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    return Make(type);
+  }
+
+ private:
+  const Shape* Make(const Descriptor* type) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    std::unique_ptr<Shape>& shape = shapes_[type];
+    if (shape != nullptr) return shape.get();
+    shape = std::make_unique<Shape>();
+    Shape* const made = shape.get();  // the map may move the pointer
+    made->own_bytes = MessageFactory::generated_factory()->GetPrototype(type)->SpaceUsedLong() + kAllocation + kPointer;
+    for (int i = 0; i < type->field_count(); ++i) {
+      const FieldDescriptor* const field = type->field(i);
+      Shape::Field& known = made->fields[field->number()];
+      known.wire = WireFormatLite::WireTypeForFieldType(static_cast<WireFormatLite::FieldType>(field->type()));
+      if (field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) known.message = Make(field->message_type());
+      known.packable = field->is_packable();
+    }
+    return made;
+  }
+
+  absl::Mutex mu_;
+  absl::flat_hash_map<const Descriptor*, std::unique_ptr<Shape>> shapes_ ABSL_GUARDED_BY(mu_);
+};
+
+class Counting {
+ public:
+  Counting(CodedInputStream* in, uint64_t max) : in_(in), max_(max) {}
+
+  // False once counting need not go on.
+  bool Message(const Shape& shape) {
+    Add(shape.own_bytes);
+    while (bytes_ <= max_) {
+      const uint32_t tag = in_->ReadTag();
+      if (tag == 0) return in_->ConsumedEntireMessage();
+      const auto found = shape.fields.find(WireFormatLite::GetTagFieldNumber(tag));
+      if (!Field(tag, found == shape.fields.end() ? nullptr : &found->second)) return false;
+    }
+    return false;
+  }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  void Add(uint64_t bytes) { bytes_ += bytes; }
+
+  // `field`: null for one of a later version. Groups, which no message has, count tag by tag.
+  bool Field(uint32_t tag, const Shape::Field* field) {
+    const WireFormatLite::WireType wire = WireFormatLite::GetTagWireType(tag);
+    if (wire == WireFormatLite::WIRETYPE_LENGTH_DELIMITED) return Delimited(field);
+    if (field == nullptr || field->wire != wire) {
+      Add(kUnknown);
+    } else if (field->packable) {
+      Add(kNumber);
+    }
+    return SkipNumber(wire);
+  }
+  bool SkipNumber(WireFormatLite::WireType wire) {
+    uint64_t ignored = 0;
+    if (wire == WireFormatLite::WIRETYPE_VARINT) return in_->ReadVarint64(&ignored);
+    if (wire == WireFormatLite::WIRETYPE_FIXED64) return in_->Skip(sizeof(uint64_t));
+    if (wire == WireFormatLite::WIRETYPE_FIXED32) return in_->Skip(sizeof(uint32_t));
+    return true;  // the begin or end of a group
+  }
+  bool Delimited(const Shape::Field* field) {
+    int length = 0;
+    if (!in_->ReadVarintSizeAsInt(&length)) return false;
+    if (field == nullptr || (field->message == nullptr && !field->packable)) {
+      Add(kUnknown + kText + kPointer + static_cast<uint64_t>(length));
+      return in_->Skip(length);
+    }
+    const auto outer = in_->PushLimit(length);
+    bool whole = true;
+    if (field->message != nullptr) {
+      whole = Message(*field->message);
+    } else {
+      while (whole && bytes_ <= max_ && in_->BytesUntilLimit() > 0) {
+        Add(kNumber);
+        whole = SkipNumber(field->wire);
+      }
+    }
+    in_->PopLimit(outer);
+    return whole;
+  }
+
+  CodedInputStream* const in_;
+  const uint64_t max_;
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace
+
+uint64_t ParsedBytes(const Descriptor* type, const grpc::ByteBuffer& bytes, uint64_t max) {
+  static auto* const shapes = new Shapes;
+  grpc::ByteBuffer buffer(bytes);  // shares the slices
+  grpc::ProtoBufferReader reader(&buffer);
+  CodedInputStream in(&reader);
+  Counting counting(&in, max);
+  (void)counting.Message(*shapes->Of(type));
+  return counting.bytes() + bytes.Length();
+}
+
+}  // namespace ballast::services

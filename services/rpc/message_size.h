@@ -1,0 +1,15 @@
+// What a message would take in memory once it is parsed, counted from its bytes alone.
+#pragma once
+
+#include <google/protobuf/descriptor.h>
+#include <grpcpp/support/byte_buffer.h>
+
+#include <cstdint>
+
+namespace ballast::services {
+
+// Bytes of heap that parsing `bytes` as a message of `type` takes at most, and the bytes themselves; stops counting
+// beyond `max`. What is no message counts up to the place where that shows.
+uint64_t ParsedBytes(const google::protobuf::Descriptor* type, const grpc::ByteBuffer& bytes, uint64_t max);
+
+}  // namespace ballast::services

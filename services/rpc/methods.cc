@@ -1,0 +1,15 @@
+#include "ballast/services/rpc/methods.h"
+
+#include "ballast/proto/model/status.h"
+
+namespace ballast::services {
+
+bool ParseMessage(CallReactor* reactor, const grpc::ByteBuffer& bytes, google::protobuf::Message* to) {
+  grpc::ByteBuffer buffer(bytes);  // shares the slices; deserialising consumes its buffer
+  if (grpc::GenericDeserialize<grpc::ProtoBufferReader, google::protobuf::Message>(&buffer, to).ok()) return true;
+  reactor->Fail(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                             absl::StrCat("the bytes that came are no ", to->GetTypeName())));
+  return false;
+}
+
+}  // namespace ballast::services

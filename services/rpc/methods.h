@@ -1,0 +1,80 @@
+// The methods of the services: what each takes at most, and who answers it.
+#pragma once
+
+#include <google/protobuf/message.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/protocol.h"
+#include "ballast/services/rpc/call_reactor.h"
+#include "ballast/services/rpc/gate.h"
+#include "ballast/services/rpc/message_size.h"
+#include "ballast/services/rpc/parse_room.h"
+
+namespace ballast::services {
+
+// A call whose caller is known, and may make such calls.
+struct Arrival {
+  CallReactor* reactor;
+  Visitor visitor;
+  absl::Time deadline;
+  CallLimit limit() const { return {deadline, reactor->caller()}; }
+};
+
+struct Method {
+  Call call;
+  size_t bytes_max;  // of a message
+  // Goes on with a call, whose message has no more bytes than that.
+  std::function<void(const Arrival& arrival, grpc::ByteBuffer* message)> run;
+};
+using Methods = absl::flat_hash_map<std::string, Method>;  // by path: "/ballast.v1.StateService/Open"
+
+// Messages of a few names and numbers, and of a whole job or step.
+inline constexpr size_t kFewBytesMax = 4096;
+inline constexpr size_t kWholeBytesMax = model::kMessageBytesMax + (size_t{64} << 10);
+
+// False after the call was ended, because `bytes` are no such message.
+bool ParseMessage(CallReactor* reactor, const grpc::ByteBuffer& bytes, google::protobuf::Message* to);
+
+// Sends the answer, or the error.
+template <typename Response>
+Reply<Response> AnswerWith(CallReactor* reactor) {
+  return [reactor](absl::StatusOr<Response> answer) {
+    if (!answer.ok()) return reactor->Fail(answer.status());
+    grpc::ByteBuffer bytes;
+    bool own_buffer = false;
+    const grpc::Status written = grpc::SerializationTraits<Response>::Serialize(*answer, &bytes, &own_buffer);
+    if (written.ok()) return reactor->Answer(std::move(bytes));
+    reactor->Fail(absl::InternalError(written.error_message()));
+  };
+}
+
+// A method with a message and an answer: run(visit, request, limit, reply). `asked`: what the message asks for.
+template <typename Request, typename Response>
+Method MakeMethod(Call call, size_t bytes_max, const Gate* gate, ParseRoom* room,
+                  std::function<AskedCall(const Request&)> asked,
+                  std::function<void(const Visit&, Request*, const CallLimit&, Reply<Response>)> run) {
+  return {
+      call, bytes_max,
+      [gate, room, asked = std::move(asked), run = std::move(run)](const Arrival& arrival, grpc::ByteBuffer* message) {
+        CallReactor* const reactor = arrival.reactor;
+        auto request = std::make_shared<Request>();
+        absl::StatusOr<ParseRoom::Lease> lease =
+            room->Take(ParsedBytes(Request::descriptor(), *message, ParseRoom::kBytesMax));
+        if (!lease.ok()) return reactor->Fail(lease.status());
+        if (!ParseMessage(reactor, *message, request.get())) return;
+        message->Clear();
+        reactor->Keep(request, *std::move(lease));
+        const absl::StatusOr<Visit> visit = gate->Admit(arrival.visitor, asked(*request));
+        if (!visit.ok()) return reactor->Fail(visit.status());
+        run(*visit, request.get(), arrival.limit(), gate->Audited(*visit, AnswerWith<Response>(reactor)));
+      }};
+}
+
+}  // namespace ballast::services

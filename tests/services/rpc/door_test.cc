@@ -1,0 +1,193 @@
+// What a call may cost before, and once, its caller is known.
+#include <grpcpp/generic/generic_stub.h>
+
+#include <deque>
+#include <fstream>
+
+#include "ballast/services/rpc/message_size.h"
+#include "ballast/services/rpc/parse_room.h"
+#include "ballast/services/rpc/reads.h"
+#include "ballast/services/security/guard.h"
+#include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/services/rpc/rpc_fixture.h"
+
+namespace ballast::services {
+namespace {
+
+grpc::ByteBuffer MessageOf(const std::string& text) {
+  const grpc::Slice slice(text);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+// Sends the headers of a call and no message.
+grpc::Status CallWithoutMessage(const std::shared_ptr<grpc::Channel>& channel, const std::string& method) {
+  grpc::CompletionQueue queue;
+  grpc::GenericStub stub(channel);
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
+  const auto call = stub.PrepareCall(&context, method, &queue);
+  grpc::Status status;
+  void* tag = nullptr;
+  bool ok = false;
+  call->StartCall(nullptr);
+  EXPECT_TRUE(queue.Next(&tag, &ok));
+  call->Finish(&status, nullptr);
+  EXPECT_TRUE(queue.Next(&tag, &ok));
+  return status;
+}
+
+TEST(Door, ACallerIsKnownBeforeItsMessageIsRead) {
+  ScratchDirectory directory;
+  const std::string tokens = directory.path() + "/tokens.yaml";
+  std::ofstream(tokens) << "tokens: [{identity: one, sha256: "
+                           "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad}]\n";
+  GuardOptions guard_options;
+  guard_options.tokens = tokens;
+  guard_options.audit_log = "none";
+  const auto guard = Guard::Make(guard_options);
+  ASSERT_TRUE(guard.ok()) << guard.status();
+  TestServer server("s");
+  RpcServerOptions options;
+  options.guard = guard->get();
+  const auto rpc = RpcServer::Start(options, server.get());
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  const auto channel = grpc::CreateChannel((*rpc)->address(), grpc::InsecureChannelCredentials());
+  for (const char* method : {"Open", "Seal", "Fence", "Push", "Pull", "Identify"}) {
+    const grpc::Status status = CallWithoutMessage(channel, absl::StrCat("/ballast.v1.StateService/", method));
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAUTHENTICATED) << method << ": " << status.error_message();
+    EXPECT_EQ(model::ReasonOf(FromGrpc(status)), model::kNoIdentity);
+  }
+}
+
+class DoorTest : public RpcTest {
+ protected:
+  absl::Status Send(const std::string& method, const std::string& message) {
+    std::string answer;
+    return FromGrpc(RawCall(channel_, method, message, &answer));
+  }
+};
+
+TEST_F(DoorTest, ElementsAreCountedBeforeTheyAreParsed) {
+  // 8M ranges of nothing are 16 MB on the wire, and most of a gigabyte in memory.
+  std::string tiling;
+  for (int i = 0; i < 4'000'000; ++i) tiling += std::string("\x12\x00", 2);
+  v1::OpenRequest open;
+  open.mutable_spec()->set_name("job");
+  std::string message = open.SerializeAsString();
+  message += '\x22';
+  for (size_t length = tiling.size(); length > 0; length >>= 7) {
+    message += static_cast<char>((length & 127) | (length > 127 ? 128 : 0));
+  }
+  message += tiling;
+  const absl::Status status = Send("/ballast.v1.StateService/Open", message);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_EQ(model::ReasonOf(status), model::kBadRequest);
+  EXPECT_NE(status.message().find(absl::StrCat("at most ", ParseRoom::kBytesMax, " bytes of memory")),
+            absl::string_view::npos)
+      << status;
+}
+
+TEST_F(DoorTest, EachMethodHasASize) {
+  v1::GetJobRequest request;
+  request.set_job(std::string(5000, 'j'));
+  const absl::Status status = Send("/ballast.v1.StateService/GetJob", request.SerializeAsString());
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_NE(status.message().find("a GetJobRequest has at most 4096 bytes, came 5003"), absl::string_view::npos)
+      << status;
+}
+
+TEST_F(DoorTest, MethodsThatAreNotThere) {
+  const absl::Status status = Send("/ballast.v1.StateService/NoSuchMethod", "");
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << status;
+  EXPECT_EQ(model::ReasonOf(status), model::kUnsupported);
+}
+
+// What counting says holds for what parsing takes.
+TEST(ParsedBytes, IsNoLessThanWhatParsingTakes) {
+  v1::OpenRequest open;
+  for (int i = 0; i < 1000; ++i) {
+    v1::TensorSpec* const tensor = open.mutable_spec()->add_registrations()->add_tensors();
+    tensor->set_name(absl::StrCat("transformer.blocks.", i, ".attention.query.weight"));
+    tensor->set_unit(absl::StrCat("transformer.blocks.", i));
+    tensor->add_shape(4096);
+    tensor->add_shape(4096);
+    tensor->add_aliases("other");
+    v1::RankRange* const range = open.mutable_tiling()->add_ranges();
+    range->set_rank(static_cast<uint32_t>(i));
+    range->set_end(1 << 20);
+    open.mutable_tiling()->add_placement_of(3);
+    open.add_members()->set_weight(1);
+    open.GetReflection()->MutableUnknownFields(&open)->AddVarint(99, 7);
+  }
+  const grpc::ByteBuffer bytes = MessageOf(open.SerializeAsString());
+  v1::OpenRequest parsed;
+  ASSERT_TRUE(parsed.ParseFromString(open.SerializeAsString()));
+  const uint64_t counted = ParsedBytes(v1::OpenRequest::descriptor(), bytes, uint64_t{1} << 30);
+  EXPECT_GE(counted, parsed.SpaceUsedLong());
+  EXPECT_LE(counted, 3 * parsed.SpaceUsedLong());
+  // Counting stops soon after its bound.
+  EXPECT_LT(ParsedBytes(v1::OpenRequest::descriptor(), bytes, 10'000), 11'000 + bytes.Length());
+}
+
+// A field that has another type on the wire than its message's is kept as one of a later version is.
+TEST(ParsedBytes, CountsFieldsOfOtherTypes) {
+  std::string message;
+  for (int i = 0; i < 100'000; ++i) message += std::string("\x20\x01", 2);  // OpenRequest.tiling as a number
+  v1::OpenRequest parsed;
+  ASSERT_TRUE(parsed.ParseFromString(message));
+  EXPECT_GE(ParsedBytes(v1::OpenRequest::descriptor(), MessageOf(message), uint64_t{1} << 30), parsed.SpaceUsedLong());
+}
+
+struct FakeRead final : Read {
+  void Start() override { ++started; }
+  void BeLate() override { ++late; }
+  int started = 0, late = 0;
+};
+
+TEST(ReadsTest, OneCallersMessagesAreReadInTurn) {
+  Reads reads;
+  std::deque<FakeRead> of_one(Reads::kInTurnMax + 2);
+  for (FakeRead& read : of_one) ASSERT_TRUE(reads.Ask("one", true, &read));
+  FakeRead other, push;
+  ASSERT_TRUE(reads.Ask("two", true, &other));
+  ASSERT_TRUE(reads.Ask("one", false, &push));
+  EXPECT_EQ(other.started + push.started, 2);
+  for (int i = 0; i < Reads::kInTurnMax + 2; ++i) EXPECT_EQ(of_one[i].started, i < Reads::kInTurnMax) << i;
+  FakeRead& left = of_one[Reads::kInTurnMax];
+  EXPECT_TRUE(reads.Leave(&left));
+  EXPECT_FALSE(reads.Leave(&of_one[0]));  // is being read
+  EXPECT_TRUE(reads.End(&of_one[0]));
+  EXPECT_EQ(left.started, 0);
+  EXPECT_EQ(of_one.back().started, 1);
+}
+
+TEST(ReadsTest, AMessageThatDoesNotComeGivesItsTurnUp) {
+  Reads reads;
+  std::deque<FakeRead> of_one(Reads::kInTurnMax + 1);
+  for (FakeRead& read : of_one) ASSERT_TRUE(reads.Ask("one", true, &read));
+  reads.EndLate(absl::Now());
+  EXPECT_EQ(of_one[0].late, 0);
+  reads.EndLate(absl::Now() + Reads::kPatience);
+  for (int i = 0; i < Reads::kInTurnMax; ++i) {
+    EXPECT_EQ(of_one[i].late, 1);
+    EXPECT_FALSE(reads.End(&of_one[i]));
+  }
+  EXPECT_EQ(of_one.back().started, 1);
+  EXPECT_TRUE(reads.End(&of_one.back()));
+}
+
+TEST(ParseRoomTest, IsSharedAndSmallMessagesNeedNone) {
+  ParseRoom room;
+  auto lease = room.Take(ParseRoom::kBytesMax);
+  ASSERT_TRUE(lease.ok());
+  const absl::Status busy = room.Take(ParseRoom::kSmallBytesMax + 1).status();
+  EXPECT_EQ(busy.code(), absl::StatusCode::kUnavailable) << busy;
+  EXPECT_EQ(model::ReasonOf(busy), model::kBusy);
+  EXPECT_TRUE(room.Take(ParseRoom::kSmallBytesMax).ok());
+  lease = ParseRoom::Lease();
+  EXPECT_TRUE(room.Take(ParseRoom::kBytesMax).ok());
+  EXPECT_TRUE(room.TakeReturned());
+}
+
+}  // namespace
+}  // namespace ballast::services
