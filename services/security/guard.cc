@@ -192,15 +192,19 @@ absl::Status Guard::LoadTokens() {
   BALLAST_ASSIGN_OR_RETURN(const std::string text, model::ReadTextFile(options_.tokens));
   BALLAST_ASSIGN_OR_RETURN(Tokens tokens, Tokens::Parse(text, options_.tokens));
   absl::MutexLock lock(&mu_);
+  if (rights_[0] != nullptr && !options_.tls.client_ca.empty()) BALLAST_RETURN_IF_ERROR(rights_[0]->CheckKinds(tokens));
   tokens_ = std::make_shared<const Tokens>(std::move(tokens));
   return absl::OkStatus();
 }
 
 absl::Status Guard::LoadRights() {
   BALLAST_ASSIGN_OR_RETURN(const std::string text, model::ReadTextFile(options_.rights));
-  BALLAST_ASSIGN_OR_RETURN(Rights rights, Rights::Parse(text, options_.rights));
+  BALLAST_ASSIGN_OR_RETURN(Rights of_tokens, Rights::Parse(text, options_.rights, IdentityKind::kToken));
+  BALLAST_ASSIGN_OR_RETURN(Rights of_certificates, Rights::Parse(text, options_.rights, IdentityKind::kCertificate));
   absl::MutexLock lock(&mu_);
-  rights_ = std::make_shared<const Rights>(std::move(rights));
+  if (tokens_ != nullptr && !options_.tls.client_ca.empty()) BALLAST_RETURN_IF_ERROR(of_tokens.CheckKinds(*tokens_));
+  rights_ = {std::make_shared<const Rights>(std::move(of_tokens)),
+             std::make_shared<const Rights>(std::move(of_certificates))};
   return absl::OkStatus();
 }
 
@@ -220,7 +224,7 @@ absl::StatusOr<std::string> Guard::NameOf(const CallerShown& shown, Denial* why)
     *why = denial;
     return model::Error(absl::StatusCode::kUnauthenticated, model::kNoIdentity, message);
   };
-  if (!shown.authorization.empty() && !options_.tokens.empty()) {
+  if (KindOf(shown) == IdentityKind::kToken) {
     if (!shown.encrypted && !IsLocalPeer(shown.peer)) {
       return unknown(
           Denial::kTokenInClear,
@@ -260,7 +264,7 @@ absl::StatusOr<Identity> Guard::Know(const CallerShown& shown, const AskedCall& 
   std::shared_ptr<const Rights> rights;
   {
     absl::MutexLock lock(&mu_);
-    rights = rights_;
+    rights = rights_[static_cast<size_t>(KindOf(shown))];
   }
   Identity identity(*std::move(name), std::move(rights));
   const RightSet needed = NeededForSome(asked);

@@ -2,6 +2,7 @@
 // decision anew when they change: certificates, tokens and rights.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -127,6 +128,10 @@ class Guard {
   };
 
   explicit Guard(GuardOptions options);
+  // Which of its two identities the caller shows: the token's, if the server takes tokens and one came.
+  IdentityKind KindOf(const CallerShown& shown) const {
+    return shown.authorization.empty() || options_.tokens.empty() ? IdentityKind::kCertificate : IdentityKind::kToken;
+  }
   absl::StatusOr<std::string> NameOf(const CallerShown& shown, Denial* why) const;
   absl::Status Refuse(const std::string& identity, const CallerShown& shown, const AskedCall& asked, Denial why,
                       absl::Status status);
@@ -148,7 +153,8 @@ class Guard {
 
   mutable absl::Mutex mu_;
   std::shared_ptr<const Tokens> tokens_ ABSL_GUARDED_BY(mu_);  // null: none are taken
-  std::shared_ptr<const Rights> rights_ ABSL_GUARDED_BY(mu_);  // null: everything
+  // Null: everything.
+  std::array<std::shared_ptr<const Rights>, kKindNames.size()> rights_ ABSL_GUARDED_BY(mu_);  // by IdentityKind
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread thread_;
 };

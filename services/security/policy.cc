@@ -5,6 +5,7 @@
 #include <yaml-cpp/yaml.h>
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -80,6 +81,15 @@ class Entry {
     if (!plain) return WrongValue("identity", "letters, digits and punctuation");
     return identity;
   }
+  // None: of either kind.
+  absl::StatusOr<std::optional<IdentityKind>> Kind() const {
+    if (!Has("kind")) return std::nullopt;
+    BALLAST_ASSIGN_OR_RETURN(const std::string name, Text("kind", "token or certificate", kQuotedBytesMax));
+    if (name == kKindNames[0]) return IdentityKind::kToken;
+    if (name == kKindNames[1]) return IdentityKind::kCertificate;
+    return WrongValue("kind", "token or certificate");
+  }
+  int line() const { return node_.Mark().line + 1; }
   absl::StatusOr<uint64_t> Bytes(const char* key) const {
     const absl::StatusOr<std::string> text = Text(key, "bytes, such as 64GiB", kQuotedBytesMax);
     if (!text.ok()) return text.status();
@@ -186,10 +196,34 @@ const std::string* Tokens::IdentityOf(absl::string_view token) const {
   return found == identities_.end() ? nullptr : &found->second;
 }
 
-absl::StatusOr<Rights> Rights::Parse(const std::string& text, const std::string& path) {
+bool Tokens::HasHolder(absl::string_view identity) const {
+  return std::any_of(identities_.begin(), identities_.end(),
+                     [&](const auto& holder) { return holder.second == identity; });
+}
+
+absl::Status Rights::CheckKinds(const Tokens& tokens) const {
+  for (const auto& [identity, line] : without_kind_) {
+    if (!tokens.HasHolder(identity)) continue;
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadConfig,
+        absl::StrCat(
+            path_, ":", line, ": identity ", Quoted(identity),
+            " holds a token, and a certificate of that name would have the same rights; expected `kind: token` "
+            "or `kind: certificate` in each entry of this identity"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Rights> Rights::Parse(const std::string& text, const std::string& path, IdentityKind kind) {
   Rights rights;
+  rights.path_ = path;
+  const auto is_of_kind = [&](const Entry& entry, const std::string& identity) -> absl::StatusOr<bool> {
+    BALLAST_ASSIGN_OR_RETURN(const std::optional<IdentityKind> named, entry.Kind());
+    if (!named.has_value()) rights.without_kind_.emplace(identity, entry.line());
+    return named.value_or(kind) == kind;
+  };
   const auto take_grant = [&](const Entry& entry) -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(entry.CheckKeys({"identity", "jobs", "can"}));
+    BALLAST_RETURN_IF_ERROR(entry.CheckKeys({"identity", "kind", "jobs", "can"}));
     BALLAST_ASSIGN_OR_RETURN(const std::string identity, entry.Identity());
     constexpr char kExpected[] = "a pattern of names of jobs, such as 'team-a-*'";
     BALLAST_ASSIGN_OR_RETURN(std::string jobs, entry.Text("jobs", kExpected, 256));
@@ -198,11 +232,12 @@ absl::StatusOr<Rights> Rights::Parse(const std::string& text, const std::string&
     if ((can & static_cast<RightSet>(Right::kBudget)) != 0 && jobs != "*") {
       return entry.Wrong("budget is a right on the whole server: give it in an entry with jobs: '*'");
     }
-    rights.grants_[identity].push_back({std::move(jobs), can});
+    BALLAST_ASSIGN_OR_RETURN(const bool counts, is_of_kind(entry, identity));
+    if (counts) rights.grants_[identity].push_back({std::move(jobs), can});
     return absl::OkStatus();
   };
   const auto take_quota = [&](const Entry& entry) -> absl::Status {
-    BALLAST_RETURN_IF_ERROR(entry.CheckKeys({"identity", "jobs", "hbm", "dram", "nvme"}));
+    BALLAST_RETURN_IF_ERROR(entry.CheckKeys({"identity", "kind", "jobs", "hbm", "dram", "nvme"}));
     BALLAST_ASSIGN_OR_RETURN(const std::string identity, entry.Identity());
     Quota quota;
     if (entry.Has("jobs")) {
@@ -215,7 +250,8 @@ absl::StatusOr<Rights> Rights::Parse(const std::string& text, const std::string&
       if (!entry.Has(kTierNames[tier])) continue;
       BALLAST_ASSIGN_OR_RETURN(quota.bytes[tier], entry.Bytes(kTierNames[tier]));
     }
-    if (!rights.quotas_.emplace(identity, quota).second) {
+    BALLAST_ASSIGN_OR_RETURN(const bool counts, is_of_kind(entry, identity));
+    if (counts && !rights.quotas_.emplace(identity, quota).second) {
       return entry.Wrong(absl::StrCat("the identity ", Quoted(identity), " has a quota above; keep one"));
     }
     return absl::OkStatus();

@@ -161,7 +161,7 @@ TEST_F(SecurityTest, IdentitiesOfTrainersAndOperators) {
       "tokens:\n- {identity: operator, sha256: ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad}\n");
   WriteText(dir_ / "rights.yaml",
             "rights:\n- {identity: 'spiffe://t/trainer', jobs: 'team-*', can: [train]}\n"
-            "- {identity: operator, jobs: 'team-*', can: [status, drop]}\n");
+            "- {identity: operator, kind: token, jobs: 'team-*', can: [status, drop]}\n");
   WriteText(dir_ / "token", "abc\n");
   StartServer(0, absl::StrCat(TlsKeys(), "tokens: ", dir_ / "tokens.yaml", "\nrights: ", dir_ / "rights.yaml", "\n"));
   const auto with = [this](std::vector<std::string> access, const std::string& job) {

@@ -40,10 +40,10 @@ rights:
 - {identity: 'spiffe://t/budget', jobs: '*', can: [budget]}
 - {identity: 'spiffe://t/status', jobs: 'a-*', can: [status]}
 - {identity: 'spiffe://t/all', jobs: '*', can: [train, read, pin, drop, budget, status]}
-- {identity: token-trainer, jobs: 'a-*', can: [train]}
+- {identity: token-trainer, kind: token, jobs: 'a-*', can: [train]}
 - {identity: host.example, jobs: 'a-*', can: [read]}
 quotas:
-- {identity: token-trainer, jobs: 1, dram: 16MiB}
+- {identity: token-trainer, kind: token, jobs: 1, dram: 16MiB}
 )";
 constexpr char kTokens[] =
     "tokens:\n- {identity: token-trainer, sha256: ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad}\n";
@@ -236,6 +236,10 @@ TEST_F(GateTest, TheMatrixOfIdentitiesAndCalls) {
        "",
        {"-", "read"}},
       {"certificate without rights", Connect("stranger"), "", {"none"}},
+      {"certificate that is called as a token's holder",
+       ConnectWith(authority_.Issue("c", {.alternative_names = "DNS:token-trainer"})),
+       "",
+       {"none"}},
       {"bad token", Connect("all"), "Bearer abd", {}},
       {"nobody", Connect(), "", {}},
       {"certificate without a name", ConnectWith(authority_.Issue("spiffe://t/all", {})), "", {}},
@@ -322,9 +326,10 @@ TEST_F(GateTest, AQuotaIsRefusedWithNumbers) {
               HasSubstr("asks for 1 job, beside 1 that jobs of 'token-trainer' hold on this "
                         "server, and the quota is 1"));
 
-  WriteText(options_.rights, absl::StrCat("rights: [{identity: token-trainer, jobs: 'a-*', can: [train]}]\n"
-                                          "quotas: [{identity: token-trainer, dram: ",
-                                          2 * held - 1, "}]\n"));
+  WriteText(options_.rights,
+            absl::StrCat("rights: [{identity: token-trainer, kind: token, jobs: 'a-*', can: [train]}]\n"
+                         "quotas: [{identity: token-trainer, kind: token, dram: ",
+                         2 * held - 1, "}]\n"));
   guard_->Reload();
   for (const bool dry_run : {true, false}) {
     const absl::Status bytes = OpenByToken("a-3", dry_run);
@@ -332,9 +337,10 @@ TEST_F(GateTest, AQuotaIsRefusedWithNumbers) {
     EXPECT_THAT(std::string(bytes.message()),
                 HasSubstr(absl::StrCat("asks for ", held, " bytes of dram, beside ", held, " that jobs of")));
   }
-  WriteText(options_.rights, absl::StrCat("rights: [{identity: token-trainer, jobs: 'a-*', can: [train]}]\n"
-                                          "quotas: [{identity: token-trainer, dram: ",
-                                          2 * held, "}]\n"));
+  WriteText(options_.rights,
+            absl::StrCat("rights: [{identity: token-trainer, kind: token, jobs: 'a-*', can: [train]}]\n"
+                         "quotas: [{identity: token-trainer, kind: token, dram: ",
+                         2 * held, "}]\n"));
   guard_->Reload();
   EXPECT_EQ(OpenByToken("a-4"), absl::OkStatus());
   EXPECT_EQ(guard_->counters().denials[static_cast<size_t>(Denial::kQuota)], 3u);
@@ -347,8 +353,8 @@ TEST_F(GateTest, AQuotaIsRefusedWithNumbers) {
 // A job takes one of the server's places as soon as it is fenced.
 TEST_F(GateTest, FencesDoNotGoAroundAQuotaOfJobs) {
   WriteText(options_.rights,
-            "rights: [{identity: token-trainer, jobs: 'a-*', can: [train]}]\n"
-            "quotas: [{identity: token-trainer, jobs: 2}]\n");
+            "rights: [{identity: token-trainer, kind: token, jobs: 'a-*', can: [train]}]\n"
+            "quotas: [{identity: token-trainer, kind: token, jobs: 2}]\n");
   Start();
   const auto stub = v1::StateService::NewStub(Connect());
   const auto fence = [&](const std::string& job, uint64_t counter) {

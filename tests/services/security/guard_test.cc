@@ -1,5 +1,6 @@
 #include "ballast/services/security/guard.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,6 +17,9 @@
 
 namespace ballast::services {
 namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 constexpr char kToken[] = "abc";  // FIPS 180's example
 constexpr char kTokens[] =
@@ -88,6 +92,9 @@ TEST_F(GuardTest, ABadTokenIsNotSavedByACertificate) {
   WriteText(options_.tls.certificate, pair.certificate);
   WriteText(options_.tls.key, pair.key);
   WriteText(options_.tls.client_ca, authority.certificate());
+  WriteText(options_.rights,
+            "rights:\n- {identity: alice, kind: token, jobs: 'a-*', can: [train]}\n"
+            "- {identity: alice, kind: certificate, jobs: 'a-*', can: [train]}\n");
   Make();
   CallerShown shown = With("ipv4:10.0.0.1:1");
   shown.encrypted = shown.has_certificate = true;
@@ -111,6 +118,48 @@ TEST_F(GuardTest, ABadTokenIsNotSavedByACertificate) {
             std::string::npos)
       << nameless.status();
   EXPECT_EQ(Denied(Denial::kNoIdentity), 1u);
+}
+
+// A certificate for DNS:operator had the rights of the token `operator`.
+TEST_F(GuardTest, ATokensHolderAndACertificateOfOneNameAreTwo) {
+  options_.tls = {dir_ / "tls.crt", dir_ / "tls.key", dir_ / "ca.crt", ""};
+  Authority authority("ca");
+  const IssuedPair pair = authority.IssueServer("s");
+  WriteText(options_.tls.certificate, pair.certificate);
+  WriteText(options_.tls.key, pair.key);
+  WriteText(options_.tls.client_ca, authority.certificate());
+  // Which of the two a right is for must be said.
+  const auto refused = Guard::Make(options_);
+  EXPECT_EQ(model::ReasonOf(refused.status()), model::kBadConfig);
+  EXPECT_THAT(std::string(refused.status().message()),
+              AllOf(HasSubstr("rights.yaml:2: identity 'alice' holds a token"),
+                    HasSubstr("expected `kind: token` or `kind: certificate`")));
+  CallerShown by_token = With("ipv4:10.0.0.1:1"), by_certificate = With("ipv4:10.0.0.1:1", {});
+  by_token.encrypted = by_certificate.encrypted = by_certificate.has_certificate = true;
+  by_certificate.certificate_name = "alice";
+  WriteText(options_.rights,
+            "rights:\n- {identity: alice, kind: token, jobs: 'a-*', can: [train]}\n"
+            "- {identity: alice, kind: certificate, jobs: 'c-*', can: [train]}\n"
+            "- {identity: bob, jobs: '*', can: [train]}\n"
+            "quotas:\n- {identity: alice, kind: token, jobs: 3}\n");
+  Make();
+  const auto may = [&](const CallerShown& shown, const char* job) {
+    return guard_->Admit(shown, {Call::kFence, job}).ok();
+  };
+  EXPECT_TRUE(may(by_token, "a-1"));
+  EXPECT_FALSE(may(by_token, "c-1"));
+  EXPECT_TRUE(may(by_certificate, "c-1"));
+  EXPECT_FALSE(may(by_certificate, "a-1"));
+  EXPECT_NE(Guard::QuotaOf(*guard_->Admit(by_token, {Call::kFence, "a-1"})), nullptr);
+  EXPECT_EQ(Guard::QuotaOf(*guard_->Admit(by_certificate, {Call::kFence, "c-1"})), nullptr);
+  by_certificate.certificate_name = "bob";
+  EXPECT_TRUE(may(by_certificate, "c-1")) << "nobody holds a token by this name";
+  // A later token of that name is not taken: its right is not said to be of one kind.
+  WriteText(options_.tokens,
+            "tokens:\n- {identity: bob, sha256: ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad}\n");
+  guard_->Reload();
+  EXPECT_EQ(guard_->counters().tokens.refused, 1u);
+  EXPECT_TRUE(may(by_token, "a-1")) << "the old tokens hold";
 }
 
 TEST_F(GuardTest, OptionsThatDoNotFitAreRefused) {
