@@ -155,7 +155,7 @@ const std::vector<Key>& Keys() {
         "threads that work on one update, its job's own included; all jobs share the others"},
        [](const std::string& text, Config* c) { return SetThreads(text, &c->server.compute_threads); }},
       {{"read_threads", "an integer from 1 to 1024", "1",
-        "threads of each job for reads from the disk, and as many of the server for answers to requests that waited"},
+        "threads of each job for reads from the disk"},
        [](const std::string& text, Config* c) { return SetThreads(text, &c->server.read_threads); }},
       {{"staging", "bytes, such as 512MiB", "a quarter of budget.dram, 52MiB to 100MiB",
         "DRAM buffers through which NVMe state moves, once per job"},

@@ -44,12 +44,13 @@ void JobCore::Locked(absl::FunctionRef<void(Replies*)> body) {
 }
 
 void JobCore::LockedOnWorker(absl::FunctionRef<void(Replies*)> body) {
-  Replies replies;
+  Replies replies, of_step;
   {
     JobMutexLock lock(&mu);
     body(&replies);
-    Settle(&replies);
+    Settle(&of_step);
   }
+  for (auto& reply : of_step) around.step_answers->Post(std::move(reply));
   for (auto& reply : replies) around.answers->Post(std::move(reply));
 }
 

@@ -26,8 +26,10 @@ struct JobSurroundings {
   storage::Tiers* tiers = nullptr;
   Foundation* foundation = nullptr;
   kernels::ThreadPool* compute = nullptr;
-  // Runs replies to requests that have waited; never anything that may wait for a disk.
+  // The job's queues for replies to requests that have waited: pulls, and requests of the step machine, which must not
+  // wait behind copies of pulls. Never for anything that may wait for a disk.
   Executor* answers = nullptr;
+  Executor* step_answers = nullptr;
   int read_threads = 1;  // threads of each job for reads that may block for a disk
   Deadlines* deadlines = nullptr;
   ServerCounters* counters = nullptr;

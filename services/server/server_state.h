@@ -1,11 +1,13 @@
 // Declarations shared by the files of class StateServer: state_server.cc, start.cc and administration.cc.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -16,6 +18,7 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/services/counters/counters.h"
 #include "ballast/services/foundation/foundation.h"
+#include "ballast/services/foundation/turns.h"
 #include "ballast/services/requests/job.h"
 #include "ballast/services/server/operator_calls.h"
 #include "ballast/services/server/state_server.h"
@@ -35,16 +38,23 @@ struct StateServer::Impl {
         waiting_push_bytes(options.waiting_push_bytes_max, &counters.waiting_push_bytes),
         answer_room(options.answer_bytes_max),
         compute(std::max(1, options.compute_threads)),
-        answers(foundation->MakeExecutor(std::max(1, options.read_threads))),
+        answers(foundation->MakeExecutor(AnswerThreads(options)), kQueues),
+        step_answers(foundation->MakeExecutor(1), kQueues),
         forgetting(foundation->MakeExecutor(1)),
-        drops(foundation->MakeExecutor(kOperatorCallsMax), kOperatorCallsMax, answers.get(), &deadlines,
+        drops(foundation->MakeExecutor(kOperatorCallsMax), kOperatorCallsMax, answers.queue(kServersQueue), &deadlines,
               {&waiting_requests, &waiting_request_bytes}),
-        budget_changes(foundation->MakeExecutor(1), kOperatorCallsMax, answers.get(), &deadlines,
+        budget_changes(foundation->MakeExecutor(1), kOperatorCallsMax, answers.queue(kServersQueue), &deadlines,
                        {&waiting_requests, &waiting_request_bytes}) {}
 
   // The bound on drops, and on new budgets. A drop has a thread for as long as its job's disk hangs: 16 threads are
   // more than an operator drops jobs at once, and few beside those of 256 jobs.
   static constexpr int kOperatorCallsMax = 16;
+  // Queues of answers: more than there are jobs, so that each has its own unless jobs came and went by the hundred.
+  static constexpr size_t kQueues = 4 * kJobsMax, kServersQueue = 0;
+  static int AnswerThreads(const StateServerOptions& options) {
+    if (options.answer_threads > 0) return options.answer_threads;
+    return std::max(1, static_cast<int>(std::thread::hardware_concurrency() / 2));
+  }
 
   // A name's job, or the record of a job that a restart did not bring back: its state is lost, or the job lacked
   // something that a later start may find. GetJob describes a job with lost state; otherwise it replies `cause`.
@@ -132,7 +142,9 @@ struct StateServer::Impl {
   absl::Mutex planning;  // as JobSurroundings says
   MoveGate moving;
   kernels::ThreadPool compute;
-  const std::unique_ptr<Executor> answers;     // to requests that have waited
+  Turns answers;       // to pulls that have waited, and to operators: copies of megabytes
+  Turns step_answers;  // to requests of step machines that have waited: small, and a whole group waits for each
+  std::atomic<size_t> next_queue = kServersQueue + 1;
   const std::unique_ptr<Executor> forgetting;  // of jobs that nothing runs for
   Deadlines deadlines;
   OperatorCalls drops;           // each waits for the running update of its job

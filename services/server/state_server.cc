@@ -27,7 +27,8 @@ StateServer::~StateServer() {
   Stop();
   impl_->drops.Join();
   impl_->budget_changes.Join();
-  impl_->answers->Join();
+  impl_->answers.Join();
+  impl_->step_answers.Join();
   impl_->forgetting->Join();
 }
 
@@ -53,12 +54,14 @@ void StateServer::Stop() {
 }
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
+  const size_t queue = next_queue++;
   return Job::Make(name, {.server_id = server_id,
                           .catalog = catalog.get(),
                           .tiers = tiers.get(),
                           .foundation = foundation,
                           .compute = &compute,
-                          .answers = answers.get(),
+                          .answers = answers.queue(queue),
+                          .step_answers = step_answers.queue(queue),
                           .read_threads = std::max(1, options.read_threads),
                           .deadlines = &deadlines,
                           .counters = &counters,

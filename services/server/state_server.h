@@ -41,7 +41,8 @@ struct StateServerOptions {
   std::string server_id;  // empty: made at first start, kept in the data directory
   int hbm_device = 0;
   int compute_threads = 1;     // for one update, its job's own included; ballastd's default is all processors
-  int read_threads = 1;        // of each job for reads from the disk; and of the server for answers
+  int read_threads = 1;        // of each job for reads from the disk
+  int answer_threads = 0;      // for answers to pulls that have waited, of all jobs in turn; 0: half of the processors
   uint64_t staging_bytes = 0;  // 0 lets StagingBytes choose
   // False for a server in its trainer's process: the trainer's parameters are then the only working parameters. Updates
   // write them where they are lent; pulls round the master. Nothing on the disk depends on this option.

@@ -3,6 +3,7 @@
 #include <deque>
 #include <vector>
 
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/counters/counters.h"
@@ -67,6 +68,48 @@ TEST_F(JobPull, WaitsUntilTheVersionIsThere) {
   EXPECT_TRUE(answer.Wait().ok());
   EXPECT_EQ(bytes.size(), 200u);
   EXPECT_EQ(server_->counters().waiting_requests, 0u);
+}
+
+// One thread copied for all: a client that was slow to take a pull's bytes, or a long queue of pulls, held up the next
+// step's prepared answers.
+TEST(JobPulls, DoNotHoldUpPreparedAnswers) {
+  TestServer server("s", {0, uint64_t{64} << 20, uint64_t{512} << 20});
+  server.options().answer_threads = 1;
+  server.Restart();
+  v1::JobSpec spec = MakeSpec("job", SmallModel());
+  spec.set_durability(v1::DURABILITY_STEP);
+  TrainerGroup group({server.get()}, spec, 2);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  v1::PullRequest request;
+  request.set_job("job");
+  request.set_content(v1::CONTENT_WORKING);
+  request.set_begin(100);
+  request.set_end(200);
+  request.set_version(1);
+  absl::Notification copying, let_go;
+  bool let_go_in_time = false;
+  std::string bytes(200, '\0');
+  Answer<uint32_t> pulled;
+  server->Pull(
+      request, absl::Now() + absl::Seconds(60),
+      [&](uint64_t, const AnswerRoom::Lease&) {
+        copying.Notify();
+        let_go_in_time = let_go.WaitForNotificationWithTimeout(absl::Seconds(20));
+        return absl::MakeSpan(reinterpret_cast<std::byte*>(bytes.data()), bytes.size());
+      },
+      pulled.reply());
+  const auto step = [&] {
+    BALLAST_RETURN_IF_ERROR(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones));
+    return group.Finish(UpdateHeader(4)).status();
+  };
+  ASSERT_EQ(step(), absl::OkStatus());
+  copying.WaitForNotification();  // the thread for pulls is busy from here on
+  EXPECT_EQ(step(), absl::OkStatus());
+  let_go.Notify();
+  (void)pulled.Wait();  // or the version is gone
+  EXPECT_TRUE(let_go_in_time) << "the step ended only once the pull did";
+  server.End();
 }
 
 TEST_F(JobPull, AnswersByItselfAtItsDeadline) {

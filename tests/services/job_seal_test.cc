@@ -99,7 +99,7 @@ TEST_F(JobSeal, HonoursItsDeadline) {
 // The reply to a seal whose deadline passes blocks: deadlines of other requests pass all the same.
 TEST(JobDeadlines, AreNotHeldUpByAReplyThatBlocks) {
   TestServer server("s");
-  server.options().read_threads = 2;  // as many replies may run at a time
+  server.options().answer_threads = 2;  // as many replies may run at a time
   server.Restart();
   TrainerGroup group({server.get()}, MakeSpec("job", SmallModel()), 2);
   ASSERT_EQ(group.Start(), absl::OkStatus());

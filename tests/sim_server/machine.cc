@@ -111,6 +111,7 @@ absl::Status Machine::Start(Random* random) {
   has_hbm_ = options.budget.hbm > 0;
   options.server_id = ServerName(index_);
   options.read_threads = 2;
+  options.answer_threads = 2;
   options.log_steps = log_steps_;
   options.staging_bytes = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
   foundation_ = std::make_unique<SimFoundation>(&disk_, &catalog_);
