@@ -86,8 +86,10 @@ struct SessionOptions {
   model::Access access;
   // Bound on bytes of pushes and pulls in flight.
   uint64_t inflight_bytes_max = uint64_t{64} << 20;
-  // Called with a line that says what the session waits for, when a wait exceeds two seconds. May be empty.
+  // Called with a line that says what the session waits for, when a wait exceeds two seconds; and on rank 0 with one
+  // that says whether the job is new or continues, unless a caller that can tell more says so itself. May be empty.
   std::function<void(const std::string&)> progress;
+  bool says_whether_new = true;
   // Asked twice a second, on another thread, while servers are waited for. Returning true ends the session: the waiting
   // call, or Open, returns CANCELLED, and the requested change may or may not have happened. May be empty.
   std::function<bool()> interrupted;

@@ -14,6 +14,10 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/v1/state_service.pb.h"
 
+namespace ballast::registry {
+class Registry;
+}  // namespace ballast::registry
+
 namespace ballast::client {
 
 template <typename Response>
@@ -29,8 +33,9 @@ class Transport {
   virtual ~Transport() = default;
   // For messages: "host:port" or "embedded".
   virtual std::string name() const = 0;
-  // Whether the server was found in a registry, and not named by a user: a job that has no chunks there does without.
-  virtual bool Discovered() const { return false; }
+  // The registry in which the server was found, and whose keys say where jobs lie: a job that has no chunks there does
+  // without the server. Null: a user named it.
+  virtual registry::Registry* registry() const { return nullptr; }
 
   virtual void Identify(const v1::IdentifyRequest&, absl::Time deadline, Callback<v1::IdentifyResponse>) = 0;
   virtual void GetJob(const v1::GetJobRequest&, absl::Time deadline, Callback<v1::GetJobResponse>) = 0;

@@ -127,10 +127,11 @@ std::string AdvertisedAddress(const Config& config, const std::string& listen) {
   return model::FormatAddress(address);
 }
 
-v1::ServerEntry EntryOf(const std::string& id, const std::string& address, v1::ServerState state,
+v1::ServerEntry EntryOf(const std::string& id, uint64_t disk, const std::string& address, v1::ServerState state,
                         const storage::TierBytes& budget) {
   v1::ServerEntry entry;
   entry.set_server_id(id);
+  entry.set_disk(disk);
   entry.set_address(address);
   entry.set_version(model::Version());
   entry.set_state(state);
@@ -140,17 +141,12 @@ v1::ServerEntry EntryOf(const std::string& id, const std::string& address, v1::S
   return entry;
 }
 
-// Null without `discovery`. Where name and port are known before the start, trainers find the server, and wait for it,
-// while its jobs come back.
-std::unique_ptr<Registration> Register(const Config& config) {
-  if (config.discovery.empty()) return nullptr;
-  auto registration = std::make_unique<Registration>(*registry::ParseRegistryUrl(config.discovery));
+// Where the port is known before the start, trainers find the server, and wait for it, while its jobs come back.
+absl::Status RegisterEarly(const Config& config, const std::string& id, uint64_t disk, Registration* registration) {
   const std::string address = AdvertisedAddress(config, config.listen);
-  if (!config.server.server_id.empty() && model::ParseAddress(address, model::AddressUse::kConnect).ok()) {
-    registration->Announce(EntryOf(config.server.server_id, address, v1::SERVER_STATE_RECOVERING, config.server.budget),
-                           nullptr);
-  }
-  return registration;
+  if (!model::ParseAddress(address, model::AddressUse::kConnect).ok()) return absl::OkStatus();
+  registration->Announce(EntryOf(id, disk, address, v1::SERVER_STATE_RECOVERING, config.server.budget), nullptr);
+  return registration->AwaitName(Signalled);
 }
 
 void WarnOfOthers(const GuardOptions& guard, const std::string& listen) {
@@ -196,7 +192,13 @@ int Serve(const Config& config, const sigset_t& signals) {
   spdlog::info("{} on {}: /livez, /readyz, /metrics, /status.json; recovering", config.metrics_tls ? "HTTPS" : "HTTP",
                (*http)->address());
   options.page = (*http)->address();
-  std::unique_ptr<Registration> registration = Register(config);
+  std::unique_ptr<Registration> registration;
+  if (!config.discovery.empty()) {
+    registration = std::make_unique<Registration>(*registry::ParseRegistryUrl(config.discovery));
+    options.named = [&](const std::string& id, uint64_t disk) {
+      return RegisterEarly(config, id, disk, registration.get());
+    };
+  }
   auto state = StateServer::Start(options);
   if (!state.ok() && model::ReasonOf(state.status()) == model::kServerDown) return Complain(state.status(), kOk);
   if (!state.ok()) return Complain(state.status(), ExitOf(state.status()));
@@ -214,10 +216,14 @@ int Serve(const Config& config, const sigset_t& signals) {
 
   if (registration != nullptr) {
     const std::string address = AdvertisedAddress(config, (*rpc)->address());
-    registration->Announce(EntryOf((*state)->server_id(), address, v1::SERVER_STATE_SERVING, (*state)->budget()),
-                           [server = state->get(), address](v1::ServerEntry* entry) {
-                             *entry = EntryOf(server->server_id(), address, v1::SERVER_STATE_SERVING, server->budget());
-                           });
+    const auto entry = [server = state->get(), address] {
+      return EntryOf(server->server_id(), server->disk(), address, v1::SERVER_STATE_SERVING, server->budget());
+    };
+    registration->Announce(entry(), [entry](v1::ServerEntry* now) { *now = entry(); });
+    if (const absl::Status named = registration->AwaitName(Signalled); !named.ok()) {
+      registration.reset();  // it asks the server
+      return Complain(named, model::ReasonOf(named) == model::kServerDown ? kOk : ExitOf(named));
+    }
   }
   std::printf("ballastd ready listen=%s metrics=%s server_id=%s\n", (*rpc)->address().c_str(),
               (*http)->address().c_str(), (*state)->server_id().c_str());

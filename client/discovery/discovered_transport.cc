@@ -14,11 +14,14 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/registry/registry.h"
+#include "ballast/proto/registry/roster.h"
 
 namespace ballast::client {
 namespace {
 
 constexpr absl::Duration kLookInterval = absl::Milliseconds(500);
+// Doubt that comes so soon after a look goes on from it.
+constexpr absl::Duration kSameDoubt = absl::Seconds(5);
 constexpr absl::Duration kLookTimeout = absl::Seconds(2);
 
 // By which calls wake the thread that looks. Apart from that thread's owner: a call's end must not become its last
@@ -64,12 +67,17 @@ class Doubt {
 // Where a server is now. Threads: any.
 class Place {
  public:
-  Place(std::string address, std::shared_ptr<Transport> transport, Connector connect, std::shared_ptr<Doubt> doubt)
-      : connect_(std::move(connect)),
+  Place(const v1::ServerEntry& entry, std::shared_ptr<Transport> transport, Connector connect,
+        std::shared_ptr<Doubt> doubt)
+      : disk_(entry.disk()),
+        connect_(std::move(connect)),
         doubt_(std::move(doubt)),
-        address_(std::move(address)),
+        address_(entry.address()),
         name_(transport->name()),
         transport_(std::move(transport)) {}
+
+  // False: it is another server's, by this one's name.
+  bool IsOf(const v1::ServerEntry& entry) const { return entry.disk() == disk_; }
 
   // Null once Close was called.
   std::shared_ptr<Transport> transport() const {
@@ -134,6 +142,7 @@ class Place {
   }
 
  private:
+  const uint64_t disk_;
   const Connector connect_;
   const std::shared_ptr<Doubt> doubt_;
   std::atomic<bool> ended_{false};
@@ -156,6 +165,7 @@ class Directory {
         doubt_(std::move(doubt)),
         places_(std::move(places)),
         thread_([this] { Run(); }) {}
+  registry::Registry* registry() const { return registry_.get(); }
   ~Directory() {
     doubt_->Stop();
     thread_.join();
@@ -163,17 +173,21 @@ class Directory {
 
  private:
   void Run() {
+    registry::Pauses pauses;
+    absl::Time looked = absl::InfinitePast();
     while (doubt_->Await()) {
+      if (absl::Now() - looked > kSameDoubt) pauses = {};
       // A registry that does not answer changes nothing: all stay where they were. So does a server whose entry is
       // unreadable.
       const auto entries = registry_->List(absl::Now() + kLookTimeout, registry::Registry::OnUnreadable::kPassOver);
       if (entries.ok()) {
         for (const v1::ServerEntry& entry : *entries) {
           const auto place = places_.find(entry.server_id());
-          if (place != places_.end()) place->second->Move(entry.address());
+          if (place != places_.end() && place->second->IsOf(entry)) place->second->Move(entry.address());
         }
       }
-      if (!doubt_->Rest(kLookInterval)) return;
+      looked = absl::Now();
+      if (!doubt_->Rest(kLookInterval + pauses.Next())) return;
     }
   }
 
@@ -193,7 +207,7 @@ class DiscoveredTransport final : public Transport {
   }
 
   std::string name() const override { return place_->name(); }
-  bool Discovered() const override { return true; }
+  registry::Registry* registry() const override { return directory_->registry(); }
   void Cancel() override { place_->Cancel(); }
 
   void Identify(const v1::IdentifyRequest& request, absl::Time deadline, Callback<v1::IdentifyResponse> done) override {
@@ -256,15 +270,16 @@ class DiscoveredTransport final : public Transport {
 }  // namespace
 
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const registry::RegistryUrl& url,
-                                                                           Connector connect, absl::Duration timeout,
+                                                                           Connector connect, const std::string& job,
+                                                                           absl::Duration timeout,
                                                                            const std::function<bool()>& interrupted) {
   auto registry = std::make_unique<registry::Registry>(url);
-  BALLAST_ASSIGN_OR_RETURN(const auto entries, registry::AwaitServers(registry.get(), timeout, interrupted));
+  BALLAST_ASSIGN_OR_RETURN(const auto entries, registry::AwaitServers(registry.get(), job, timeout, interrupted));
   const auto doubt = std::make_shared<Doubt>();
   std::map<std::string, std::shared_ptr<Place>> places;
   for (const v1::ServerEntry& entry : entries) {
     BALLAST_ASSIGN_OR_RETURN(auto transport, connect(entry.address()));
-    places[entry.server_id()] = std::make_shared<Place>(entry.address(), std::move(transport), connect, doubt);
+    places[entry.server_id()] = std::make_shared<Place>(entry, std::move(transport), connect, doubt);
   }
   const auto directory = std::make_shared<Directory>(std::move(registry), doubt, places);
   std::vector<std::unique_ptr<Transport>> transports;

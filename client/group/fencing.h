@@ -25,6 +25,8 @@ class Fencing {
   static std::vector<uint64_t> Promised(absl::Span<const v1::GetJobResponse> answers);
 
   const v1::Epoch& epoch() const { return epoch_; }
+  // Takes a later epoch.
+  void Raise(const v1::Epoch& epoch) { epoch_ = epoch; }
   // Fences all servers with epoch(). Errors: the servers', and FAILED_PRECONDITION (BAD_REQUEST), with no server
   // fenced, if the promises lie too far apart.
   absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(bool expect_empty, absl::Time deadline);

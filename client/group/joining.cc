@@ -168,6 +168,10 @@ absl::Status Opening::Identify(absl::Time deadline) {
     server_ids_.push_back(answer.server_id());
     peers_.push_back(MakePeer(answer, router_->name(i)));
     budget_bytes_[answer.server_id()] = answer.budget_bytes();
+    v1::Member& member = identified_[answer.server_id()];
+    member.set_server_id(answer.server_id());
+    member.set_disk(answer.disk());
+    member.set_address(router_->name(i));
   }
   return absl::OkStatus();
 }
@@ -250,6 +254,9 @@ absl::Status Opening::Divide(v1::OpenRequest* open) const {
 
 absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec) {
   const absl::Time deadline = absl::Now() + options.open_timeout;
+  JobKey key(router_->transport(0)->registry(), options.job);
+  BALLAST_RETURN_IF_ERROR(key.Read(deadline));
+  BALLAST_RETURN_IF_ERROR(FollowKey(options.job, key));
   v1::GetJobRequest ask;
   ask.set_job(options.job);
   BALLAST_ASSIGN_OR_RETURN(auto seen,
@@ -264,7 +271,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   if (options.resume == Resume::kNever && highest >= 0) return JobExists(options.job, highest);
   if (options.resume == Resume::kMust && !exists) return JobMissing(options.job);
   if (const v1::OpenRequest* newest = NewestOpen(seen); newest != nullptr) {
-    BALLAST_RETURN_IF_ERROR(LeaveOthersOut(*newest));
+    BALLAST_RETURN_IF_ERROR(LeaveOthersOut(options.job, newest->members()));
     std::erase_if(seen, [this](const v1::GetJobResponse& answer) {
       return std::find(server_ids_.begin(), server_ids_.end(), answer.server_id()) == server_ids_.end();
     });
@@ -292,9 +299,12 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
     BALLAST_RETURN_IF_ERROR(same);
   }
 
+  BALLAST_ASSIGN_OR_RETURN(*open.mutable_epoch(), key.Claim(Members(), fencing.epoch(), deadline));
+  fencing.Raise(open.epoch());
   auto fenced = fencing.Fence(options.resume == Resume::kNever, deadline);
   if (!fenced.ok() && model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, highest);
   BALLAST_RETURN_IF_ERROR(fenced.status());
+  BALLAST_RETURN_IF_ERROR(CheckAnswers(*fenced));
   BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(*fenced));
   if (options.resume == Resume::kNever && resolution.base >= 0) return JobExists(options.job, resolution.base);
   if (options.resume == Resume::kMust && resolution.base < 0) return JobMissing(options.job);
@@ -385,23 +395,50 @@ absl::Status Opening::MoveEpoch(Fencing fencing, v1::OpenRequest* open, int64_t 
   return SendOpen(*open, deadline);
 }
 
-absl::Status Opening::LeaveOthersOut(const v1::OpenRequest& open) {
+absl::Status Opening::FollowKey(const std::string& job, const JobKey& key) {
+  if (!key.exists()) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(key.CheckServers(Members()));
+  return LeaveOthersOut(job, key.value().table().members());
+}
+
+std::vector<v1::Member> Opening::Members() const {
+  std::vector<v1::Member> members;
+  for (const std::string& id : server_ids_) members.push_back(identified_.at(id));
+  return members;
+}
+
+absl::Status Opening::CheckAnswers(const std::vector<v1::GetJobResponse>& answers) const {
+  for (const v1::GetJobResponse& answer : answers) {
+    const auto known = identified_.find(answer.server_id());
+    if (known != identified_.end() && known->second.disk() == answer.disk()) continue;
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kOtherServer,
+        absl::StrCat(
+            "server '", answer.server_id(), "' with data directory number ", model::ShowDisk(answer.disk()),
+            " answered the fence, and is none of the servers that were asked who they are; it was replaced at ",
+            "this moment: start again"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Opening::LeaveOthersOut(const std::string& job,
+                                     const google::protobuf::RepeatedPtrField<v1::Member>& members) {
   absl::flat_hash_set<std::string> missing;
-  for (const v1::Member& member : open.members()) missing.insert(member.server_id());
+  for (const v1::Member& member : members) missing.insert(member.server_id());
   std::vector<uint32_t> stay;
   std::vector<std::string> ids;
   bool discovered = false;
   for (uint32_t i = 0; i < server_ids_.size(); ++i) {
-    discovered = discovered || router_->transport(i)->Discovered();
-    if (missing.erase(server_ids_[i]) == 0 && router_->transport(i)->Discovered()) continue;
+    const bool found = router_->transport(i)->registry() != nullptr;
+    discovered = discovered || found;
+    if (missing.erase(server_ids_[i]) == 0 && found) continue;
     stay.push_back(i);
     ids.push_back(server_ids_[i]);
   }
   if (discovered && !missing.empty()) {
-    return BadSpec(absl::StrCat("job '", open.spec().name(), "' has chunks on server '", *missing.begin(),
+    return BadSpec(absl::StrCat("job '", job, "' has chunks on server '", *missing.begin(),
                                 "', which is not registered now (", absl::StrJoin(server_ids_, ", "),
-                                " are); start it, or end the URL with ?servers=", open.members_size(),
-                                " to wait for all"));
+                                " are); start it, or end the URL with ?servers=", members.size(), " to wait for all"));
   }
   if (stay.size() == server_ids_.size()) return absl::OkStatus();
   router_->Reorder(stay);
@@ -441,7 +478,7 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
   if (!shared->ParseFromString(said[0])) {
     mine = model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no Open");
   } else if (mine = model::CheckOpen(*shared); mine.ok() && !first && match_members) {
-    mine = LeaveOthersOut(*shared);
+    mine = LeaveOthersOut(shared->spec().name(), shared->members());
     if (mine.ok()) mine = MatchMembers(*shared, server_ids_);  // names members: a rank with other servers gets an error
   }
   BALLAST_RETURN_IF_ERROR(group_->Agree("Open", mine));

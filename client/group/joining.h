@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "ballast/client/discovery/job_key.h"
 #include "ballast/client/group/fencing.h"
 #include "ballast/client/group/group.h"
 #include "ballast/client/group/tensor_union.h"
@@ -67,9 +68,15 @@ class Opening {
   absl::Status DropPartialPins(const v1::OpenRequest& open, absl::Time deadline);
   // Fences, then sends `open`, which must start at `version`.
   absl::Status MoveEpoch(Fencing fencing, v1::OpenRequest* open, int64_t version, absl::Time deadline);
-  // Drops servers that were found in a registry and hold nothing of the job. INVALID_ARGUMENT (BAD_SPEC) if a member is
-  // not registered.
-  absl::Status LeaveOthersOut(const v1::OpenRequest& open);
+  // Drops servers that were found in a registry and are none of the job's `members`. INVALID_ARGUMENT (BAD_SPEC) if a
+  // member was not found.
+  absl::Status LeaveOthersOut(const std::string& job, const google::protobuf::RepeatedPtrField<v1::Member>& members);
+  // Goes by the job's key, if there is one. Errors: those of CheckServers and LeaveOthersOut.
+  absl::Status FollowKey(const std::string& job, const JobKey& key);
+  // The servers that are left, as identified.
+  std::vector<v1::Member> Members() const;
+  // FAILED_PRECONDITION (OTHER_SERVER) if an answer came from a server that was not identified.
+  absl::Status CheckAnswers(const std::vector<v1::GetJobResponse>& answers) const;
   // Puts the router's servers into the order of `open`'s members.
   absl::Status MatchMembers(const v1::OpenRequest& open, absl::Span<const std::string> server_ids);
   // Returns rank 0's Open, or rank 0's error, on all ranks.
@@ -87,6 +94,7 @@ class Opening {
   std::vector<v1::Peer> peers_;
   std::vector<std::string> server_ids_;           // in the router's order, until that becomes the members'
   std::map<std::string, uint64_t> budget_bytes_;  // by server id
+  std::map<std::string, v1::Member> identified_;  // by server id: without weights
 };
 
 }  // namespace ballast::client

@@ -166,6 +166,10 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(const SessionOptions& opt
   BALLAST_ASSIGN_OR_RETURN(const auto open,
                            Opening(impl->router.get(), &impl->group, options.split).Open(options, tensors));
   BALLAST_RETURN_IF_ERROR(impl->Adopt(open));
+  if (options.progress && options.says_whether_new && impl->group.rank() == 0) {
+    options.progress(absl::StrCat("job '", options.job, "' ",
+                                  open->base() < 0 ? "is new" : absl::StrCat("continues at version ", open->base())));
+  }
   if (open->has_base_decision()) {
     const auto& blobs = open->base_decision().blobs();
     impl->resumed_blobs.assign(blobs.begin(), blobs.end());
@@ -180,8 +184,8 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Connect(const SessionOptions& 
                                                           const std::vector<TensorSpec>& tensors,
                                                           const std::vector<std::string>& servers,
                                                           Collective* collective) {
-  BALLAST_ASSIGN_OR_RETURN(auto transports,
-                           MakeGrpcTransports(servers, options.access, options.open_timeout, options.interrupted));
+  BALLAST_ASSIGN_OR_RETURN(auto transports, MakeGrpcTransports(servers, options.job, options.access,
+                                                               options.open_timeout, options.interrupted));
   return Open(options, tensors, std::move(transports), collective);
 }
 

@@ -447,13 +447,14 @@ absl::StatusOr<std::unique_ptr<Transport>> Connect(const std::string& address, c
 std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address) { return MakeTransport(address, {}, {}); }
 
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& servers,
+                                                                           const std::string& job,
                                                                            const model::Access& access,
                                                                            absl::Duration timeout,
                                                                            const std::function<bool()>& interrupted) {
   BALLAST_ASSIGN_OR_RETURN(const std::vector<registry::RegistryUrl> urls, registry::RegistryUrlIn(servers));
   if (!urls.empty()) {
     const auto connect = [access](const std::string& address) { return Connect(address, access); };
-    return DiscoverTransports(urls.front(), connect, timeout, interrupted);
+    return DiscoverTransports(urls.front(), connect, job, timeout, interrupted);
   }
   std::vector<std::unique_ptr<Transport>> transports;
   for (const std::string& address : servers) {

@@ -108,6 +108,8 @@ void AddFields(const Message& message, FieldHash* hash) {
 
 const char* Version() { return BALLAST_VERSION; }
 
+std::string ShowDisk(uint64_t disk) { return absl::StrCat(absl::Hex(disk, absl::kZeroPad16)); }
+
 absl::Status CheckServerVersion(absl::string_view server, uint32_t version) {
   if (version == kProtocolVersion) return absl::OkStatus();
   return Error(absl::StatusCode::kFailedPrecondition, kVersionsDiffer,

@@ -18,6 +18,9 @@ inline constexpr uint32_t kProtocolVersion = 4;
 // The release, "0.1.0": CMake's PROJECT_VERSION. Releases with one protocol version work together.
 const char* Version();
 
+// Member.disk for messages: 16 hexadecimal digits.
+std::string ShowDisk(uint64_t disk);
+
 // Bound on a message about a job: its Open, with the norms of a server's chunks, step counts and blobs.
 inline constexpr uint64_t kMessageBytesMax = uint64_t{16} << 20;
 

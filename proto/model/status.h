@@ -40,7 +40,9 @@ inline constexpr char kBadRequest[] = "BAD_REQUEST";          // INVALID_ARGUMEN
 inline constexpr char kVersionsDiffer[] = "VERSIONS_DIFFER";
 // FAILED_PRECONDITION: a later version has written what this one would have to use; nothing was changed
 inline constexpr char kLaterVersion[] = "LATER_VERSION";
-inline constexpr char kBadConfig[] = "BAD_CONFIG";      // INVALID_ARGUMENT
+inline constexpr char kBadConfig[] = "BAD_CONFIG";  // INVALID_ARGUMENT
+// FAILED_PRECONDITION at a start, UNAVAILABLE later: another server than the one that was meant, perhaps by its name
+inline constexpr char kOtherServer[] = "OTHER_SERVER";
 inline constexpr char kIncomplete[] = "INCOMPLETE";     // FAILED_PRECONDITION: norm asked before all slices came
 inline constexpr char kVersionGone[] = "VERSION_GONE";  // FAILED_PRECONDITION: the chunk is past the version
 inline constexpr char kChecksum[] = "CHECKSUM";         // DATA_LOSS in a tier; UNAVAILABLE on the wire

@@ -31,16 +31,15 @@ namespace {
 
 constexpr char kRange[] = "/etcdserverpb.KV/Range";
 constexpr char kAuthenticate[] = "/etcdserverpb.Auth/Authenticate";
-constexpr char kPut[] = "/etcdserverpb.KV/Put";
+constexpr char kTxn[] = "/etcdserverpb.KV/Txn";
 constexpr char kLeaseGrant[] = "/etcdserverpb.Lease/LeaseGrant";
 constexpr char kLeaseRevoke[] = "/etcdserverpb.Lease/LeaseRevoke";
 // A stream of both sides. On the wire a stream of one request and one answer is a plain call.
 constexpr char kLeaseKeepAlive[] = "/etcdserverpb.Lease/LeaseKeepAlive";
 
 constexpr int64_t kEntriesMax = 4096;
-// Of one question of AwaitServers.
-constexpr absl::Duration kAskMax = absl::Seconds(2);
-constexpr absl::Duration kPollInterval = absl::Milliseconds(200);
+// etcd's numbers of "equal" and "the key's mod_revision".
+constexpr int kEqual = 0, kModRevision = 2;
 
 // `token`: of etcd's, empty: none.
 template <typename Request, typename Response>
@@ -78,14 +77,26 @@ bool IsServerId(absl::string_view id) {
   });
 }
 
+std::string ToJson(const google::protobuf::Message& message) {
+  std::string json;
+  google::protobuf::util::JsonPrintOptions options;
+  options.preserve_proto_field_names = true;
+  (void)google::protobuf::util::MessageToJsonString(message, &json, options);
+  return json;
+}
+
+auto FromJson(const std::string& json, google::protobuf::Message* message) {
+  google::protobuf::util::JsonParseOptions options;
+  options.ignore_unknown_fields = true;  // of a later release
+  return google::protobuf::util::JsonStringToMessage(json, message, options);
+}
+
 // The entry in a value that somebody wrote there, whoever that was.
 absl::StatusOr<v1::ServerEntry> ParseEntry(const v1::EtcdKeyValue& pair, absl::string_view folder) {
   absl::string_view id = pair.key();
   absl::ConsumePrefix(&id, folder);
   v1::ServerEntry entry;
-  google::protobuf::util::JsonParseOptions options;
-  options.ignore_unknown_fields = true;  // of a later release
-  const auto parsed = google::protobuf::util::JsonStringToMessage(pair.value(), &entry, options);
+  const auto parsed = FromJson(pair.value(), &entry);
   std::string trouble;
   if (!parsed.ok()) {
     trouble = absl::CEscape(std::string(parsed.message()));
@@ -253,56 +264,73 @@ absl::Status Registry::Revoke(int64_t lease, absl::Time deadline) {
   return Call<v1::EtcdLeaseRevokeResponse>(kLeaseRevoke, request, deadline).status();
 }
 
-absl::Status Registry::Put(const v1::ServerEntry& entry, int64_t lease, absl::Time deadline) {
-  v1::EtcdPutRequest request;
-  request.set_key(KeyOf(entry.server_id()));
-  request.set_lease(lease);
-  google::protobuf::util::JsonPrintOptions options;
-  options.preserve_proto_field_names = true;
-  (void)google::protobuf::util::MessageToJsonString(entry, request.mutable_value(), options);
-  return Call<v1::EtcdPutResponse>(kPut, request, deadline).status();
-}
-
-absl::StatusOr<std::optional<int64_t>> Registry::LeaseOf(const std::string& server_id, absl::Time deadline) {
+absl::StatusOr<std::optional<v1::EtcdKeyValue>> Registry::Read(const std::string& key, absl::Time deadline) {
   v1::EtcdRangeRequest request;
-  request.set_key(KeyOf(server_id));
-  BALLAST_ASSIGN_OR_RETURN(const auto response, Call<v1::EtcdRangeResponse>(kRange, request, deadline));
+  request.set_key(key);
+  BALLAST_ASSIGN_OR_RETURN(auto response, Call<v1::EtcdRangeResponse>(kRange, request, deadline));
   if (response.kvs().empty()) return std::nullopt;
-  return response.kvs(0).lease();
+  return std::move(*response.mutable_kvs(0));
 }
 
-absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, absl::Duration timeout,
-                                                          const std::function<bool()>& interrupted) {
-  const absl::Time deadline = absl::Now() + timeout;
-  for (;;) {
-    auto entries = registry->List(std::min(deadline, absl::Now() + kAskMax));
-    if (!entries.ok() && !absl::IsUnavailable(entries.status())) return entries.status();
-    if (entries.ok() && entries->size() >= registry->url().servers) return entries;
-    if (interrupted && interrupted()) return absl::CancelledError("interrupted while servers were looked for");
-    if (absl::Now() + kPollInterval < deadline) {
-      absl::SleepFor(kPollInterval);
-      continue;
-    }
-    if (!entries.ok()) return entries.status();
-    const std::string found = absl::StrJoin(*entries, ", ", [](std::string* out, const v1::ServerEntry& entry) {
-      absl::StrAppend(out, entry.server_id(), " at ", entry.address());
-    });
-    return model::Error(
-        absl::StatusCode::kUnavailable, model::kServerDown,
-        absl::StrCat("expected ", registry->url().servers, " servers at ", FormatRegistryUrl(registry->url()),
-                     " within ", absl::FormatDuration(timeout), ", found ", entries->size(),
-                     entries->empty() ? "" : ": ", found, "; do they run with this `discovery`?"));
-  }
+absl::StatusOr<bool> Registry::Swap(const std::string& key, int64_t revision,
+                                    const v1::EtcdTxnRequest::Operation& operation, absl::Time deadline) {
+  v1::EtcdTxnRequest request;
+  v1::EtcdTxnRequest::Compare* const compare = request.add_compare();
+  compare->set_result(kEqual);
+  compare->set_target(kModRevision);
+  compare->set_key(key);
+  compare->set_mod_revision(revision);
+  *request.add_success() = operation;
+  BALLAST_ASSIGN_OR_RETURN(const auto response, Call<v1::EtcdTxnResponse>(kTxn, request, deadline));
+  return response.succeeded();
 }
 
-absl::StatusOr<std::vector<std::string>> FindServers(const std::vector<std::string>& servers, absl::Duration timeout) {
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<RegistryUrl> urls, RegistryUrlIn(servers));
-  if (urls.empty()) return servers;
-  Registry registry(urls.front());
-  BALLAST_ASSIGN_OR_RETURN(const auto entries, AwaitServers(&registry, timeout, nullptr));
-  std::vector<std::string> addresses;
-  for (const v1::ServerEntry& entry : entries) addresses.push_back(entry.address());
-  return addresses;
+absl::StatusOr<std::optional<Registry::Found<v1::ServerEntry>>> Registry::Find(const std::string& server_id,
+                                                                               absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const auto pair, Read(KeyOf(server_id), deadline));
+  if (!pair.has_value()) return std::nullopt;
+  Found<v1::ServerEntry> found{.value = {}, .revision = pair->mod_revision(), .lease = pair->lease()};
+  if (auto entry = ParseEntry(*pair, KeyOf("")); entry.ok()) found.value = *std::move(entry);
+  return found;
+}
+
+absl::StatusOr<bool> Registry::Put(const v1::ServerEntry& entry, int64_t lease, int64_t revision, absl::Time deadline) {
+  v1::EtcdTxnRequest::Operation operation;
+  operation.mutable_put()->set_key(KeyOf(entry.server_id()));
+  operation.mutable_put()->set_lease(lease);
+  operation.mutable_put()->set_value(ToJson(entry));
+  return Swap(operation.put().key(), revision, operation, deadline);
+}
+
+std::string Registry::JobKeyName(const std::string& job) const { return absl::StrCat("/", url_.prefix, "/jobs/", job); }
+
+absl::StatusOr<std::optional<Registry::Found<v1::JobKey>>> Registry::FindJob(const std::string& job,
+                                                                             absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const auto pair, Read(JobKeyName(job), deadline));
+  if (!pair.has_value()) return std::nullopt;
+  Found<v1::JobKey> found{.value = {}, .revision = pair->mod_revision(), .lease = pair->lease()};
+  const auto parsed = FromJson(pair->value(), &found.value);
+  if (parsed.ok() && !found.value.table().members().empty()) return found;
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                      absl::StrCat("etcd's key ", JobKeyName(job), " does not say which servers have job '", job, "': ",
+                                   parsed.ok() ? "it names no members" : absl::CEscape(std::string(parsed.message())),
+                                   "; expected what a trainer writes there. If all servers of the job run, remove the "
+                                   "key by `etcdctl del ",
+                                   JobKeyName(job), "`: the next start makes it anew"));
+}
+
+absl::StatusOr<bool> Registry::PutJob(const std::string& job, const v1::JobKey& key, int64_t revision,
+                                      absl::Time deadline) {
+  v1::EtcdTxnRequest::Operation operation;
+  operation.mutable_put()->set_key(JobKeyName(job));
+  operation.mutable_put()->set_value(ToJson(key));
+  return Swap(operation.put().key(), revision, operation, deadline);
+}
+
+absl::StatusOr<bool> Registry::EraseJob(const std::string& job, int64_t revision, absl::Time deadline) {
+  v1::EtcdTxnRequest::Operation operation;
+  operation.mutable_delete_range()->set_key(JobKeyName(job));
+  return Swap(operation.delete_range().key(), revision, operation, deadline);
 }
 
 }  // namespace ballast::registry

@@ -1,10 +1,9 @@
-// Servers' entries in etcd, and the few calls to etcd for them.
+// Servers' entries and jobs' keys in etcd, and the few calls to etcd for them.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,6 +24,13 @@ namespace ballast::registry {
 // (BAD_CONFIG), naming the file, if a file is bad; INTERNAL (BAD_REQUEST) with etcd's text if etcd refuses.
 class Registry {
  public:
+  // A value, the revision of etcd that wrote it, and its lease (0: none).
+  template <typename Value>
+  struct Found {
+    Value value;
+    int64_t revision = 0;
+    int64_t lease = 0;
+  };
   enum class OnUnreadable { kRefuse, kPassOver };
 
   explicit Registry(RegistryUrl url);
@@ -40,10 +46,20 @@ class Registry {
   absl::Status KeepAlive(int64_t lease, absl::Time deadline);
   absl::Status Revoke(int64_t lease, absl::Time deadline);
 
-  // Writes an entry, in place of an earlier one of this server id; the entry goes with the lease.
-  absl::Status Put(const v1::ServerEntry& entry, int64_t lease, absl::Time deadline);
-  // The lease of a server's entry; absent without an entry.
-  absl::StatusOr<std::optional<int64_t>> LeaseOf(const std::string& server_id, absl::Time deadline);
+  // The entry under a server's id; an unreadable entry has lease and revision alone.
+  absl::StatusOr<std::optional<Found<v1::ServerEntry>>> Find(const std::string& server_id, absl::Time deadline);
+  // Writes an entry that goes with the lease, in place of the entry found at `revision` (0: there was none). False:
+  // somebody else changed the entry meanwhile, or an earlier try wrote it and its answer was lost. Find tells, also
+  // after an error.
+  absl::StatusOr<bool> Put(const v1::ServerEntry& entry, int64_t lease, int64_t revision, absl::Time deadline);
+
+  // A job's key. INVALID_ARGUMENT (BAD_CONFIG), naming the key, if its value is none.
+  absl::StatusOr<std::optional<Found<v1::JobKey>>> FindJob(const std::string& job, absl::Time deadline);
+  // As Put; the key stays until it is erased.
+  absl::StatusOr<bool> PutJob(const std::string& job, const v1::JobKey& key, int64_t revision, absl::Time deadline);
+  absl::StatusOr<bool> EraseJob(const std::string& job, int64_t revision, absl::Time deadline);
+  // For messages: the key's whole name.
+  std::string JobKeyName(const std::string& job) const;
 
   const RegistryUrl& url() const { return url_; }
 
@@ -52,6 +68,10 @@ class Registry {
   template <typename Response, typename Request>
   absl::StatusOr<Response> Call(const char* method, const Request& request, absl::Time deadline);
   absl::StatusOr<std::shared_ptr<Cluster>> Reach();
+  absl::StatusOr<std::optional<v1::EtcdKeyValue>> Read(const std::string& key, absl::Time deadline);
+  // Does `operation` if `key` is still as it was at `revision`.
+  absl::StatusOr<bool> Swap(const std::string& key, int64_t revision, const v1::EtcdTxnRequest::Operation& operation,
+                            absl::Time deadline);
   std::string KeyOf(const std::string& server_id) const;
 
   const RegistryUrl url_;
@@ -60,14 +80,5 @@ class Registry {
   std::string stamp_ ABSL_GUARDED_BY(mutex_);                 // of the files behind it
   std::atomic<size_t> answers_{0};                            // index of the member that answered last
 };
-
-// Entries of servers that are registered at `url`, by id, as soon as there are `url.servers`. Asks again until
-// `timeout`, or until `interrupted` (which may be empty) says so; then UNAVAILABLE (SERVER_DOWN), naming those found,
-// or the error of List; CANCELLED if interrupted.
-absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, absl::Duration timeout,
-                                                          const std::function<bool()>& interrupted);
-
-// Addresses for a list that a user gave: the list itself, or what is registered at its URL.
-absl::StatusOr<std::vector<std::string>> FindServers(const std::vector<std::string>& servers, absl::Duration timeout);
 
 }  // namespace ballast::registry

@@ -34,11 +34,12 @@
 #include "ballast/proto/model/byte_sizes.h"
 #include "ballast/proto/model/mutexes.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/registry/registry.h"
+#include "ballast/proto/registry/roster.h"
 #include "ballast/services/config/config.h"
 #include "ballast/services/ctl/budget_command.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/services/ctl/doctor/doctor_command.h"
+#include "ballast/services/ctl/drop_command.h"
 #include "ballast/services/ctl/iotune_command.h"
 #include "ballast/services/ctl/plan_command.h"
 #include "ballast/services/ctl/shell/completion.h"
@@ -56,22 +57,6 @@ int Status(const std::vector<std::string>& servers, bool json, const Asking& ask
   const ClusterView cluster = Judge(LookAt(servers, asking));
   std::fputs((json ? ShowJson(cluster) : ShowText(cluster)).c_str(), stdout);
   return cluster.problems.empty() ? kHealthy : kDegraded;
-}
-
-int Drop(const std::vector<std::string>& servers, const std::string& job, const Asking& asking) {
-  int code = kHealthy;
-  for (const std::string& server : servers) {
-    const absl::Status status = DropJob(server, job, asking);
-    if (status.ok()) {
-      std::printf("%s: dropped job '%s'\n", server.c_str(), job.c_str());
-    } else if (status.code() == absl::StatusCode::kNotFound) {
-      std::printf("%s: has no job '%s'\n", server.c_str(), job.c_str());
-    } else {
-      std::printf("%s: %s\n", server.c_str(), std::string(status.message()).c_str());
-      code = kDegraded;
-    }
-  }
-  return code;
 }
 
 int Trace(const std::vector<std::string>& servers, const std::string& job, const std::string& out,
@@ -205,7 +190,11 @@ int Main(int argc, char** argv) {
   trace->add_option("--job", job, "name of the job")->required();
   trace->add_option("--out", trace_file, "file; else standard output");
   CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
-  drop->add_option("--job", job, "name of the job")->required();
+  DropCommand dropping;
+  drop->add_option("--job", dropping.job, "name of the job")->required();
+  drop->add_option("--lost", dropping.lost,
+                   "servers of the job that will never come back, separated by commas; else all must be registered")
+      ->delimiter(',');
   CLI::App* unpin = app.add_subcommand("unpin", "give up a durable pin on all servers; it cannot be restored then");
   int64_t version = -1;
   unpin->add_option("--job", job, "name of the job")->required();
@@ -279,6 +268,11 @@ int Main(int argc, char** argv) {
     examined.asking = asking;
     return RunDoctor(examined);
   }
+  if (drop->parsed()) {
+    dropping.servers = servers;
+    dropping.asking = asking;
+    return RunDrop(dropping);
+  }
   const auto found = registry::FindServers(servers, asking.timeout);
   if (!found.ok()) return Complain(found.status(), kDegraded);
   servers = *found;
@@ -294,7 +288,7 @@ int Main(int argc, char** argv) {
     budgets.asking = asking;
     return RunBudget(budgets);
   }
-  return status->parsed() ? Status(servers, json, asking) : Drop(servers, job, asking);
+  return Status(servers, json, asking);
 }
 
 }  // namespace

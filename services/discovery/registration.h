@@ -1,6 +1,7 @@
 // A server's entry in the registry, from start to end.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -14,7 +15,8 @@
 namespace ballast::services {
 
 // Keeps an entry in the registry by a thread of its own. While the registry does not answer, the server goes on and the
-// thread tries again; the log has a warning at the first failure and an info after the first success. Threads: any.
+// thread tries again; the log has a warning at the first failure and an info after the first success. The entry of
+// another run stays, unless the other was a run of this data directory at this address, and so is over. Threads: any.
 class Registration {
  public:
   using Fill = std::function<void(v1::ServerEntry*)>;
@@ -23,14 +25,21 @@ class Registration {
   // Removes the entry, if the registry answers within a second.
   ~Registration();
 
-  // Registers `entry`, or changes the entry, soon. `fill` is called on the thread at every beat, with the entry, for
-  // what changes by itself; it may be empty.
+  // Registers `entry` (with a disk), or changes the entry, soon. `fill` is called on the thread at every beat, with the
+  // entry, for what changes by itself; it may be empty.
   void Announce(v1::ServerEntry entry, Fill fill);
+  // Blocks until this server has its name in the registry, or the registry does not answer. ALREADY_EXISTS
+  // (BAD_CONFIG), with both servers, if the name is that of another living server: its entry outlasts a lease. Also
+  // returns errors of `interrupt` (may be empty), which is asked meanwhile. REQUIRES: Announce.
+  absl::Status AwaitName(const std::function<absl::Status()>& interrupt);
 
  private:
   void Run();
   absl::Status Beat(const v1::ServerEntry& entry);
+  // The entry under this name is another run's.
+  absl::Status Held(const v1::ServerEntry& entry, const registry::Registry::Found<v1::ServerEntry>& holder);
   void Tell(const absl::Status& now);
+  void Settle(const absl::Status& beaten);
 
   registry::Registry registry_;
   const absl::Duration lease_time_;
@@ -38,6 +47,8 @@ class Registration {
   int64_t lease_ = 0;          // 0: none
   int64_t written_lease_ = 0;  // the lease of `written_`, which may have ended since; 0: nothing was written
   v1::ServerEntry written_;
+  int64_t holder_ = 0;  // the lease of another run under this name, seen since `held_since_`; 0: none
+  std::chrono::steady_clock::time_point held_since_;
   std::optional<absl::StatusCode> told_;
   // std's, whose waits go by the steady clock: absl's beat would come late by as much as the machine's clock is set
   // back.
@@ -48,6 +59,8 @@ class Registration {
   Fill fill_;
   bool wanted_ = false;
   bool stopping_ = false;
+  bool held_ = false;                  // by another run, which may be over
+  std::optional<absl::Status> named_;  // what AwaitName waits for
   std::thread thread_;
 };
 

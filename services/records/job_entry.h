@@ -21,6 +21,8 @@ namespace ballast::services {
 //
 // Key of the server's own id.
 inline constexpr char kCatalogServerId[] = "server_id";
+// Key of Member.disk of this server: 16 hexadecimal digits.
+inline constexpr char kCatalogDisk[] = "disk";
 // Prefix of all jobs' keys.
 inline constexpr char kCatalogJobs[] = "job/";
 // Prefix of the keys of files of the NVMe tier outside the data directory; their values are the files' last paths.

@@ -99,6 +99,23 @@ absl::StatusOr<std::string> SettleServerId(storage::Catalog* catalog, const std:
   return id;
 }
 
+// The data directory's own number: one that was wiped, or a new one under an old name, has another.
+absl::StatusOr<uint64_t> SettleDisk(storage::Catalog* catalog, const std::string& directory) {
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->Get(kCatalogDisk));
+  uint64_t disk = 0;
+  if (stored.has_value()) {
+    if (absl::SimpleHexAtoi(*stored, &disk) && disk != 0) return disk;
+    return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                        absl::StrCat("the catalog's '", kCatalogDisk, "' in ", directory,
+                                     "/catalog cannot be read; expected 16 hexadecimal digits. Put a copy of the "
+                                     "catalog back"));
+  }
+  std::random_device random;
+  while (disk == 0) disk = static_cast<uint64_t>(random()) << 32 | random();
+  BALLAST_RETURN_IF_ERROR(catalog->Put(kCatalogDisk, absl::StrCat(absl::Hex(disk, absl::kZeroPad16))));
+  return disk;
+}
+
 // Reads the steps in the log of job `name`.
 absl::StatusOr<LoggedSteps> StepsOf(const std::string& log, absl::string_view name, storage::Disk* disk) {
   BALLAST_ASSIGN_OR_RETURN(const auto file, disk->Open(log, storage::Disk::Mode::kShared));
@@ -150,6 +167,8 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   BALLAST_RETURN_IF_ERROR(RemoveSpills(options.data_directory, impl->foundation->disk()));
   BALLAST_ASSIGN_OR_RETURN(impl->server_id,
                            SettleServerId(impl->catalog.get(), options.server_id, options.data_directory));
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t disk, SettleDisk(impl->catalog.get(), options.data_directory));
+  if (options.named) BALLAST_RETURN_IF_ERROR(options.named(impl->server_id, disk));
   storage::TiersOptions tiers;
   tiers.budget = options.budget;
   tiers.directory = options.data_directory;
@@ -181,7 +200,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   BALLAST_RETURN_IF_ERROR(impl->LoadJobs(stored, orphans));
   // Of jobs that are lost or refused, nothing more will be read.
   if (options.progress != nullptr) options.progress->done_bytes = options.progress->total_bytes.load();
-  return std::unique_ptr<StateServer>(new StateServer(std::move(impl)));
+  return std::unique_ptr<StateServer>(new StateServer(std::move(impl), disk));
 }
 
 void StateServer::Impl::ExpectToRecover(const std::map<std::string, JobEntry>& stored) const {

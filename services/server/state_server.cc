@@ -9,8 +9,9 @@
 #include "ballast/storage/tier/dram_tier.h"
 
 namespace ballast::services {
-StateServer::StateServer(std::unique_ptr<Impl> impl)
+StateServer::StateServer(std::unique_ptr<Impl> impl, uint64_t disk)
     : impl_(std::move(impl)),
+      disk_(disk),
       scrubber_(std::make_unique<Scrubber>(impl_->options.scrub_bytes_per_s, [impl = impl_.get()] {
         Scrubber::Jobs jobs;
         for (const auto& [name, job] : impl->JobsByName()) {
@@ -145,6 +146,7 @@ void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyRespons
   v1::IdentifyResponse answer;
   answer.set_server_id(impl_->server_id);
   answer.set_protocol_version(model::kProtocolVersion);
+  answer.set_disk(disk_);
   answer.set_page(impl_->options.page);
   const storage::TierBytes budget = this->budget();
   answer.set_budget_bytes(budget.hbm + budget.dram + budget.nvme);
@@ -153,12 +155,12 @@ void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyRespons
 
 void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobResponse> reply) {
   reply = impl_->Counted(Call::kGetJob, std::move(reply));
-  if (request.without_open()) {
-    reply = [reply = std::move(reply)](absl::StatusOr<v1::GetJobResponse> answer) {
-      if (answer.ok()) answer->clear_open();
-      reply(std::move(answer));
-    };
-  }
+  reply = [disk = disk_, without_open = request.without_open(),
+           reply = std::move(reply)](absl::StatusOr<v1::GetJobResponse> answer) {
+    if (answer.ok()) answer->set_disk(disk);
+    if (answer.ok() && without_open) answer->clear_open();
+    reply(std::move(answer));
+  };
   std::optional<v1::GetJobResponse> answer;
   {
     absl::MutexLock lock(&impl_->mu);
@@ -177,6 +179,10 @@ void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobRespo
 
 void StateServer::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
   reply = impl_->Counted(Call::kFence, std::move(reply));
+  reply = [disk = disk_, reply = std::move(reply)](absl::StatusOr<v1::FenceResponse> answer) {
+    if (answer.ok()) answer->mutable_job()->set_disk(disk);
+    reply(std::move(answer));
+  };
   if (request.epoch().counter() == 0) {
     return reply(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                               "an epoch's counter counts from 1, came 0: choose one above any that GetJob reports"));
@@ -288,6 +294,7 @@ void StateServer::Pull(const v1::PullRequest& request, const CallLimit& limit, A
 }
 
 const std::string& StateServer::server_id() const { return impl_->server_id; }
+uint64_t StateServer::disk() const { return disk_; }
 storage::TierBytes StateServer::budget() const { return impl_->tiers->budget(); }
 const ServerCounters& StateServer::counters() const { return impl_->counters; }
 storage::TierTraffic StateServer::traffic() const { return impl_->tiers->traffic(); }

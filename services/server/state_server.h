@@ -68,6 +68,9 @@ struct StateServerOptions {
   // the error, and the next start finds the jobs as this start did. Long work of a job and pulls from the disk ask too,
   // as long as the server lives: an error refuses the pull, or ends the work and fails the job until a restart.
   std::function<absl::Status()> interrupt;
+  // Called by Start once the server knows its id and Member.disk, before its jobs come back: an error ends Start, which
+  // returns the error. May be empty.
+  std::function<absl::Status(const std::string& server_id, uint64_t disk)> named;
   RecoveryProgress* progress = nullptr;  // borrowed; told how far Start is; null: nobody asks
   Foundation* foundation = nullptr;      // null: this machine
 };
@@ -160,6 +163,7 @@ class StateServer {
                  const CallLimit& limit = absl::InfiniteFuture());
 
   const std::string& server_id() const;
+  uint64_t disk() const;              // Member.disk
   storage::TierBytes budget() const;  // now
   const ServerCounters& counters() const;
   // For metrics, beside Status() and counters().
@@ -169,8 +173,9 @@ class StateServer {
 
  private:
   struct Impl;
-  explicit StateServer(std::unique_ptr<Impl> impl);
+  StateServer(std::unique_ptr<Impl> impl, uint64_t disk);
   std::unique_ptr<Impl> impl_;
+  const uint64_t disk_;
   std::unique_ptr<Scrubber> scrubber_;
 };
 

@@ -350,6 +350,9 @@ absl::Status Rebuilding::Write() {
                                          : absl::StrCat("moved the catalog to ", aside, " and began a new one"));
     result_.done.push_back(
         "what the old catalog knew of durable pins and of jobs with durability none or every-K is not known any more");
+    result_.done.push_back(
+        "the directory has another number from now on: erase the key of each of its jobs in etcd (`etcdctl del "
+        "/PREFIX/jobs/NAME`) while all servers of the job run, and the next start of the job makes it anew");
   }
   std::vector<std::pair<std::string, std::string>> pairs;
   if (new_server_id_ && !server_id_.empty()) {

@@ -154,7 +154,7 @@ def test_registered_found_and_unregistered(etcd, folder, bits):
     a, b = Server(etcd, 'found', 'a', folder), Server(etcd, 'found', 'b', folder, '--advertise', 'localhost:0')
     entries = wait_for(lambda: len(etcd.entries('found')) == 2 and etcd.entries('found'), 'both are registered')
     assert entries['a'] == {'server_id': 'a', 'address': a.address, 'version': entries['a']['version'], 'state': 'SERVER_STATE_SERVING',
-                            'dram_bytes': str(128 << 20), 'nvme_bytes': str(256 << 20)}, entries['a']
+                            'disk': entries['a']['disk'], 'dram_bytes': str(128 << 20), 'nvme_bytes': str(256 << 20)}, entries['a']
     assert entries['b']['address'] == b.address.replace('127.0.0.1', 'localhost'), entries['b']
     assert Training(etcd.url('found') + '?servers=2', 'found', folder).digest() == bits
     code, text = run(BIN / 'ballastctl', 'status', '--servers', etcd.url('found'))
@@ -191,8 +191,8 @@ def test_killed_and_replaced_under_the_same_id(etcd, folder, bits):
     assert members == {'replaced': 2, 'wider': 3}, members
     # Without a member that is not registered, no job is touched.
     b.end(signal.SIGTERM)
-    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('replaced'), '--job', 'replaced', '--resume', 'must')
-    assert code == 1 and "server 'b', which is not registered now" in text, text
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('replaced'), '--job', 'replaced', '--resume', 'must', '--timeout', 3)
+    assert code == 1 and f"were not registered at {etcd.url('replaced')} within 3s: 'b' (last seen at {b.address})" in text, text
     del a
 
 
@@ -230,25 +230,126 @@ def test_no_proxy_of_the_environment_stands_between(etcd, folder, bits):
 
 
 def test_two_servers_with_one_id(etcd, folder, bits):
-    """The later has the entry, also after the earlier has lost its lease and got another; the earlier has it again once the later ends."""
-    older = Server(etcd, 'twice', 'a', folder)
-    wait_for(lambda: etcd.entries('twice')['a']['address'] == older.address, 'the older is registered')
-    own = leases(etcd)
-    (folder / 'other').mkdir()
-    later = Server(etcd, 'twice', 'a', folder / 'other')
-    wait_for(lambda: etcd.entries('twice')['a']['address'] == later.address, 'the later is registered')
-    wait_for(lambda: 'after this one' in older.text(), 'the older warns', seconds=20)
-    etcd.ctl('lease', 'revoke', *own)
-    code, text = run(BIN / 'ballastctl', 'budget', '--dram', '160MiB', '--servers', older.address)  # it has news besides
-    assert code == 0, text
-    wait_for(lambda: len(leases(etcd)) == 2, 'the older has another lease', seconds=20)
-    for _ in range(20):
-        assert etcd.entries('twice')['a']['address'] == later.address
-        time.sleep(0.1)
-    assert Training(etcd.url('twice'), 'twice', folder).digest() == bits
+    """The clone ends, whatever directory it has, and the first goes on."""
+    first = Server(etcd, 'twice', 'a', folder)
+    wait_for(lambda: etcd.entries('twice')['a']['address'] == first.address, 'the first is registered')
+    number = f"{int(etcd.entries('twice')['a']['disk']):016x}"
+    training = Training(etcd.url('twice'), 'twice', folder)
+    training.step(5)
+    shutil.copytree(folder / 'a', folder / 'copy')
+    for directory, word in (('other', 'a server_id of its own'), ('copy', 'is a copy of the other')):
+        command = list(first.command)
+        command[command.index('--data_directory') + 1] = folder / directory
+        code, text = run(*command)
+        assert code == 2 and 'ballastd ready' not in text, text
+        assert first.address in text and number in text and word in text, text
+        assert etcd.entries('twice')['a']['address'] == first.address
+    assert training.digest() == bits
+    # The first is away from etcd for longer than its lease, and somebody takes its name. It goes on without the entry.
+    first.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: not etcd.entries('twice'), 'the lease of the first ends')
+    (folder / 'fresh').mkdir()
+    later = Server(etcd, 'twice', 'a', folder / 'fresh')
+    first.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: 'whose entry lives' in first.text(), 'the first warns')
+    assert etcd.entries('twice')['a']['address'] == later.address
+    assert first.process.poll() is None, 'the first serves whom it has'
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('twice'), '--job', 'twice', '--resume', 'auto')
+    assert code == 1 and 'its data directory is another one' in text and number in text, text
     later.end(signal.SIGTERM)
-    wait_for(lambda: etcd.entries('twice')['a']['address'] == older.address, 'the older is registered again', seconds=20)
-    assert etcd.entries('twice')['a']['dram_bytes'] == str(160 << 20)
+    wait_for(lambda: etcd.entries('twice')['a']['address'] == first.address, 'the first is registered again')
+
+
+def test_one_server_again_under_its_id(etcd, folder, bits):
+    """At its own address at once; wiped, once the lease of the run before has ended."""
+    server = Server(etcd, 'again', 'a', folder)
+    server.command[server.command.index('--listen') + 1] = server.address
+    wait_for(lambda: 'a' in etcd.entries('again'), 'it is registered')
+    number = etcd.entries('again')['a']['disk']
+    server.end(signal.SIGKILL)
+    server.start()
+    assert len(leases(etcd)) == 2, 'the old lease has not ended yet'
+    assert etcd.entries('again')['a']['disk'] == number
+    server.end(signal.SIGKILL)
+    shutil.rmtree(folder / 'a')
+    server.start()
+    assert 'whose entry lives' in server.text(), 'it waited'
+    assert etcd.entries('again')['a']['disk'] != number
+
+
+def test_a_job_knows_its_servers(etcd, folder, bits):
+    """Other servers of the pool never make a second job of a name, whoever answers first."""
+    e1, e2 = Server(etcd, 'pool', 'e1', folder), Server(etcd, 'pool', 'e2', folder)
+    command = [BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('pool') + '?servers=2', '--job', 'known', '--resume', 'auto']
+    code, text = run(*command, '--stop-at', 10)
+    assert code == 0 and "job 'known' is new" in text, text
+    key = job_key(etcd, 'pool', 'known')
+    assert [(one['server_id'], one['address']) for one in key['table']['members']] == [('e1', e1.address), ('e2', e2.address)], key
+    claimed = int(key['claimed']['counter'])
+    for server in (e1, e2):
+        server.end(signal.SIGKILL)
+    e3, e4 = Server(etcd, 'pool', 'e3', folder), Server(etcd, 'pool', 'e4', folder)
+    wait_for(lambda: sorted(etcd.entries('pool')) == ['e3', 'e4'], 'e1 and e2 are away for longer than their leases')
+    code, text = run(*command, '--timeout', 3)
+    assert code == 1, text
+    for word in (f"'e1' (last seen at {e1.address})", f"'e2' (last seen at {e2.address})", 'registered are: e3, e4',
+                 'ballastctl drop --job known --lost e1,e2'):
+        assert word in text, (word, text)
+    assert jobs(etcd, 'pool') == {}
+    code, text = run(BIN / 'ballastctl', 'drop', '--job', 'known', '--servers', etcd.url('pool'))
+    assert code == 1 and "'e1' (last seen at" in text and 'Nothing was dropped' in text, text
+    # The same command line waits for the job's own servers, and goes on.
+    waiting = start(*command, '--digest', log=folder / 'known.log')
+    e2.start()
+    e1.start()
+    assert waiting.wait(120) == 0, (folder / 'known.log').read_text()
+    text = (folder / 'known.log').read_text()
+    assert "job 'known' continues at version 10" in text and digest_of(text) == bits, text
+    assert jobs(etcd, 'pool') == {'known': [e1.address, e2.address]}
+    key = job_key(etcd, 'pool', 'known')
+    assert int(key['claimed']['counter']) > claimed, 'who opens the job claims it'
+    assert [one['address'] for one in key['table']['members']] == [e1.address, e2.address]
+    # A wiped server is another one, whatever its name.
+    e1.end(signal.SIGTERM)
+    shutil.rmtree(folder / 'e1')
+    e1.start()
+    code, text = run(*command)
+    assert code == 1 and "job 'known' lies on server 'e1'" in text and e1.address in text and '--lost e1' in text, text
+    for lost, word in (('e2', f"server 'e2' is at {e2.address}"), ('e3', "no member 'e3'")):
+        code, text = run(BIN / 'ballastctl', 'drop', '--job', 'known', '--servers', etcd.url('pool'), '--lost', lost)
+        assert code == 1 and word in text and 'nothing was dropped' in text, text
+    code, text = run(BIN / 'ballastctl', 'drop', '--job', 'known', '--servers', etcd.url('pool'), '--lost', 'e1')
+    assert code == 0 and '/pool/jobs/known: erased' in text, text
+    assert jobs(etcd, 'pool') == {} and job_key(etcd, 'pool', 'known') is None
+    code, text = run(*command)
+    assert code == 0 and "job 'known' is new" in text and digest_of(text) == bits, text
+    del e3, e4
+
+
+def test_a_job_older_than_its_key(etcd, folder, bits):
+    """One that was made by a list of servers: its key is made when its servers answer."""
+    a, b = Server(etcd, 'older', 'a', folder), Server(etcd, 'older', 'b', folder)
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', a.address, '--job', 'old', '--stop-at', 10)
+    assert code == 0 and job_key(etcd, 'older', 'old') is None, text
+    wait_for(lambda: len(etcd.entries('older')) == 2, 'both are registered')
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('older'), '--job', 'old', '--resume', 'auto')
+    assert code == 0 and "job 'old' continues at version 10" in text and digest_of(text) == bits, text
+    assert [one['server_id'] for one in job_key(etcd, 'older', 'old')['table']['members']] == ['a']
+    etcd.ctl('put', '/older/jobs/old', '{"table": {}}')
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('older'), '--job', 'old', '--resume', 'auto')
+    assert code == 1 and 'key /older/jobs/old does not say' in text and 'etcdctl del /older/jobs/old' in text, text
+    del b
+
+
+def job_key(etcd, prefix, job):
+    lines = etcd.ctl('get', f'/{prefix}/jobs/{job}').splitlines()
+    return json.loads(lines[1]) if lines else None
+
+
+def jobs(etcd, prefix):
+    """{name: addresses of its servers} of the servers that are registered"""
+    code, text = run(BIN / 'ballastctl', 'status', '--json', '--servers', etcd.url(prefix))
+    return {job['name']: job['servers'] for job in json.loads(text)['jobs']}
 
 
 def leases(etcd):

@@ -230,6 +230,7 @@ train(model, optimizer, 0, 2)
 optimizer.close()
 open_job('auto', 1e-2)
 open_job('must', 1e-2)
-assert said.getvalue().splitlines() == ["ballast INFO job 'default' is new", "ballast INFO job 'default' goes on after step 2 (version 2)"]
+goes_on = "ballast INFO job 'default' goes on after step 2 (version 2)"
+assert said.getvalue().splitlines() == ["ballast INFO job 'default' is new", goes_on, goes_on]
 ''')
     assert "job 'default' is new" not in output

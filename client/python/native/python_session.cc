@@ -80,6 +80,7 @@ client::SessionOptions OptionsOf(const OpenOptions& options) {
   session.split = options.placed ? client::Split::kPlaced : client::Split::kEven;
   session.step_timeout = absl::Seconds(options.step_timeout);
   session.open_timeout = absl::Seconds(options.open_timeout);
+  session.says_whether_new = false;  // ballast.torch does, in steps
   if (options.progress) {
     session.progress = [](const std::string& line) { std::fprintf(stderr, "ballast: %s\n", line.c_str()); };
   }
@@ -334,7 +335,7 @@ std::unique_ptr<PythonSession> PythonSession::Open(const OpenOptions& options, c
   } else {
     session->collective_ = std::move(client::MakeLoopbackGroup(1).front());
   }
-  auto transports = Take(client::MakeGrpcTransports(options.servers, options.access,
+  auto transports = Take(client::MakeGrpcTransports(options.servers, options.job, options.access,
                                                     absl::Seconds(options.open_timeout), interrupt.raised()));
   if (server != nullptr) {
     session->server_ = server->server();

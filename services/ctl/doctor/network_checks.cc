@@ -15,7 +15,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/registry/registry.h"
+#include "ballast/proto/registry/roster.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/services/ctl/doctor/checks.h"
 #include "ballast/services/security/certificates.h"

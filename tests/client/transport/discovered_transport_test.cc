@@ -87,7 +87,7 @@ TEST(DiscoveredTransport, HasItsNameWhileItsLastCallsEnd) {
   const auto url = registry::ParseRegistryUrl(absl::StrCat("etcd://127.0.0.1:", port, "/test"));
   ASSERT_TRUE(url.ok()) << url.status();
   auto transports = DiscoverTransports(
-      *url, [](const std::string& address) { return std::make_unique<LastCalls>("server at " + address); },
+      *url, [](const std::string& address) { return std::make_unique<LastCalls>("server at " + address); }, "",
       absl::Seconds(60), nullptr);
   ASSERT_TRUE(transports.ok()) << transports.status();
   ASSERT_EQ(transports->size(), 1u);

@@ -224,7 +224,7 @@ class Job:
             self.connection.hold_masters(self)
         self.give_values(ranks.Within('the beginning of a job', self.session.exchange, self.options.rank))
         self.found = self.session.version if self.unpulled else None
-        if self.options.resume == 'auto' and self.options.rank == 0:
+        if self.options.rank == 0 and (self.options.resume != 'never' or self.options.servers):  # else it can only be new
             after = 'a load that did not end' if self.progress.partly else f'step {self.progress.steps}'
             say(f"job '{self.options.job}' " + (
                 'is new' if self.found is None else f'goes on after {after} (version {self.found})'))

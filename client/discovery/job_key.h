@@ -1,0 +1,46 @@
+// A job's key in a registry of servers: the servers of the job, and the epoch of the last fence, written before the
+// fence is sent.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "ballast/proto/registry/registry.h"
+#include "ballast/v1/registry.pb.h"
+
+namespace ballast::client {
+
+// Rank 0's. Without a registry there is no key, and calls do nothing.
+class JobKey {
+ public:
+  // Borrows `registry`, which may be null.
+  JobKey(registry::Registry* registry, std::string job) : registry_(registry), job_(std::move(job)) {}
+
+  // Errors: the registry's.
+  absl::Status Read(absl::Time deadline);
+  // Whether Read or Claim found or made one.
+  bool exists() const { return revision_ != 0; }
+  const v1::JobKey& value() const { return value_; }
+  // FAILED_PRECONDITION (OTHER_SERVER) for a server with a member's name and another data directory.
+  absl::Status CheckServers(const std::vector<v1::Member>& servers) const;
+
+  // Before a fence with epoch `least` or higher: writes an epoch above the claimed one into the key, and returns the
+  // epoch. A new key names `members`. FAILED_PRECONDITION (OTHER_SERVER), with both lists: the key is for other servers
+  // by now. Else the registry's errors.
+  absl::StatusOr<v1::Epoch> Claim(const std::vector<v1::Member>& members, const v1::Epoch& least, absl::Time deadline);
+
+ private:
+  absl::Status CheckSame(const std::vector<v1::Member>& members) const;
+  v1::JobKey ClaimedBy(const v1::Epoch& epoch, const std::vector<v1::Member>& members) const;
+
+  registry::Registry* const registry_;
+  const std::string job_;
+  v1::JobKey value_;
+  int64_t revision_ = 0;  // 0: no key
+};
+
+}  // namespace ballast::client
