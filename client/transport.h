@@ -33,6 +33,9 @@ class Transport {
   virtual ~Transport() = default;
   // For messages: "host:port" or "embedded".
   virtual std::string name() const = 0;
+  // Further calls name the server that they are meant for, as model::TargetOf: any other refuses them (UNAVAILABLE,
+  // OTHER_SERVER). Does nothing where there is no other.
+  virtual void MeanFor(const std::string& /*target*/) {}
   // The registry in which the server was found, and whose keys say where jobs lie: a job that has no chunks there does
   // without the server. Null: a user named it.
   virtual registry::Registry* registry() const { return nullptr; }

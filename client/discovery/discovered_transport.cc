@@ -79,6 +79,12 @@ class Place {
   // False: it is another server's, by this one's name.
   bool IsOf(const v1::ServerEntry& entry) const { return entry.disk() == disk_; }
 
+  void MeanFor(const std::string& target) {
+    absl::MutexLock lock(&mutex_);
+    target_ = target;
+    transport_->MeanFor(target);
+  }
+
   // Null once Close was called.
   std::shared_ptr<Transport> transport() const {
     absl::MutexLock lock(&mutex_);
@@ -105,6 +111,7 @@ class Place {
         if (auto next = connect_(address); next.ok()) {
           address_ = address;
           name_ = (*next)->name();
+          if (!target_.empty()) (*next)->MeanFor(target_);
           left = std::exchange(transport_, *std::move(next));
           left_.push_back(left);
         }
@@ -134,7 +141,8 @@ class Place {
   // What a call's end tells of the place. The answer for the router.
   absl::Status Seen(const absl::Status& status) {
     const bool moved = absl::IsCancelled(status) && !ended_.load();
-    const bool down = absl::IsUnavailable(status) && model::ReasonOf(status) == model::kServerDown;
+    const std::string reason = model::ReasonOf(status);
+    const bool down = absl::IsUnavailable(status) && (reason == model::kServerDown || reason == model::kOtherServer);
     if (down || absl::IsDeadlineExceeded(status)) doubt_->Raise();
     if (!moved) return status;
     return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
@@ -150,6 +158,7 @@ class Place {
   mutable absl::Mutex mutex_;
   std::string address_ ABSL_GUARDED_BY(mutex_);
   std::string name_ ABSL_GUARDED_BY(mutex_);
+  std::string target_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Transport> transport_ ABSL_GUARDED_BY(mutex_);
   // Of earlier addresses. Ended by the thread that looks, or by Close: never on a thread of gRPC's, for which a
   // transport's end waits.
@@ -207,6 +216,7 @@ class DiscoveredTransport final : public Transport {
   }
 
   std::string name() const override { return place_->name(); }
+  void MeanFor(const std::string& target) override { place_->MeanFor(target); }
   registry::Registry* registry() const override { return directory_->registry(); }
   void Cancel() override { place_->Cancel(); }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -71,6 +72,7 @@ absl::StatusOr<std::vector<v1::GetJobResponse>> Fencing::Fence(bool expect_empty
   request.set_job(job_);
   *request.mutable_epoch() = epoch_;
   request.set_expect_empty(expect_empty);
+  request.set_protocol_version(model::kProtocolVersion);
   request.mutable_peers()->Assign(peers_.begin(), peers_.end());
   for (uint32_t server = 0; server < router_->server_count(); ++server) {
     BALLAST_RETURN_IF_ERROR(CatchUp(server, request, deadline));

@@ -165,6 +165,7 @@ absl::Status Opening::Identify(absl::Time deadline) {
     if (!seen.insert(answer.server_id()).second) {
       return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
     }
+    router_->transport(i)->MeanFor(model::TargetOf(answer.server_id(), answer.disk()));
     server_ids_.push_back(answer.server_id());
     peers_.push_back(MakePeer(answer, router_->name(i)));
     budget_bytes_[answer.server_id()] = answer.budget_bytes();
@@ -249,6 +250,7 @@ absl::Status Opening::Divide(v1::OpenRequest* open) const {
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open->spec()));
   *open->mutable_tiling() = MakeTiling(layout);
   open->set_spec_digest(model::SpecDigest(open->spec()));
+  open->set_protocol_version(model::kProtocolVersion);
   return absl::OkStatus();
 }
 

@@ -16,6 +16,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/client/discovery/discovered_transport.h"
@@ -161,6 +162,10 @@ class GrpcTransport final : public Transport {
   }
 
   std::string name() const override { return address_; }
+  void MeanFor(const std::string& target) override {
+    absl::MutexLock lock(&target_mutex_);
+    target_ = target;
+  }
   void Cancel() override {
     sharing_.Cancel();
     calls_.Cancel();
@@ -348,6 +353,11 @@ class GrpcTransport final : public Transport {
   std::shared_ptr<const Channels> Begin(grpc::ClientContext* context, absl::Time deadline) {
     std::shared_ptr<const Channels> channels = channels_.Get();
     channels->Sign(context);
+    context->AddMetadata(model::kVersionMetadata, absl::StrCat(model::kProtocolVersion));
+    {
+      absl::MutexLock lock(&target_mutex_);
+      if (!target_.empty()) context->AddMetadata(model::kServerMetadata, target_);
+    }
     if (deadline != absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));
     calls_.Enter();
     calls_.Insert(context);
@@ -423,6 +433,8 @@ class GrpcTransport final : public Transport {
   CallSet calls_;
   FreshChannels channels_;
   Sharing sharing_;
+  absl::Mutex target_mutex_;
+  std::string target_ ABSL_GUARDED_BY(target_mutex_);  // empty: not known yet
 };
 
 std::unique_ptr<Transport> MakeTransport(const std::string& address, const model::Access& access,

@@ -108,6 +108,10 @@ void AddFields(const Message& message, FieldHash* hash) {
 
 const char* Version() { return BALLAST_VERSION; }
 
+std::string TargetOf(absl::string_view server_id, uint64_t disk) {
+  return absl::StrCat(server_id, "/", ShowDisk(disk));
+}
+
 std::string ShowDisk(uint64_t disk) { return absl::StrCat(absl::Hex(disk, absl::kZeroPad16)); }
 
 absl::Status CheckServerVersion(absl::string_view server, uint32_t version) {
@@ -131,8 +135,20 @@ std::string SpecDigest(const v1::JobSpec& spec) {
   return hash.Finish();
 }
 
+absl::Status CheckSentVersion(absl::string_view what, uint32_t version) {
+  if (version == kProtocolVersion) return absl::OkStatus();
+  return Unknown(absl::StrCat(
+      what, " came from ",
+      version == 0 ? "protocol version 4 or before, which do not say" : absl::StrCat("protocol version ", version),
+      "; expected version ", kProtocolVersion, ", which this server speaks"));
+}
+
 absl::Status CheckOpen(const v1::OpenRequest& open) {
   BALLAST_RETURN_IF_ERROR(CheckKnown(open));
+  if (open.protocol_version() > kProtocolVersion) {
+    return Unknown(absl::StrCat("the Open of job '", open.spec().name(), "' is of protocol version ",
+                                open.protocol_version(), "; expected version ", kProtocolVersion, " or before"));
+  }
   if (open.spec_digest().empty() || open.spec_digest() == SpecDigest(open.spec())) return absl::OkStatus();
   return Unknown(absl::StrCat("the Open of job '", open.spec().name(),
                               "' came with a spec_digest that is not the digest of its spec as protocol version ",
@@ -141,7 +157,9 @@ absl::Status CheckOpen(const v1::OpenRequest& open) {
 
 absl::Status CheckSentOpen(const v1::OpenRequest& open) {
   BALLAST_RETURN_IF_ERROR(CheckKnown(open));
-  if (!open.spec_digest().empty()) return absl::OkStatus();
+  if (!open.spec_digest().empty()) {
+    return CheckSentVersion(absl::StrCat("the Open of job '", open.spec().name(), "'"), open.protocol_version());
+  }
   return Unknown(absl::StrCat("the Open of job '", open.spec().name(), "' came without spec_digest, as of protocol ",
                               "version 0; expected version ", kProtocolVersion, ", which this server speaks"));
 }

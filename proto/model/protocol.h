@@ -13,13 +13,19 @@
 namespace ballast::model {
 
 // The version of the calls and of their meaning. proto/README.md says when it rises.
-inline constexpr uint32_t kProtocolVersion = 4;
+inline constexpr uint32_t kProtocolVersion = 5;
+
+// Metadata of each call of a trainer: its kProtocolVersion, and the server that it is meant for, by TargetOf.
+inline constexpr char kVersionMetadata[] = "ballast-protocol";
+inline constexpr char kServerMetadata[] = "ballast-server";
 
 // The release, "0.1.0": CMake's PROJECT_VERSION. Releases with one protocol version work together.
 const char* Version();
 
 // Member.disk for messages: 16 hexadecimal digits.
 std::string ShowDisk(uint64_t disk);
+// "id/number": a server by its id and Member.disk.
+std::string TargetOf(absl::string_view server_id, uint64_t disk);
 
 // Bound on a message about a job: its Open, with the norms of a server's chunks, step counts and blobs.
 inline constexpr uint64_t kMessageBytesMax = uint64_t{16} << 20;
@@ -27,6 +33,9 @@ inline constexpr uint64_t kMessageBytesMax = uint64_t{16} << 20;
 // FAILED_PRECONDITION unless `version` is kProtocolVersion. `server` names the server in the message. Version 0: the
 // server does not know Identify.
 absl::Status CheckServerVersion(absl::string_view server, uint32_t version);
+
+// INVALID_ARGUMENT unless `version`, of the trainer that sent `what`, is kProtocolVersion.
+absl::Status CheckSentVersion(absl::string_view what, uint32_t version);
 
 // INVALID_ARGUMENT if `message`, or a message within it, has fields that this version does not know: names that message
 // and the field's number.
@@ -36,11 +45,13 @@ absl::Status CheckKnown(const google::protobuf::Message& message);
 // later version adds changes the digest only of jobs that use it. 32 bytes.
 std::string SpecDigest(const v1::JobSpec& spec);
 
-// INVALID_ARGUMENT if an Open has unknown fields, or a spec_digest that is not its spec's. An Open without spec_digest
-// passes: logs of version 0 hold such.
+// INVALID_ARGUMENT if an Open has unknown fields, is of a later version, or has a spec_digest that is not its spec's.
+// An Open without spec_digest passes: logs of version 0 hold such; logs of versions before 5 hold Opens without a
+// version.
 absl::Status CheckOpen(const v1::OpenRequest& open);
 
-// CheckKnown for an Open as a trainer sends it, which must have a spec_digest. EpochPlan::Make compares the digest.
+// CheckKnown and CheckSentVersion for an Open as a trainer sends it, which must have a spec_digest. EpochPlan::Make
+// compares the digest.
 absl::Status CheckSentOpen(const v1::OpenRequest& open);
 
 }  // namespace ballast::model

@@ -36,7 +36,8 @@ inline constexpr char kBadDtype[] = "BAD_DTYPE";              // INVALID_ARGUMEN
 inline constexpr char kBadSpec[] = "BAD_SPEC";                // INVALID_ARGUMENT
 inline constexpr char kTensorsDiffer[] = "TENSORS_DIFFER";    // INVALID_ARGUMENT: has details, see below
 inline constexpr char kBadRequest[] = "BAD_REQUEST";          // INVALID_ARGUMENT
-// FAILED_PRECONDITION from a trainer, INVALID_ARGUMENT from a server: trainers and servers of several versions
+// FAILED_PRECONDITION from a trainer, INVALID_ARGUMENT from a server, UNAVAILABLE for a call of a group at work:
+// trainers and servers of several versions
 inline constexpr char kVersionsDiffer[] = "VERSIONS_DIFFER";
 // FAILED_PRECONDITION: a later version has written what this one would have to use; nothing was changed
 inline constexpr char kLaterVersion[] = "LATER_VERSION";

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "ballast/kernels/ieee_mode.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/field_hash.h"
@@ -134,6 +135,8 @@ std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, cons
   }
   // Logs of version 0 hold Opens without a digest, and hashes that end here.
   if (!plan.open().spec_digest().empty()) hash.Add(absl::string_view(plan.open().spec_digest()));
+  // Logs of versions before 5 hold Opens without a version, and hashes that end here.
+  if (plan.open().protocol_version() != 0) hash.Add(uint64_t{plan.open().protocol_version()});
   return hash.Finish();
 }
 
@@ -306,7 +309,16 @@ absl::StatusOr<v1::Decision> Decide(absl::Span<const v1::PreparedRecord> records
   const v1::PreparedRecord& first = records.front();
   std::vector<const v1::ChunkNorm*> norms;
   bool overflow = false;
+  absl::flat_hash_set<absl::string_view> authors;
   for (const v1::PreparedRecord& record : records) {
+    // Servers of versions before 5 left the author out.
+    if (!record.server_id().empty() && !authors.insert(record.server_id()).second) {
+      return Error(
+          absl::StatusCode::kFailedPrecondition, kOtherServer,
+          absl::StrCat("server '", record.server_id(), "' answered twice that it prepared step ", record.step(),
+                       ", and another did not answer: two addresses lead to one server. Name each server by an ",
+                       "address of its own, and restart the group with resume=auto"));
+    }
     if (!SamePlan(first, record)) {
       return Error(absl::StatusCode::kFailedPrecondition, kPlanMismatch,
                    absl::StrCat("servers prepared different steps: (step ", first.step(), ", epoch ",

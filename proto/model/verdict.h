@@ -22,8 +22,8 @@ bool MayBeSame(const v1::Epoch& a, const v1::Epoch& b);
 // numbers would leave none for the groups to come: 2^32 such fences would be needed for that.
 inline constexpr uint64_t kEpochsSkippedMax = uint64_t{1} << 32;
 
-// SHA-256 over W, tiling, step, attempt, header bits, blobs and the spec's digest, field by field in a fixed order
-// (doubles as their bits). 32 bytes.
+// SHA-256 over W, tiling, step, attempt, header bits, blobs, the spec's digest and the protocol version, field by field
+// in a fixed order (doubles as their bits). 32 bytes.
 std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, const v1::StepHeader& header,
                      absl::Span<const std::string> blobs);
 
@@ -55,7 +55,7 @@ absl::StatusOr<double> GlobalSquaredNorm(absl::Span<const v1::ChunkNorm* const> 
 v1::Verdict MakeVerdict(const v1::StepHeader& header, double squared_norm, bool overflow);
 
 // Rule 7: derives the decision from the prepared records of all servers. FAILED_PRECONDITION (PLAN_MISMATCH) unless all
-// agree on (epoch, step, attempt, plan hash).
+// agree on (epoch, step, attempt, plan hash); FAILED_PRECONDITION (OTHER_SERVER) if two are of one server.
 absl::StatusOr<v1::Decision> Decide(absl::Span<const v1::PreparedRecord> records);
 
 // Rules 10 and 14: the conclusion from the answers of *all* servers to a fence.

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/address.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/tls_probe.h"
 #include "ballast/services/rpc/status_codec.h"
@@ -32,6 +33,7 @@ absl::StatusOr<Response> Ask(const std::string& address, const Asking& asking,
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + asking.timeout));
   if (!access.authorization.empty()) context.AddMetadata("authorization", access.authorization);
+  context.AddMetadata(model::kVersionMetadata, absl::StrCat(model::kProtocolVersion));
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // as trainers' channels, or a proxy would get the token
   Stub stub(grpc::CreateCustomChannel(address, credentials, arguments));

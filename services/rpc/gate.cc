@@ -2,12 +2,16 @@
 
 #include <grpcpp/security/auth_context.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::services {
@@ -44,17 +48,74 @@ CallerShown ShownBy(const grpc::CallbackServerContext& context) {
 // Of "ipv4:10.0.0.3:4711" without the port.
 std::string HostOf(const std::string& peer) { return peer.substr(0, peer.rfind(':')); }
 
+// Of a value that a stranger chose.
+constexpr size_t kShownMax = 128;
+
+std::optional<std::string> ValueOf(const grpc::CallbackServerContext& context, const char* key) {
+  const auto entry = context.client_metadata().find(key);
+  if (entry == context.client_metadata().end()) return std::nullopt;
+  return absl::CEscape(absl::string_view(entry->second.data(), std::min(entry->second.size(), kShownMax)));
+}
+
+enum class Says { kNothing, kWhatItLikes, kVersion, kAll };
+
+Says MustSay(Call call) {
+  switch (call) {
+    case Call::kFence:
+    case Call::kOpen:
+    case Call::kPush:
+    case Call::kNorm:
+    case Call::kSeal:
+    case Call::kCommit:
+    case Call::kPin:
+      return Says::kAll;
+    case Call::kUnpin:  // operators' too, who know a server's address
+      return Says::kVersion;
+    case Call::kGetJob:
+    case Call::kPull:
+      return Says::kWhatItLikes;
+    default:  // operators' calls, and Identify, which answers such questions
+      return Says::kNothing;
+  }
+}
+
 }  // namespace
+
+absl::Status Gate::CheckMeant(const grpc::CallbackServerContext& context, Call call) const {
+  const Says must = MustSay(call);
+  if (must == Says::kNothing) return absl::OkStatus();
+  const auto version = ValueOf(context, model::kVersionMetadata), server = ValueOf(context, model::kServerMetadata);
+  if (version.has_value() ? *version != absl::StrCat(version_) : must >= Says::kVersion) {
+    return model::Error(
+        absl::StatusCode::kUnavailable, model::kVersionsDiffer,
+        absl::StrCat("server ", name_, " speaks protocol version ", version_, ", and this call is from ",
+                     version.has_value() ? absl::StrCat("version ", *version) : "version 4 or before, which do not say",
+                     "; run the same version of Ballast on all servers and trainers: this group goes on once a server ",
+                     "of its version is back here"));
+  }
+  if (server.has_value() && *server != name_) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kOtherServer,
+                        absl::StrCat("this call is meant for server ", *server, ", and came to server ", name_,
+                                     " (an id and the number of its data directory): another server is at this address "
+                                     "now, or this one's directory was replaced. Start the right one here"));
+  }
+  if (server.has_value() || must != Says::kAll) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                      absl::StrCat("expected the metadata '", model::kServerMetadata,
+                                   "' with the server that the call is meant for, as its Identify tells, such as ",
+                                   name_, "; it did not come"));
+}
 
 absl::StatusOr<Visitor> Gate::Know(const grpc::CallbackServerContext& context, Call call) const {
   Visitor visitor;
   if (guard_ == nullptr) {
     visitor.turn = HostOf(context.peer());
-    return visitor;
+  } else {
+    visitor.shown = ShownBy(context);
+    BALLAST_ASSIGN_OR_RETURN(visitor.identity, guard_->Know(visitor.shown, {call, ""}));
+    visitor.turn = visitor.identity.name().empty() ? HostOf(visitor.shown.peer) : visitor.identity.name();
   }
-  visitor.shown = ShownBy(context);
-  BALLAST_ASSIGN_OR_RETURN(visitor.identity, guard_->Know(visitor.shown, {call, ""}));
-  visitor.turn = visitor.identity.name().empty() ? HostOf(visitor.shown.peer) : visitor.identity.name();
+  BALLAST_RETURN_IF_ERROR(CheckMeant(context, call));
   return visitor;
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/reply.h"
 #include "ballast/services/security/guard.h"
@@ -32,8 +33,9 @@ struct Visit {
 // Threads: any.
 class Gate {
  public:
-  // `guard`: null lets everybody do everything.
-  Gate(Guard* guard, StateServer* state) : guard_(guard), state_(state) {}
+  // `guard`: null lets everybody do everything. `version`: the protocol version of this server.
+  Gate(Guard* guard, StateServer* state, uint32_t version)
+      : guard_(guard), state_(state), name_(model::TargetOf(state->server_id(), state->disk())), version_(version) {}
 
   // Who calls, if they may make such calls at all; else the refusal.
   absl::StatusOr<Visitor> Know(const grpc::CallbackServerContext& context, Call call) const;
@@ -57,11 +59,18 @@ class Gate {
   void Open(const Visit& visit, v1::OpenRequest* request, const CallLimit& limit, Reply<v1::OpenResponse> reply) const;
 
  private:
+  // UNAVAILABLE (VERSIONS_DIFFER, OTHER_SERVER), with both sides, for a call of another version or for another server:
+  // the trainer sends the call again, and goes on once the right server is back. INVALID_ARGUMENT (BAD_REQUEST) for a
+  // call that changes something and does not say for whom.
+  absl::Status CheckMeant(const grpc::CallbackServerContext& context, Call call) const;
+
   // REQUIRES: the identity has a quota. `time`: before `asked` was planned.
   absl::StatusOr<Quotas::Lease> AskQuota(const Visit& visit, const TierUse& asked, uint64_t time) const;
 
   Guard* const guard_;
   StateServer* const state_;
+  const std::string name_;
+  const uint32_t version_;
 };
 
 }  // namespace ballast::services

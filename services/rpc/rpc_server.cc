@@ -112,10 +112,10 @@ constexpr const char* kServices[] = {"ballast.v1.StateService", "ballast.v1.Admi
 }  // namespace
 
 struct RpcServer::Impl {
-  Impl(StateServer* state, Guard* guard, std::shared_ptr<storage::Slabs> answers,
+  Impl(StateServer* state, const RpcServerOptions& options, std::shared_ptr<storage::Slabs> answers,
        absl::StatusOr<std::unique_ptr<SharedMemory>> shared_memory)
       : state(state),
-        gate(guard, state),
+        gate(options.guard, state, options.protocol_version),
         shared(std::move(shared_memory)),
         state_service(state, &gate, &room, std::move(answers), shared.ok() ? shared->get() : nullptr),
         admin_service(state, &gate, &room),
@@ -169,7 +169,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
   auto answers = std::make_shared<storage::Slabs>();
   BALLAST_ASSIGN_OR_RETURN(storage::Arena memory, state->MapAnswers(kAnswerBytes));
   answers->Add(std::move(memory));
-  auto impl = std::make_unique<Impl>(state, options.guard, std::move(answers), ShareMemory(options, *state));
+  auto impl = std::make_unique<Impl>(state, options, std::move(answers), ShareMemory(options, *state));
   grpc::ServerBuilder builder;
   int port = 0;
   builder.AddListeningPort(model::FormatAddress(address), MakeCredentials(options.guard), &port);

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/services/security/guard.h"
 #include "ballast/services/server/state_server.h"
 
@@ -17,6 +18,7 @@ struct RpcServerOptions {
   Guard* guard = nullptr;              // borrowed, and watching; null: everybody may do everything, without TLS
   // Bytes of memory that clients on this host may share with the server, all clients together. 0: none may.
   uint64_t shared_memory_bytes = uint64_t{4} << 30;
+  uint32_t protocol_version = model::kProtocolVersion;  // another one: for tests of versions to come
 };
 
 // Threads: any.

@@ -71,6 +71,7 @@ absl::StatusOr<v1::OpenResponse> AskServer(const StateServerOptions& like, const
   v1::FenceRequest fence;
   fence.set_job(open.spec().name());
   *fence.mutable_epoch() = open.epoch();
+  fence.set_protocol_version(model::kProtocolVersion);
   BALLAST_RETURN_IF_ERROR(
       Await<v1::FenceResponse>([&](auto reply) { server->Fence(fence, absl::InfiniteFuture(), reply); }).status());
   return Await<v1::OpenResponse>([&](auto reply) { server->Open(open, absl::InfiniteFuture(), reply); });
@@ -111,6 +112,7 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
   open.set_dry_run(true);
   *open.mutable_spec() = request.spec;
   open.set_spec_digest(model::SpecDigest(request.spec));
+  open.set_protocol_version(model::kProtocolVersion);
   BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec optimizer, model::OptimizerOf(request.spec));
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(request.spec));
   *open.mutable_tiling() = model::EvenTiling(request.ranks);

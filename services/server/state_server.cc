@@ -187,6 +187,9 @@ void StateServer::Fence(const v1::FenceRequest& request, const CallLimit& limit,
     return reply(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                               "an epoch's counter counts from 1, came 0: choose one above any that GetJob reports"));
   }
+  const absl::Status known =
+      model::CheckSentVersion(absl::StrCat("the fence of job '", request.job(), "'"), request.protocol_version());
+  if (!known.ok()) return reply(known);
   const auto fence = [impl = impl_.get(), request, limit, reply](const absl::StatusOr<std::shared_ptr<Job>>& job) {
     if (!job.ok()) return reply(job.status());
     // A first Fence that is refused leaves a job that has promised nothing.

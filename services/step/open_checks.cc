@@ -58,6 +58,7 @@ absl::Status CheckRegistered(const v1::OpenRequest& open, int known) {
 bool SamePlan(const v1::OpenRequest& a, const v1::OpenRequest& b) {
   return a.tiling().SerializeAsString() == b.tiling().SerializeAsString() &&
          a.spec().SerializeAsString() == b.spec().SerializeAsString() && a.spec_digest() == b.spec_digest() &&
+         a.protocol_version() == b.protocol_version() &&
          std::equal(
              a.members().begin(), a.members().end(), b.members().begin(), b.members().end(),
              [](const v1::Member& x, const v1::Member& y) { return x.SerializeAsString() == y.SerializeAsString(); });

@@ -81,6 +81,7 @@ void StepMachine::Impl::TryPrepare() {
 
   v1::PreparedRecord& record = prepared.emplace();
   record.set_step(committed + 1);
+  record.set_server_id(id);
   *record.mutable_epoch() = plan->open().epoch();
   record.set_attempt(sealed.attempt());
   record.set_plan_hash(sealed.plan_hash());

@@ -142,6 +142,7 @@ absl::Status ServerJob::Open() {
   v1::FenceRequest fence;
   fence.set_job(kName);
   *fence.mutable_epoch() = epoch_;
+  fence.set_protocol_version(model::kProtocolVersion);
   Answer<v1::FenceResponse> fenced;
   server_->Fence(fence, absl::Now() + kTimeout, fenced.reply());
   BALLAST_RETURN_IF_ERROR(fenced.Wait().status());
@@ -151,6 +152,7 @@ absl::Status ServerJob::Open() {
   open.set_base(-1);
   *open.mutable_spec() = spec_;
   open.set_spec_digest(model::SpecDigest(spec_));
+  open.set_protocol_version(model::kProtocolVersion);
   BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(spec_));
   *open.mutable_tiling() = model::EvenTiling(1);
   v1::Member* const member = open.add_members();

@@ -200,6 +200,7 @@ TEST_P(TransportContract, ErrorsCarryReasonAndMessage) {
   v1::FenceRequest fence;
   fence.set_job(kJob);
   fence.mutable_epoch()->set_counter(9);
+  fence.set_protocol_version(model::kProtocolVersion);
   fence.set_expect_empty(true);
   expect(Call(&client::Transport::Fence, fence).status(), absl::StatusCode::kAlreadyExists, model::kJobExists, "never");
 

@@ -72,8 +72,10 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
   }
 
   std::unique_ptr<client::Transport> Connect() const {
-    return GetParam() == Wire::kEmbedded ? services::MakeEmbeddedTransport(state_.get())
-                                         : client::MakeGrpcTransport(rpc_->address());
+    auto transport = GetParam() == Wire::kEmbedded ? services::MakeEmbeddedTransport(state_.get())
+                                                   : client::MakeGrpcTransport(rpc_->address());
+    transport->MeanFor(model::TargetOf(state_->server_id(), state_->disk()));
+    return transport;
   }
 
   const services::SharedMemoryCounters& shared() const { return *state_->counters().shared_memory; }
@@ -128,6 +130,7 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
     fence.set_job(kJob);
     fence.mutable_epoch()->set_counter(1);
     fence.mutable_epoch()->set_nonce(7);
+    fence.set_protocol_version(model::kProtocolVersion);
     const auto fenced = Call(&client::Transport::Fence, fence);
     ASSERT_TRUE(fenced.ok()) << fenced.status();
     EXPECT_EQ(fenced->job().server_id(), "s0");
@@ -156,6 +159,7 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
     ASSERT_TRUE(layout.ok()) << layout.status();
     *open_.mutable_tiling() = model::EvenTiling(1);
     open_.set_spec_digest(model::SpecDigest(*spec));
+    open_.set_protocol_version(model::kProtocolVersion);
     const auto opened = Call(&client::Transport::Open, open_);
     ASSERT_TRUE(opened.ok()) << opened.status();
     auto plan = model::EpochPlan::Make(open_);

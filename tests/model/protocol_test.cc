@@ -49,6 +49,7 @@ v1::OpenRequest MakeOpen() {
   member->set_weight(1);
   *open.mutable_tiling() = EvenTiling(1);
   open.set_spec_digest(SpecDigest(*spec));
+  open.set_protocol_version(kProtocolVersion);
   return open;
 }
 
@@ -127,6 +128,13 @@ TEST(CheckOpenTest, TakesAnOpenWithItsDigestOrWithNone) {
   v1::OpenRequest open = MakeOpen();
   EXPECT_EQ(CheckOpen(open), absl::OkStatus());
   EXPECT_EQ(CheckSentOpen(open), absl::OkStatus());
+  open.clear_protocol_version();
+  EXPECT_EQ(CheckOpen(open), absl::OkStatus()) << "logs of version 4 hold such";
+  ExpectDiffers(CheckSentOpen(open), absl::StatusCode::kInvalidArgument, {"job 'job'", "version 4 or before"});
+  open.set_protocol_version(kProtocolVersion + 1);
+  ExpectDiffers(CheckOpen(open), absl::StatusCode::kInvalidArgument,
+                {"job 'job'", absl::StrCat("is of protocol version ", kProtocolVersion + 1)});
+  open.clear_protocol_version();
   open.clear_spec_digest();
   EXPECT_EQ(CheckOpen(open), absl::OkStatus());
   EXPECT_TRUE(EpochPlan::Make(open).ok()) << "logs of version 0 hold such";

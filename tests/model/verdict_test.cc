@@ -85,6 +85,17 @@ TEST(VerdictTest, DecideRefusesRecordsOfDifferentAttempts) {
   EXPECT_EQ(ReasonOf(Decide(std::vector{Prepared(7, 0, 1), other}).status()), kPlanMismatch);
 }
 
+TEST(VerdictTest, DecideCountsEachServerOnce) {
+  std::vector<v1::PreparedRecord> records = {Prepared(7, 0, 1), Prepared(7, 1, 1)};
+  for (v1::PreparedRecord& record : records) record.clear_norms();  // which would tell
+  EXPECT_EQ(Decide(records).status(), absl::OkStatus()) << "of logs that do not name authors";
+  records[0].set_server_id("a");
+  records[1].set_server_id("b");
+  EXPECT_EQ(Decide(records).status(), absl::OkStatus());
+  records[1].set_server_id("a");
+  EXPECT_EQ(ReasonOf(Decide(records).status()), kOtherServer);
+}
+
 TEST(ResolveTest, SomeoneBehindMeansTheHighestIsFinal) {
   v1::GetJobResponse behind = At(4);
   *behind.mutable_prepared() = Prepared(5, 0, 1);
@@ -245,6 +256,22 @@ TEST_F(HeaderTest, TheSpecMovesThePlanHash) {
     const auto plan = EpochPlan::Make(open);
     ASSERT_TRUE(plan.ok()) << plan.status();
     EXPECT_TRUE(hashes.insert(PlanHash(*plan, 3, 0, header_, blobs_)).second) << v1::Optimizer_Name(optimizer);
+  }
+}
+
+TEST_F(HeaderTest, TheProtocolVersionMovesThePlanHash) {
+  std::set<std::string> hashes;
+  v1::OpenRequest open = plan_.open();
+  open.set_spec_digest(SpecDigest(open.spec()));
+  for (const uint32_t version : {0, 5, 6}) {
+    open.set_protocol_version(version);
+    const auto plan = EpochPlan::Make(open);
+    if (version > kProtocolVersion) {
+      EXPECT_EQ(ReasonOf(plan.status()), kVersionsDiffer) << "of a log that a later version wrote";
+      continue;
+    }
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_TRUE(hashes.insert(PlanHash(*plan, 3, 0, header_, blobs_)).second) << version;
   }
 }
 

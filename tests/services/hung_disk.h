@@ -11,6 +11,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/tests/services/gated_disk.h"
 #include "ballast/tests/services/trainer_group.h"
@@ -66,6 +67,7 @@ inline absl::Status Fence(StateServer* server, const std::string& job, uint64_t 
   request.set_job(job);
   request.mutable_epoch()->set_counter(counter);
   request.mutable_epoch()->set_nonce(7);
+  request.set_protocol_version(model::kProtocolVersion);
   Answer<v1::FenceResponse> answer;
   server->Fence(request, Soon(), answer.reply());
   return answer.Wait().status();

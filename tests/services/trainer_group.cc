@@ -99,6 +99,7 @@ absl::Status TrainerGroup::Fence(std::vector<v1::GetJobResponse>* answers) {
     v1::FenceRequest request;
     request.set_job(spec_.name());
     *request.mutable_epoch() = epoch_;
+    request.set_protocol_version(model::kProtocolVersion);
     Answer<v1::FenceResponse> answer;
     server->Fence(request, absl::Now() + absl::Seconds(60), answer.reply());
     BALLAST_ASSIGN_OR_RETURN(const v1::FenceResponse response, answer.Wait());
@@ -115,6 +116,7 @@ v1::OpenRequest TrainerGroup::open_request(int64_t base, const std::optional<v1:
   if (restores_.has_value()) request.set_restores(*restores_);
   *request.mutable_spec() = spec_;
   request.set_spec_digest(model::SpecDigest(spec_));
+  request.set_protocol_version(model::kProtocolVersion);
   *request.mutable_tiling() = model::EvenTiling(world_size_);
   for (const StateServer* server : servers_) {
     v1::Member* member = request.add_members();

@@ -48,6 +48,7 @@ v1::OpenRequest MakeTemplate(uint32_t world_size, uint64_t pin_interval) {
   }
   *open.mutable_tiling() = model::EvenTiling(world_size);
   open.set_spec_digest(model::SpecDigest(*spec));
+  open.set_protocol_version(model::kProtocolVersion);
   return open;
 }
 

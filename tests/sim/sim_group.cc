@@ -5,6 +5,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::sim {
@@ -145,6 +146,7 @@ void SimGroup::TickFence(std::vector<Request>* requests) {
   auto fence = std::make_shared<v1::FenceRequest>();
   fence->set_job(kJob);
   *fence->mutable_epoch() = intent_.epoch;
+  fence->set_protocol_version(model::kProtocolVersion);
   for (int server = 0; server < kServers; ++server) {
     if (fences_[server] != Sent::kNo) continue;
     fences_[server] = Sent::kYes;

@@ -61,6 +61,7 @@ v1::OpenRequest MakeTemplate(uint32_t world_size, v1::MomentFormat moments, bool
   }
   *open.mutable_tiling() = model::EvenTiling(world_size);
   open.set_spec_digest(model::SpecDigest(*spec));
+  open.set_protocol_version(model::kProtocolVersion);
   return open;
 }
 

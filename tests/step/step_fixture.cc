@@ -59,6 +59,7 @@ v1::OpenRequest StepMachineTest::MakeOpen(uint64_t counter, int64_t base, uint32
   }
   *open.mutable_tiling() = model::EvenTiling(world_size);
   open.set_spec_digest(model::SpecDigest(*spec));
+  open.set_protocol_version(model::kProtocolVersion);
   return open;
 }
 

@@ -143,7 +143,7 @@ TEST_F(StepMachineTest, StepCountsComeWithValues) {
   EXPECT_EQ(counts(), (std::vector<uint64_t>{2, 81}));
 }
 
-// As version 0 wrote the log: no spec_digest in Opens, and the digest in no plan hash.
+// As version 0 wrote the log: neither spec_digest nor protocol version in Opens and in plan hashes.
 TEST_F(StepMachineTest, ALogFromBeforeTheSpecsDigestRecovers) {
   const auto open_as_before = [this](uint64_t counter, int64_t base) {
     v1::FenceRequest fence = MakeFence(counter);
@@ -151,6 +151,7 @@ TEST_F(StepMachineTest, ALogFromBeforeTheSpecsDigestRecovers) {
     SyncAll();
     v1::OpenRequest open = MakeOpen(counter, base);
     open.clear_spec_digest();
+    open.clear_protocol_version();
     if (base >= 0) *open.mutable_base_decision() = machine_->Describe().decision();
     ASSERT_TRUE(machine_->Open(open).ok());
   };

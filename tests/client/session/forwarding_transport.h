@@ -14,6 +14,7 @@ class ForwardingTransport : public Transport {
  public:
   explicit ForwardingTransport(std::unique_ptr<Transport> server) : server_(std::move(server)) {}
   std::string name() const override { return server_->name(); }
+  void MeanFor(const std::string& target) override { server_->MeanFor(target); }
   void Identify(const v1::IdentifyRequest& r, absl::Time t, Callback<v1::IdentifyResponse> done) override {
     server_->Identify(r, t, std::move(done));
   }

@@ -123,6 +123,7 @@ absl::Status FenceFar(services::StateServer* server, uint64_t times) {
     v1::FenceRequest request;
     request.set_job("test");
     request.mutable_epoch()->set_counter(i * model::kEpochsSkippedMax);
+    request.set_protocol_version(model::kProtocolVersion);
     services::Answer<v1::FenceResponse> answer;
     server->Fence(request, absl::InfiniteFuture(), answer.reply());
     BALLAST_RETURN_IF_ERROR(answer.Wait().status());

@@ -51,6 +51,7 @@ class BadInput : public RpcTest {
   // With the digest of whatever the spec has become.
   absl::Status Open(v1::OpenRequest open) {
     open.set_spec_digest(model::SpecDigest(open.spec()));
+    open.set_protocol_version(model::kProtocolVersion);
     return SendOpen(open);
   }
   // An Open of a job of its own, whose epoch is promised.
@@ -265,6 +266,22 @@ TEST_F(BadInput, AnOpenWithoutTheDigestOfItsSpecOrWithAnother) {
     Expect(SendOpen(open), kInvalid, model::kVersionsDiffer, {"job 'other'", "not the digest of its spec", kFix});
   }
   EXPECT_EQ(SendOpen(FencedOpen("other")), absl::OkStatus());
+}
+
+TEST_F(BadInput, FencesAndOpensOfOtherVersions) {
+  for (const uint32_t version : {uint32_t{0}, model::kProtocolVersion + 1}) {
+    const std::string shown = version == 0 ? "version 4 or before" : absl::StrCat("protocol version ", version);
+    v1::OpenRequest open = FencedOpen("other");
+    open.set_protocol_version(version);
+    Expect(SendOpen(open), kInvalid, model::kVersionsDiffer, {"the Open of job 'other'", shown, kFix});
+    v1::FenceRequest fence;
+    fence.set_job("other");
+    fence.mutable_epoch()->set_counter(7);
+    fence.set_protocol_version(version);
+    v1::FenceResponse fenced;
+    Expect(Call(&Stub::Fence, fence, &fenced), kInvalid, model::kVersionsDiffer,
+           {"the fence of job 'other'", shown, kFix});
+  }
 }
 
 TEST_F(BadInput, StepsWithFieldsOfALaterVersion) {

@@ -42,6 +42,7 @@ grpc::Status RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::s
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
   if (!authorization.empty()) context.AddMetadata("authorization", authorization);
+  context.AddMetadata(model::kVersionMetadata, absl::StrCat(model::kProtocolVersion));
   const grpc::Slice sent(request);
   const auto call = stub.PrepareUnaryCall(&context, method, grpc::ByteBuffer(&sent, 1), &queue);
   grpc::ByteBuffer received;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/time/clock.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/rpc_server.h"
 #include "ballast/services/rpc/status_codec.h"
@@ -27,6 +28,12 @@ void SendRandomBytes(const std::string& address, uint64_t seed);
 grpc::Status RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
                      const std::string& request, std::string* response, const std::string& authorization = "");
 
+// Says which version and which server a call is for, as trainers do.
+inline void NameTarget(const StateServer& server, grpc::ClientContext* context) {
+  context->AddMetadata(model::kVersionMetadata, absl::StrCat(model::kProtocolVersion));
+  context->AddMetadata(model::kServerMetadata, model::TargetOf(server.server_id(), server.disk()));
+}
+
 class RpcTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -44,6 +51,7 @@ class RpcTest : public ::testing::Test {
                     const Request& request, Response* response) {
     grpc::ClientContext context;
     context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
+    NameTarget(*server_.get(), &context);
     return FromGrpc((state_.get()->*method)(&context, request, response));
   }
 

@@ -173,6 +173,7 @@ TEST_F(RpcServerTest, ACallWhoseClientIsGoneGivesItsPlaceBack) {
   pull.set_end(10);
   const v1::SealRequest seal = group.SealOf(0, UpdateHeader(4), /*wait_ms=*/3'600'000);
   grpc::ClientContext pull_context, seal_context;
+  NameTarget(*server_.get(), &seal_context);
   grpc::CompletionQueue queue;
   v1::PullResponse pulled;
   v1::SealResponse sealed;
@@ -204,6 +205,39 @@ TEST_F(RpcServerTest, ACallWhoseClientIsGoneGivesItsPlaceBack) {
   ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
   EXPECT_EQ(group.Finish(UpdateHeader(4)).status(), absl::OkStatus());
   EXPECT_EQ(Call(&v1::StateService::Stub::Pull, pull, &pulled), absl::OkStatus());
+}
+
+// A call of a trainer says its protocol version and the server that it is meant for.
+TEST_F(RpcServerTest, RefusesCallsOfOtherVersionsAndForOtherServers) {
+  TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  const std::string version = absl::StrCat(model::kProtocolVersion);
+  const std::string own = model::TargetOf(server_->server_id(), server_->disk());
+  const std::string wiped = model::TargetOf(server_->server_id(), server_->disk() + 1);
+  const auto seal = [&](const std::string& said_version, const std::string& said_server) {
+    grpc::ClientContext context;
+    if (!said_version.empty()) context.AddMetadata(model::kVersionMetadata, said_version);
+    if (!said_server.empty()) context.AddMetadata(model::kServerMetadata, said_server);
+    v1::SealResponse response;
+    return FromGrpc(state_->Seal(&context, group.SealOf(0, UpdateHeader(4), /*wait_ms=*/0), &response));
+  };
+  EXPECT_EQ(model::ReasonOf(seal("4", own)), model::kVersionsDiffer);
+  EXPECT_EQ(model::ReasonOf(seal("", "")), model::kVersionsDiffer) << "as of version 4";
+  const absl::Status other = seal(version, wiped);
+  EXPECT_EQ(model::ReasonOf(other), model::kOtherServer);
+  EXPECT_TRUE(absl::IsUnavailable(other)) << "the trainer sends it again";
+  EXPECT_TRUE(absl::StrContains(other.message(), own) && absl::StrContains(other.message(), wiped)) << other;
+  EXPECT_EQ(model::ReasonOf(seal(version, "")), model::kBadRequest);
+  const absl::Status right = seal(version, own);
+  EXPECT_NE(model::ReasonOf(right), model::kOtherServer);
+  EXPECT_FALSE(absl::IsUnavailable(right)) << right;
+  // Who only looks need not say.
+  grpc::ClientContext context;
+  v1::GetJobRequest ask;
+  ask.set_job("job");
+  v1::GetJobResponse job;
+  EXPECT_TRUE(state_->GetJob(&context, ask, &job).ok());
+  EXPECT_EQ(job.disk(), server_->disk());
 }
 
 TEST_F(RpcServerTest, KeepsNoFieldsThatItDoesNotKnow) {

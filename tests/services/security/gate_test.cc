@@ -193,9 +193,11 @@ class GateTest : public ::testing::Test {
     v1::FenceRequest fence;
     fence.set_job(job);
     *fence.mutable_epoch() = group.epoch();
+    fence.set_protocol_version(model::kProtocolVersion);
     grpc::ClientContext fencing, opening;
     fencing.AddMetadata("authorization", "Bearer abc");
     opening.AddMetadata("authorization", "Bearer abc");
+    for (grpc::ClientContext* context : {&fencing, &opening}) NameTarget(*server_.get(), context);
     v1::FenceResponse fenced;
     if (const grpc::Status status = stub->Fence(&fencing, fence, &fenced); !status.ok()) return FromGrpc(status);
     v1::OpenRequest open = group.open_request(-1, std::nullopt);
@@ -361,8 +363,10 @@ TEST_F(GateTest, FencesDoNotGoAroundAQuotaOfJobs) {
     v1::FenceRequest request;
     request.set_job(job);
     request.mutable_epoch()->set_counter(counter);
+    request.set_protocol_version(model::kProtocolVersion);
     grpc::ClientContext context;
     context.AddMetadata("authorization", "Bearer abc");
+    NameTarget(*server_.get(), &context);
     v1::FenceResponse response;
     return FromGrpc(stub->Fence(&context, request, &response));
   };

@@ -8,6 +8,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/trainer_group.h"
@@ -261,6 +262,7 @@ absl::Status Fence(StateServer* server, const std::string& job, uint64_t counter
   request.set_job(job);
   request.mutable_epoch()->set_counter(counter);
   request.mutable_epoch()->set_nonce(7);
+  request.set_protocol_version(model::kProtocolVersion);
   Answer<v1::FenceResponse> answer;
   server->Fence(request, absl::InfiniteFuture(), answer.reply());
   return answer.Wait().status();
@@ -397,6 +399,7 @@ TEST(StateServer, RefusesToFenceAnExistingJobThatShouldBeNew) {
   request.set_job("job");
   request.mutable_epoch()->set_counter(2);
   request.set_expect_empty(true);
+  request.set_protocol_version(model::kProtocolVersion);
   Answer<v1::FenceResponse> answer;
   server->Fence(request, absl::InfiniteFuture(), answer.reply());
   EXPECT_EQ(model::ReasonOf(answer.Wait().status()), model::kJobExists);
@@ -409,6 +412,7 @@ TEST(StateServer, RefusesNamesThatAreNone) {
     v1::FenceRequest request;
     request.set_job(name);
     request.mutable_epoch()->set_counter(1);
+    request.set_protocol_version(model::kProtocolVersion);
     Answer<v1::FenceResponse> answer;
     server->Fence(request, absl::InfiniteFuture(), answer.reply());
     EXPECT_EQ(model::ReasonOf(answer.Wait().status()), model::kBadSpec);
