@@ -109,7 +109,7 @@ std::vector<storage::DurableChunk> JobEntry::ChunksAndPinned() const {
 
 absl::Status CheckKnownKey(absl::string_view key) {
   const std::vector<absl::string_view> parts = absl::StrSplit(key, '/');
-  bool known = key == kCatalogServerId || NvmeFileOfKey(key).has_value();
+  bool known = key == kCatalogServerId || key == kCatalogDisk || NvmeFileOfKey(key).has_value();
   if (parts.size() == 3 && absl::StartsWith(key, kCatalogJobs)) {
     const absl::string_view what = parts[2];
     for (const absl::string_view single :
