@@ -1,0 +1,208 @@
+// A job's key against an etcd of this test's own, which loses answers and has other writers.
+#include "ballast/client/discovery/job_key.h"
+
+#include <grpcpp/generic/async_generic_service.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/v1/registry.pb.h"
+
+namespace ballast::client {
+namespace {
+
+// Ranges of one key, and transactions that compare one key's mod_revision.
+class SmallEtcd final : public grpc::CallbackGenericService {
+ public:
+  SmallEtcd() {
+    int port = 0;
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+    builder.RegisterCallbackGenericService(this);
+    server_ = builder.BuildAndStart();
+    url_ = absl::StrCat("etcd://127.0.0.1:", port, "/test");
+  }
+  ~SmallEtcd() override { server_->Shutdown(absl::ToChronoTime(absl::Now())); }
+
+  registry::Registry Connect() const { return registry::Registry(*registry::ParseRegistryUrl(url_)); }
+  // The answer to the next transaction is lost: it is carried out, and UNAVAILABLE.
+  void LoseAnAnswer() {
+    absl::MutexLock lock(&mutex_);
+    lose_ = true;
+  }
+  // Called before the next transaction.
+  void BeforeTheNext(std::function<void()> what) {
+    absl::MutexLock lock(&mutex_);
+    before_ = std::move(what);
+  }
+
+  grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext* context) override {
+    return new Answer(this, context->method());
+  }
+
+ private:
+  struct Value {
+    std::string bytes;
+    int64_t revision = 0;
+  };
+
+  class Answer final : public grpc::ServerGenericBidiReactor {
+   public:
+    Answer(SmallEtcd* etcd, std::string method) : etcd_(etcd), method_(std::move(method)) { StartRead(&question_); }
+    void OnReadDone(bool /*ok*/) override {
+      grpc::Slice question;
+      (void)question_.DumpToSingleSlice(&question);
+      const std::string bytes(reinterpret_cast<const char*>(question.begin()), question.size());
+      std::string answer;
+      if (!etcd_->Carry(method_, bytes, &answer)) {
+        return Finish(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the answer is lost"));
+      }
+      const grpc::Slice slice(answer);
+      answer_ = grpc::ByteBuffer(&slice, 1);
+      StartWriteAndFinish(&answer_, grpc::WriteOptions(), grpc::Status::OK);
+    }
+    void OnDone() override { delete this; }
+
+   private:
+    SmallEtcd* const etcd_;
+    const std::string method_;
+    grpc::ByteBuffer question_, answer_;
+  };
+
+  // False: the answer is lost.
+  bool Carry(const std::string& method, const std::string& question, std::string* answer) {
+    if (absl::EndsWith(method, "/Range")) {
+      v1::EtcdRangeRequest range;
+      (void)range.ParseFromString(question);
+      absl::MutexLock lock(&mutex_);
+      v1::EtcdRangeResponse response;
+      if (const auto value = values_.find(range.key()); value != values_.end()) {
+        v1::EtcdKeyValue* const pair = response.add_kvs();
+        pair->set_key(range.key());
+        pair->set_value(value->second.bytes);
+        pair->set_mod_revision(value->second.revision);
+      }
+      *answer = response.SerializeAsString();
+      return true;
+    }
+    std::function<void()> before;
+    {
+      absl::MutexLock lock(&mutex_);
+      before = std::exchange(before_, nullptr);
+    }
+    if (before) before();
+    v1::EtcdTxnRequest txn;
+    (void)txn.ParseFromString(question);
+    absl::MutexLock lock(&mutex_);
+    Value& value = values_[txn.compare(0).key()];
+    v1::EtcdTxnResponse response;
+    response.set_succeeded(value.revision == txn.compare(0).mod_revision());
+    if (response.succeeded()) value = {txn.success(0).put().value(), ++revision_};
+    *answer = response.SerializeAsString();
+    return !std::exchange(lose_, false);
+  }
+
+  std::string url_;
+  std::unique_ptr<grpc::Server> server_;
+  absl::Mutex mutex_;
+  std::map<std::string, Value> values_ ABSL_GUARDED_BY(mutex_);
+  int64_t revision_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool lose_ ABSL_GUARDED_BY(mutex_) = false;
+  std::function<void()> before_ ABSL_GUARDED_BY(mutex_);
+};
+
+std::vector<v1::Member> Members(const std::vector<std::pair<std::string, uint64_t>>& servers) {
+  std::vector<v1::Member> members;
+  for (const auto& [id, disk] : servers) {
+    v1::Member& member = members.emplace_back();
+    member.set_server_id(id);
+    member.set_disk(disk);
+    member.set_address(absl::StrCat(id, ":7070"));
+  }
+  return members;
+}
+
+v1::Epoch EpochOf(uint64_t counter, uint64_t nonce) {
+  v1::Epoch epoch;
+  epoch.set_counter(counter);
+  epoch.set_nonce(nonce);
+  return epoch;
+}
+
+absl::Time Soon() { return absl::Now() + absl::Seconds(30); }
+
+TEST(JobKey, IsMadeOnceAndClaimedByLaterGroups) {
+  SmallEtcd etcd;
+  registry::Registry registry = etcd.Connect();
+  JobKey first(&registry, "job");
+  ASSERT_EQ(first.Read(Soon()), absl::OkStatus());
+  EXPECT_FALSE(first.exists());
+  const auto made = first.Claim(Members({{"a", 1}, {"b", 2}}), EpochOf(1, 11), Soon());
+  ASSERT_TRUE(made.ok()) << made.status();
+  EXPECT_EQ(made->counter(), 1u);
+  // A group that saw lower promises, and finds the servers at other addresses.
+  JobKey second(&registry, "job");
+  ASSERT_EQ(second.Read(Soon()), absl::OkStatus());
+  ASSERT_TRUE(second.exists());
+  auto members = Members({{"a", 1}, {"b", 2}});
+  members[1].set_address("b:8080");
+  const auto claimed = second.Claim(members, EpochOf(1, 22), Soon());
+  ASSERT_TRUE(claimed.ok()) << claimed.status();
+  EXPECT_EQ(claimed->counter(), 2u) << "above the claim";
+  ASSERT_EQ(first.Read(Soon()), absl::OkStatus());
+  EXPECT_EQ(first.value().claimed().nonce(), 22u);
+  EXPECT_EQ(first.value().table().members(1).address(), "b:8080");
+  EXPECT_EQ(first.value().table().members(1).since().nonce(), 11u) << "a member since the job was made";
+}
+
+TEST(JobKey, AnAnswerThatIsLostIsReadBack) {
+  SmallEtcd etcd;
+  registry::Registry registry = etcd.Connect();
+  JobKey key(&registry, "job");
+  ASSERT_EQ(key.Read(Soon()), absl::OkStatus());
+  etcd.LoseAnAnswer();
+  const auto claimed = key.Claim(Members({{"a", 1}}), EpochOf(1, 11), Soon());
+  ASSERT_TRUE(claimed.ok()) << claimed.status();
+  EXPECT_EQ(claimed->counter(), 1u) << "claimed once";
+}
+
+TEST(JobKey, OfTwoGroupsAtOnceTheSecondGoesByTheFirstOrEnds) {
+  for (const bool same : {true, false}) {
+    SmallEtcd etcd;
+    registry::Registry registry = etcd.Connect();
+    JobKey slow(&registry, "job");
+    ASSERT_EQ(slow.Read(Soon()), absl::OkStatus());
+    etcd.BeforeTheNext([&] {
+      JobKey quick(&registry, "job");
+      EXPECT_EQ(quick.Read(Soon()), absl::OkStatus());
+      EXPECT_TRUE(quick.Claim(Members({{"a", 1}, {"b", 2}}), EpochOf(1, 22), Soon()).ok());
+    });
+    const auto claimed = slow.Claim(same ? Members({{"b", 2}, {"a", 1}}) : Members({{"c", 3}}), EpochOf(1, 11), Soon());
+    if (same) {
+      ASSERT_TRUE(claimed.ok()) << claimed.status();
+      EXPECT_EQ(claimed->counter(), 2u) << "fences after the other";
+      continue;
+    }
+    EXPECT_EQ(model::ReasonOf(claimed.status()), model::kOtherServer);
+    EXPECT_TRUE(absl::StrContains(claimed.status().message(), "'a' (last seen at a:7070), 'b'")) << claimed.status();
+    EXPECT_TRUE(absl::StrContains(claimed.status().message(), "'c'")) << claimed.status();
+    ASSERT_EQ(slow.Read(Soon()), absl::OkStatus());
+    EXPECT_EQ(slow.value().table().members_size(), 2) << "the key is the first one's";
+  }
+}
+
+}  // namespace
+}  // namespace ballast::client
