@@ -15,15 +15,21 @@ absl::Status BadOpen(absl::string_view reason, absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, reason, message);
 }
 
-// FNV-1a over bytes, finished by splitmix64's mixer (Steele et al. 2014): portable, and the same on every machine.
-uint64_t Hash(absl::string_view a, absl::string_view b, uint64_t n) {
+// FNV-1a over bytes, finished by splitmix64's mixer (Steele et al. 2014): portable, and the same on every machine. The
+// hash of a member's part is where the hashes of all chunks begin.
+uint64_t AddByte(uint64_t h, uint8_t byte) { return (h ^ byte) * 0x100000001b3u; }
+
+uint64_t HashOfMember(absl::string_view job, absl::string_view server_id) {
   uint64_t h = 0xcbf29ce484222325u;
-  const auto add = [&h](uint8_t byte) { h = (h ^ byte) * 0x100000001b3u; };
-  for (const char c : a) add(static_cast<uint8_t>(c));
-  add(0);
-  for (const char c : b) add(static_cast<uint8_t>(c));
-  add(0);
-  for (int i = 0; i < 8; ++i) add(static_cast<uint8_t>(n >> (8 * i)));
+  for (const char c : job) h = AddByte(h, static_cast<uint8_t>(c));
+  h = AddByte(h, 0);
+  for (const char c : server_id) h = AddByte(h, static_cast<uint8_t>(c));
+  return AddByte(h, 0);
+}
+
+uint64_t HashOfChunk(uint64_t of_member, uint64_t chunk) {
+  uint64_t h = of_member;
+  for (int i = 0; i < 8; ++i) h = AddByte(h, static_cast<uint8_t>(chunk >> (8 * i)));
   h = (h ^ (h >> 30)) * 0xbf58476d1ce4e5b9u;
   h = (h ^ (h >> 27)) * 0x94d049bb133111ebu;
   return h ^ (h >> 31);
@@ -74,16 +80,35 @@ absl::Status CheckMessages(const EpochPlan& plan) {
                    "; use larger chunks, more servers, or fewer tensors"));
 }
 
-}  // namespace
+absl::Status CheckRoutes(uint64_t chunks, uint64_t members) {
+  if (chunks * members <= kRoutesWeighedMax) return absl::OkStatus();
+  return BadOpen(kBadSpec, absl::StrCat("expected at most ", kRoutesWeighedMax, " chunks times members, got ", chunks,
+                                        " chunks x ", members, " members; use larger chunks, or fewer servers"));
+}
 
-std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, absl::Span<const v1::Member> members) {
+// Between two questions to `interrupt`: some 30 ms.
+constexpr uint64_t kWeighedAtATime = uint64_t{1} << 20;
+
+absl::StatusOr<std::vector<uint32_t>> Route(absl::string_view job, const Layout& layout,
+                                            absl::Span<const v1::Member> members,
+                                            absl::FunctionRef<absl::Status()> interrupt) {
   double weights = 0;
-  for (const v1::Member& member : members) weights += member.weight();
+  std::vector<uint64_t> of_members;
+  for (const v1::Member& member : members) {
+    weights += member.weight();
+    of_members.push_back(HashOfMember(job, member.server_id()));
+  }
+  uint64_t weighed = kWeighedAtATime;
   std::vector<uint64_t> load(members.size(), 0);
   std::vector<uint32_t> routes;
   routes.reserve(layout.chunks().size());
   uint64_t total = 0;
   for (const Chunk& chunk : layout.chunks()) {
+    if (weighed >= kWeighedAtATime) {
+      BALLAST_RETURN_IF_ERROR(interrupt());
+      weighed = 0;
+    }
+    weighed += members.size();
     total += chunk.range.size();
     uint32_t best = 0;
     double best_score = -1;
@@ -91,7 +116,7 @@ std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, a
       const double share = members[i].weight() / weights * static_cast<double>(total);
       const double excess = static_cast<double>(load[i] + chunk.range.size()) - share;
       if (excess > static_cast<double>(layout.chunk_elements())) continue;
-      const double u = UnitInterval(Hash(job, members[i].server_id(), chunk.index));
+      const double u = UnitInterval(HashOfChunk(of_members[i], chunk.index));
       const double score = -members[i].weight() / std::log(u);
       if (score > best_score) {
         best_score = score;
@@ -112,19 +137,28 @@ std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, a
   return routes;
 }
 
-absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open) {
+}  // namespace
+
+std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, absl::Span<const v1::Member> members) {
+  return *Route(job, layout, members, [] { return absl::OkStatus(); });
+}
+
+absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open, absl::FunctionRef<absl::Status()> interrupt) {
   EpochPlan plan;
   BALLAST_RETURN_IF_ERROR(CheckOpen(open));
   plan.open_ = open;
   BALLAST_RETURN_IF_ERROR(CheckMembers(open));
   BALLAST_ASSIGN_OR_RETURN(plan.layout_, Layout::Make(open.spec()));
+  BALLAST_RETURN_IF_ERROR(CheckRoutes(plan.layout_.chunks().size(), open.members_size()));
+  BALLAST_RETURN_IF_ERROR(interrupt());
   BALLAST_ASSIGN_OR_RETURN(const std::vector<OwnedRange> ranges, Expand(plan.layout_, open.tiling()));
   const std::vector<v1::Member> members(open.members().begin(), open.members().end());
-  plan.routes_ = RouteChunks(open.spec().name(), plan.layout_, members);
+  BALLAST_ASSIGN_OR_RETURN(plan.routes_, Route(open.spec().name(), plan.layout_, members, interrupt));
   for (const OwnedRange& r : ranges) {
     BALLAST_ASSIGN_OR_RETURN(const auto pieces, plan.layout_.Cut(r.unit, r.range));
     for (const Layout::Piece& piece : pieces) plan.slices_.push_back({r.rank, r.unit, piece.chunk, piece.range});
   }
+  BALLAST_RETURN_IF_ERROR(interrupt());
   plan.tiling_hash_.Add(uint64_t{plan.world_size()});
   plan.tiling_hash_.Add(static_cast<uint64_t>(plan.slices_.size()));
   for (const Slice& slice : plan.slices_) {

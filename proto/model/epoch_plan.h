@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/proto/model/field_hash.h"
@@ -17,6 +18,8 @@ namespace ballast::model {
 
 inline constexpr int kMembersMax = 4096;
 inline constexpr size_t kServerIdBytesMax = 64;
+// Chunks times members of an epoch: each chunk weighs each member. 2^20 chunks over 256 servers take some seconds.
+inline constexpr uint64_t kRoutesWeighedMax = uint64_t{1} << 28;
 
 // The part of one rank's range within one chunk: the unit of every push, and at most 4 MiB of fp32.
 struct Slice {
@@ -35,8 +38,10 @@ std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, a
 class EpochPlan {
  public:
   // INVALID_ARGUMENT for an Open of another version (VERSIONS_DIFFER, as CheckOpen), a bad spec, missing or doubled
-  // members, or a tiling that Expand refuses.
-  static absl::StatusOr<EpochPlan> Make(const v1::OpenRequest& open);
+  // members, too many chunks for so many members, or a tiling that Expand refuses. `interrupt` is asked several times a
+  // second, and its error ends the work.
+  static absl::StatusOr<EpochPlan> Make(
+      const v1::OpenRequest& open, absl::FunctionRef<absl::Status()> interrupt = [] { return absl::OkStatus(); });
 
   const v1::OpenRequest& open() const { return open_; }
   const Layout& layout() const { return layout_; }

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -31,12 +32,17 @@ class Caller {
     return !gone_;
   }
 
+  // The name of who calls, if the server asks for it: set before the call is taken. Dry runs go by it in turn.
+  void set_identity(std::string identity) { identity_ = std::move(identity); }
+  const std::string& identity() const { return identity_; }
+
   bool gone() const ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     return gone_;
   }
 
  private:
+  std::string identity_;
   mutable absl::Mutex mu_;
   bool gone_ ABSL_GUARDED_BY(mu_) = false;
   std::function<void()> on_leave_ ABSL_GUARDED_BY(mu_);

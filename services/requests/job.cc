@@ -177,7 +177,8 @@ void Job::Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1:
     return openings_.Try(request);
   };
   if (request.dry_run()) {
-    evaluate = [this, run = std::make_shared<Openings::DryRun>(request)] {
+    evaluate = [this, run = std::make_shared<Openings::DryRun>(
+                          request, limit.caller == nullptr ? "" : limit.caller->identity())] {
       core_.mu.AssertHeld();
       return openings_.Try(run);
     };

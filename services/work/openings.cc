@@ -30,14 +30,15 @@ Outcome<v1::OpenResponse> Openings::Try(const v1::OpenRequest& request) {
   return core_->machine->Open(request, opening_->plan);
 }
 
-absl::StatusOr<Openings::Plan> Openings::MakePlan(const v1::OpenRequest& request) const {
+absl::StatusOr<Openings::Plan> Openings::MakePlan(const v1::OpenRequest& request,
+                                                  absl::FunctionRef<absl::Status()> interrupt) const {
   BALLAST_RETURN_IF_ERROR(Space::CheckSupported(request, core_->around.working_copies));
-  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request));
+  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request, interrupt));
   return std::make_shared<const model::EpochPlan>(std::move(made));
 }
 
 void Openings::Prepare(const v1::OpenRequest& request) {
-  const absl::StatusOr<Plan> plan = MakePlan(request);
+  const absl::StatusOr<Plan> plan = MakePlan(request, [this] { return core_->Interrupted(); });
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
     if (!plan.ok()) return Finish(plan.status(), replies);
@@ -64,14 +65,30 @@ Outcome<v1::OpenResponse> Openings::Try(const std::shared_ptr<DryRun>& run) {
   }
   if (std::exchange(run->asked, true)) return std::nullopt;
   // A request that runs out of time takes its bytes along.
-  core_->clerk->Post([this, waiting = std::weak_ptr<DryRun>(run)] {
-    if (const std::shared_ptr<DryRun> still = waiting.lock()) Ask(still);
-  });
+  asking_[run->identity].push_back(run);
+  core_->clerk->Post([this] { AskNext(); });
   return std::nullopt;
 }
 
+void Openings::AskNext() {
+  std::shared_ptr<DryRun> next;
+  {
+    JobMutexLock lock(&core_->mu);
+    auto turn = asking_.upper_bound(served_last_);
+    if (turn == asking_.end()) turn = asking_.begin();
+    served_last_ = turn->first;
+    next = turn->second.front().lock();
+    turn->second.pop_front();
+    if (turn->second.empty()) asking_.erase(turn);
+  }
+  if (next != nullptr) Ask(next);
+}
+
 void Openings::Ask(const std::shared_ptr<DryRun>& run) {
-  const absl::StatusOr<Plan> plan = MakePlan(run->request);
+  const absl::StatusOr<Plan> plan = MakePlan(run->request, [&] {
+    // Only this task has it still.
+    return run.use_count() == 1 ? absl::CancelledError("nobody waits for the plan any more") : core_->Interrupted();
+  });
   if (!plan.ok()) return Answer(run, plan.status());
   bool first_takes_space = false, reads_store = false;
   {

@@ -4,9 +4,12 @@
 // taken at once, whatever the worker is at; any other waits for its turn on the worker.
 //
 // A dry run is no Open: nobody waits for it, and it waits for no Open. It is answered on the clerk, but where it asks
-// for more chunks than an open job has: these are planned on the worker, behind the updates.
+// for more chunks than an open job has: these are planned on the worker, behind the updates. Those who ask for dry runs
+// take turns.
 #pragma once
 
+#include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,9 +28,10 @@ class Openings {
 
   // A dry run's request, until the request is answered or has run out of time.
   struct DryRun {
-    explicit DryRun(const v1::OpenRequest& open) : request(open) {}
+    DryRun(const v1::OpenRequest& open, std::string asker) : request(open), identity(std::move(asker)) {}
     const v1::OpenRequest request;
-    bool asked = false;  // the job's lock guards what follows
+    const std::string identity;  // who asks
+    bool asked = false;          // the job's lock guards what follows
     std::optional<absl::StatusOr<v1::OpenResponse>> answer;
   };
 
@@ -53,9 +57,10 @@ class Openings {
     Space::Chunks chunks;  // of the new plan, registration order
   };
   using Plan = std::shared_ptr<const model::EpochPlan>;
-  absl::StatusOr<Plan> MakePlan(const v1::OpenRequest& request) const;
+  absl::StatusOr<Plan> MakePlan(const v1::OpenRequest& request, absl::FunctionRef<absl::Status()> interrupt) const;
   // On the clerk.
   void Prepare(const v1::OpenRequest& request) ABSL_LOCKS_EXCLUDED(job_lock);
+  void AskNext() ABSL_LOCKS_EXCLUDED(job_lock);
   void Ask(const std::shared_ptr<DryRun>& run) ABSL_LOCKS_EXCLUDED(job_lock);
   // On the worker.
   void TakeSpace(const Plan& plan) ABSL_LOCKS_EXCLUDED(job_lock);
@@ -70,6 +75,9 @@ class Openings {
   JobJournal* const journal_;
   Space* const space_;
   std::unique_ptr<Opening> opening_ ABSL_GUARDED_BY(job_lock);
+  // Dry runs that wait for the clerk, by who asks, and who was the last to be served.
+  std::map<std::string, std::deque<std::weak_ptr<DryRun>>> asking_ ABSL_GUARDED_BY(job_lock);
+  std::string served_last_ ABSL_GUARDED_BY(job_lock);
 };
 
 }  // namespace ballast::services

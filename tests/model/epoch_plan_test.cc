@@ -85,6 +85,56 @@ TEST(EpochPlanTest, LaterChunksNeverMoveEarlierOnes) {
     EXPECT_EQ(before->server_of(chunk.index), after->server_of(chunk.index));
 }
 
+// Some 300 KB that once took minutes, on a thread that all new jobs shared.
+TEST(EpochPlanTest, TooManyChunksForSoManyMembersAreRefusedBeforeTheyAreRouted) {
+  v1::OpenRequest open = MakeOpen(kMembersMax, 1, 1);
+  v1::TensorSpec* const tensor = open.mutable_spec()->mutable_registrations(0)->mutable_tensors(0);
+  tensor->clear_shape();
+  tensor->add_shape((uint64_t{1} << 20) - 1);
+  tensor->add_shape(1 << 16);
+  int asked = 0;
+  const absl::Status status = EpochPlan::Make(open, [&] {
+                                ++asked;
+                                return absl::OkStatus();
+                              }).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_EQ(ReasonOf(status), kBadSpec);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("expected at most 268435456 chunks times members"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("got 1048575 chunks x 4096 members; use larger chunks"));
+  EXPECT_EQ(asked, 0) << "nothing long had begun";
+}
+
+TEST(EpochPlanTest, RoutingCanBeInterrupted) {
+  v1::OpenRequest open = MakeOpen(kMembersMax, 1, 1);
+  v1::TensorSpec* const tensor = open.mutable_spec()->mutable_registrations(0)->mutable_tensors(0);
+  tensor->clear_shape();
+  tensor->add_shape(1 << 12);
+  tensor->add_shape(1 << 16);
+  int asked = 0;
+  const auto count = [&] {
+    ++asked;
+    return absl::OkStatus();
+  };
+  ASSERT_TRUE(EpochPlan::Make(open, count).ok());
+  EXPECT_GE(asked, 16) << "2^24 pairs, at most 2^20 at a time";
+  const int all = asked;
+  asked = 0;
+  const absl::Status stopped =
+      EpochPlan::Make(open, [&] { return ++asked < 4 ? absl::OkStatus() : absl::CancelledError("stopping"); }).status();
+  EXPECT_TRUE(absl::IsCancelled(stopped)) << stopped;
+  EXPECT_EQ(asked, 4);
+  EXPECT_GT(all, 4);
+}
+
+// Found with the hash of job and server computed anew for each chunk: chunks never move.
+TEST(EpochPlanTest, RoutesAreWhatTheyWere) {
+  const auto plan = EpochPlan::Make(MakeOpen(5, 2));
+  ASSERT_TRUE(plan.ok());
+  std::string routes;
+  for (const Chunk& chunk : plan->layout().chunks()) absl::StrAppend(&routes, plan->server_of(chunk.index));
+  EXPECT_EQ(routes, "34241323001121300240412043124201410130334023210133434203121223024432403211023110");
+}
+
 TEST(EpochPlanTest, RowsAreCutAsTorchChunkCutsThem) {
   v1::OpenRequest open = MakeOpen(1, 1, 1);
   v1::Registration* registration = open.mutable_spec()->mutable_registrations(0);

@@ -2,14 +2,20 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <iostream>
 #include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/tiling.h"
 #include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/small_disk.h"
@@ -53,6 +59,61 @@ TEST(StateServer, RefusesADirectoryItCannotWrite) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_EQ(model::ReasonOf(status), model::kIo);
   EXPECT_TRUE(Contains(status, "data directory '" + file + "/data' is not writable")) << status;
+}
+
+// A member of so many that routing 2^16 chunks takes a while.
+v1::OpenRequest SlowDryRun(const std::string& job) {
+  v1::OpenRequest open;
+  *open.mutable_spec() = MakeSpec(job, {{"t", "u", uint64_t{1} << 32, 0}});
+  open.set_spec_digest(model::SpecDigest(open.spec()));
+  *open.mutable_tiling() = model::EvenTiling(1);
+  open.set_base(-1);
+  open.set_dry_run(true);
+  for (int i = 0; i < 256; ++i) {
+    v1::Member* const member = open.add_members();
+    member->set_server_id(i == 0 ? "s" : absl::StrCat("s", i));
+    member->set_weight(1);
+  }
+  return open;
+}
+
+TEST(StateServer, DryRunsOfNewJobsGoToTheirAskersInTurn) {
+  TestServer server("s");
+  absl::Mutex mu;
+  std::vector<std::string> order;
+  const auto ask = [&](const std::string& who, const std::string& job) {
+    const auto caller = std::make_shared<Caller>();
+    caller->set_identity(who);
+    server->Open(SlowDryRun(job), {absl::InfiniteFuture(), caller}, [&, who](const absl::StatusOr<v1::OpenResponse>&) {
+      absl::MutexLock lock(&mu);
+      order.push_back(who);
+    });
+  };
+  for (int i = 0; i < 6; ++i) ask("greedy", absl::StrCat("g", i));
+  ask("modest", "m");
+  {
+    absl::MutexLock lock(&mu);
+    const auto all = [&] { return order.size() == 7; };
+    ASSERT_TRUE(mu.AwaitWithTimeout(absl::Condition(&all), absl::Minutes(2)));
+  }
+  // One of the greedy ones may have begun, and another may be chosen before the modest one has come.
+  const auto place = std::find(order.begin(), order.end(), "modest") - order.begin();
+  EXPECT_LE(place, 3) << absl::StrJoin(order, " ");
+}
+
+// Its plan would take some ten seconds: the server does not wait for it.
+TEST(StateServer, AStopEndsTheDryRunsOfNewJobs) {
+  TestServer server("s");
+  v1::OpenRequest open = SlowDryRun("j");
+  *open.mutable_spec() = MakeSpec("j", {{"t", "u", (uint64_t{1} << 36) - (1 << 16), 0}});
+  open.set_spec_digest(model::SpecDigest(open.spec()));
+  Answer<v1::OpenResponse> answer;
+  server->Open(open, absl::InfiniteFuture(), answer.reply());
+  absl::SleepFor(absl::Milliseconds(300));
+  const absl::Time began = absl::Now();
+  server->Stop();
+  std::cout << "a stop beside a plan of 2^28 routes: " << absl::Now() - began << "\n";
+  EXPECT_EQ(model::ReasonOf(answer.Wait().status()), model::kServerDown);
 }
 
 TEST(StateServer, RefusesADirectoryInUse) {
