@@ -65,11 +65,13 @@ absl::Status CheckMembers(const v1::OpenRequest& open) {
 // It must fit whole, or a step could be prepared and never decided.
 absl::Status CheckMessages(const EpochPlan& plan) {
   constexpr uint64_t kChunkBytes = 16, kSegmentBytes = 18, kStepCountBytes = 5, kBlobBytes = 2 * (64 << 10);
+  constexpr uint64_t kGroupBytes = 128;
   std::vector<uint64_t> norms(plan.open().members_size(), 0);
   for (const Chunk& chunk : plan.layout().chunks()) {
     norms[plan.server_of(chunk.index)] += kChunkBytes + kSegmentBytes * chunk.segments.size();
   }
-  const uint64_t open = plan.open().ByteSizeLong() + kBlobBytes + kStepCountBytes * plan.layout().tensors().size();
+  const uint64_t open = plan.open().ByteSizeLong() + kBlobBytes + kStepCountBytes * plan.layout().tensors().size() +
+                        kGroupBytes * plan.open().spec().group_count();
   const uint64_t largest = *std::max_element(norms.begin(), norms.end());
   if (open + largest <= kMessageBytesMax) return absl::OkStatus();
   return BadOpen(

@@ -41,7 +41,10 @@ absl::Status CheckSpec(const v1::JobSpec& spec) {
                                 kChunkElementsMax, ", got ", chunk));
   }
   BALLAST_RETURN_IF_ERROR(CheckJobName(spec.name()));
-  if (spec.group_count() == 0) return BadSpec("group_count must be at least 1, got 0");
+  if (spec.group_count() == 0 || spec.group_count() > kGroupsMax) {
+    return BadSpec(absl::StrCat("group_count must be from 1 to ", kGroupsMax, ", got ", spec.group_count(),
+                                "; tensors with the same hyper-parameters belong in one group"));
+  }
   const bool every_k = spec.durability() == v1::DURABILITY_EVERY_K;
   if (every_k ? spec.pin_interval() < 1 || spec.pin_interval() > kPinIntervalMax : spec.pin_interval() != 0) {
     return BadSpec(absl::StrCat("pin_interval is the K of durability every-K, from 1 to ", kPinIntervalMax,

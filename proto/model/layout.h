@@ -23,6 +23,8 @@ namespace ballast::model {
 
 // Alignment of tensors: a block of 8-bit moments; 512 bytes of bf16, a disk sector or more.
 inline constexpr uint64_t kAlignElements = 256;
+// Parameter groups of a job: each step's header has an entry for each, and answers about the job repeat the header.
+inline constexpr uint32_t kGroupsMax = 1 << 14;
 inline constexpr uint64_t kChunkElementsMin = uint64_t{1} << 16;
 // 4 MiB of fp32: no slice of a message is larger.
 inline constexpr uint64_t kChunkElementsMax = uint64_t{1} << 20;

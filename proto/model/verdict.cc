@@ -21,13 +21,6 @@ absl::Status BadHeader(absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, kBadRequest, message);
 }
 
-// Bytes of every field with its tag and length, rounded up.
-uint64_t HeaderBytesMax(const EpochPlan& plan) {
-  constexpr uint64_t kFixedBytes = 256, kGroupBytes = 256, kStepCountBytes = 10;
-  const uint64_t tensors = plan.layout().tensors().size();
-  return kFixedBytes + kGroupBytes * plan.open().spec().group_count() + (kStepCountBytes + 1) * tensors;
-}
-
 // The kernels compute in fp32: what is finite in fp64 alone would be Inf there.
 bool Finite(double x) { return std::isfinite(static_cast<float>(x)); }
 
@@ -214,6 +207,12 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
     return BadHeader(
         absl::StrCat("step kind must be UPDATE, VALUES or RESTORE, got ", static_cast<int>(header.kind())));
   }
+  // For every kind: every answer about the job repeats the header, and must fit into a message. The spec bounds its
+  // lists.
+  if (static_cast<uint32_t>(header.groups_size()) > plan.open().spec().group_count()) {
+    return BadHeader(absl::StrCat("expected hyper-parameters for ", plan.open().spec().group_count(),
+                                  " parameter group(s), got ", header.groups_size()));
+  }
   BALLAST_RETURN_IF_ERROR(CheckPresence(plan, header.gradient_presence(), "gradient_presence"));
   BALLAST_RETURN_IF_ERROR(CheckPresence(plan, header.value_presence(), "value_presence"));
   const auto any = [](absl::string_view bitmap) {
@@ -231,13 +230,6 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
   }
   BALLAST_RETURN_IF_ERROR(CheckValues(plan, header));
   BALLAST_RETURN_IF_ERROR(CheckFrozen(plan, header));
-  // For every kind: every answer about the job repeats the header, and must fit into a message.
-  const uint64_t header_bytes = header.ByteSizeLong(), header_bytes_max = HeaderBytesMax(plan);
-  if (header_bytes > header_bytes_max) {
-    return BadHeader(absl::StrCat("a header of this job takes at most ", header_bytes_max, " bytes, got ", header_bytes,
-                                  "; are there more parameter groups than the job's ", plan.open().spec().group_count(),
-                                  "?"));
-  }
   if (header.kind() == v1::STEP_KIND_UPDATE) {
     const int expected = static_cast<int>(plan.open().spec().group_count());
     if (header.groups_size() != expected) {

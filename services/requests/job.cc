@@ -295,12 +295,14 @@ void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<v1:
 }
 
 void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
+  v1::CommitRequest commit = request;
+  commit.mutable_decision()->clear_blobs();  // the sealed ones count
   core_.Ask<v1::CommitResponse>(
-      request.ByteSizeLong(),
-      [this, request]() -> Outcome<v1::CommitResponse> {
+      commit.ByteSizeLong(),
+      [this, commit]() -> Outcome<v1::CommitResponse> {
         core_.mu.AssertHeld();
-        BALLAST_RETURN_IF_ERROR(journal_.MakeRoom(1, request.ByteSizeLong() + kDecisionBytesMax));
-        BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, core_.machine->Commit(request));
+        BALLAST_RETURN_IF_ERROR(journal_.MakeRoom(1, commit.ByteSizeLong() + kDecisionBytesMax));
+        BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, core_.machine->Commit(commit));
         return response;
       },
       absl::InfiniteFuture(), "", std::move(reply));

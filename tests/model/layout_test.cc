@@ -109,6 +109,11 @@ TEST(LayoutTest, RefusesBadSpecsByName) {
   v1::JobSpec spec = TwoUnits();
   spec.set_chunk_elements(1000);
   refused(spec, "power of two from 65536 to 1048576, got 1000");
+  for (const uint32_t groups : {uint32_t{0}, kGroupsMax + 1, ~uint32_t{0}}) {
+    spec = TwoUnits();
+    spec.set_group_count(groups);
+    refused(spec, absl::StrCat("group_count must be from 1 to 16384, got ", groups));
+  }
   spec = TwoUnits();
   AddTensor(spec.mutable_registrations(0), "a", "a.gain", 3);
   refused(spec, "'a.gain' is given to two tensors");

@@ -334,7 +334,7 @@ TEST_F(HeaderTest, ChecksSayWhatWasExpected) {
   header.set_gradient_presence(std::string(1, '\0'));
   EXPECT_TRUE(CheckHeader(plan_, 1, header, blobs_).ok()) << CheckHeader(plan_, 1, header, blobs_);
   for (int i = 0; i < 300; ++i) header.add_groups()->set_learning_rate(1);
-  refused(header, blobs_, "more parameter groups than the job's 1");
+  refused(header, blobs_, "expected hyper-parameters for 1 parameter group(s), got 301");
   header = header_;
   header.mutable_groups(0)->set_beta1(1);
   refused(header, blobs_, "betas in [0, 1)");
