@@ -185,7 +185,7 @@ absl::StatusOr<v1::Decision> Session::Impl::SealAgreed(const Agreement& agreed, 
   *seal.mutable_trainer_times() = spent;
   seal.set_plan_hash(model::PlanHash(seat.units->plan(), seal.step(), seat.attempt, agreed.header, agreed.blobs));
   *seal.mutable_header() = agreed.header;
-  for (const std::string& blob : agreed.blobs) seal.add_blobs(blob);
+  if (seat.rank() == 0) seal.mutable_blobs()->Assign(agreed.blobs.begin(), agreed.blobs.end());  // the hash covers them
   absl::Status refused;  // the servers' last refusal of a resent slice
   const auto resend = [&](absl::Span<const OwnedSlice* const> missing) -> absl::Status {
     // Slices may be on their way already: servers ask every second.

@@ -142,6 +142,7 @@ void Transaction::Commit(const v1::Decision& decision) {
   auto request = std::make_shared<v1::CommitRequest>();
   request->set_job(seat_->job);
   *request->mutable_decision() = decision;
+  request->mutable_decision()->clear_blobs();  // servers have them from the seal
   seat_->router->SetCommit(request);
   const uint32_t servers = seat_->router->server_count();
   commits_->Start(static_cast<int>(servers));

@@ -184,7 +184,11 @@ absl::Status CheckFrozen(const EpochPlan& plan, const v1::StepHeader& header) {
   return absl::OkStatus();
 }
 
-absl::Status CheckBlobBytes(absl::Span<const std::string> blobs) {
+absl::Status CheckBlobs(const EpochPlan& plan, const v1::StepHeader& header, absl::Span<const std::string> blobs) {
+  // A restore seals the blobs of the group that sealed the version; its number of ranks may differ.
+  if (blobs.size() != plan.world_size() && header.kind() != v1::STEP_KIND_RESTORE) {
+    return BadHeader(absl::StrCat("expected one blob per rank (", plan.world_size(), "), got ", blobs.size()));
+  }
   size_t bytes = 0, largest = 0;
   for (size_t rank = 0; rank < blobs.size(); ++rank) {
     bytes += blobs[rank].size();
@@ -202,6 +206,11 @@ absl::Status CheckBlobBytes(absl::Span<const std::string> blobs) {
 
 absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
                          absl::Span<const std::string> blobs) {
+  BALLAST_RETURN_IF_ERROR(CheckHeader(plan, step, header));
+  return CheckBlobs(plan, header, blobs);
+}
+
+absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header) {
   const bool restore = header.kind() == v1::STEP_KIND_RESTORE;
   if (header.kind() != v1::STEP_KIND_UPDATE && header.kind() != v1::STEP_KIND_VALUES && !restore) {
     return BadHeader(
@@ -250,11 +259,7 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
                                     step - 1, " and has no values yet: step ", step, " must give its master weights"));
     }
   }
-  // A restore seals the blobs of the group that sealed the version; its number of ranks may differ.
-  if (blobs.size() != plan.world_size() && !restore) {
-    return BadHeader(absl::StrCat("expected one blob per rank (", plan.world_size(), "), got ", blobs.size()));
-  }
-  return CheckBlobBytes(blobs);
+  return absl::OkStatus();
 }
 
 double ChunkSquaredNorm(const v1::ChunkNorm& norm) {

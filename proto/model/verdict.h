@@ -33,7 +33,7 @@ std::vector<uint32_t> TensorsWithoutValues(const EpochPlan& plan, int64_t versio
 // INVALID_ARGUMENT if the size of `bitmap` does not match the plan's tensors, or `bitmap` has a replaced tensor.
 absl::Status CheckPresence(const EpochPlan& plan, absl::string_view bitmap, absl::string_view name);
 
-// INVALID_ARGUMENT if header and blobs do not fit the plan and `step`:
+// INVALID_ARGUMENT if `header` does not fit the plan and `step`, or the blobs do not fit either:
 // - wrong group count or bitmaps; hyper-parameters or scale not finite (the scale also in fp32); negative max_norm;
 // - blobs over 64 KiB in all, or not one per rank (a RESTORE has the restored version's blobs);
 // - a VALUES step without values, or of a moment that the optimizer lacks;
@@ -42,6 +42,8 @@ absl::Status CheckPresence(const EpochPlan& plan, absl::string_view bitmap, absl
 // - a RESTORE of a version not older than `step`, or with slices.
 absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
                          absl::Span<const std::string> blobs);
+// The header alone: of a seal that has no blobs.
+absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header);
 
 // Squared norm of one chunk: its segments' squared norms summed in order.
 double ChunkSquaredNorm(const v1::ChunkNorm& norm);

@@ -71,7 +71,10 @@ class EmbeddedTransport final : public client::Transport {
     server_->Norm(request, Counted(std::move(done)));
   }
   void Seal(const v1::SealRequest& request, absl::Time deadline, client::Callback<v1::SealResponse> done) override {
-    server_->Seal(request, deadline, Counted(std::move(done)));
+    server_->Seal(request, deadline,
+                  Counted<model::SealAnswer>([done = std::move(done)](absl::StatusOr<model::SealAnswer> answer) {
+                    answer.ok() ? done(***answer) : done(answer.status());
+                  }));
   }
   void Commit(const v1::CommitRequest& request, absl::Time, client::Callback<v1::CommitResponse> done) override {
     server_->Commit(request, Counted(std::move(done)));

@@ -239,57 +239,64 @@ void Job::NoteSealed(const v1::SealRequest& request) {
   core_.counters.steps.Sealed(request.step(), request.attempt(), request.rank(), world_size, TimesOf(request));
 }
 
-v1::SealResponse Job::Pending(uint32_t rank) {
+model::SealAnswer Job::Pending(uint32_t rank) {
   ++core_.around.counters->told_pending;
-  return core_.machine->Pending(rank);
+  return std::make_shared<model::SealAnswer::element_type>(core_.machine->Pending(rank));
 }
 
-bool Job::TrySeal(const Sealing& sealing, Replies* replies) {
-  const v1::SealRequest& request = sealing.request;
+bool Job::TrySeal(Sealing* sealing, Replies* replies) {
+  v1::SealRequest& request = sealing->request;
   const std::optional<absl::Status> ready = ReadyToSeal(request);
   if (!ready.has_value()) return false;
   ++core_.around.counters->evaluated_seals;
   const bool agreed = core_.machine->seals_agree();
-  Outcome<v1::SealResponse> outcome = ready->ok() ? core_.machine->Seal(request) : Outcome<v1::SealResponse>(*ready);
-  if (!outcome.ok()) {
+  absl::StatusOr<model::SealAnswer> answer =
+      ready->ok() ? core_.machine->Seal(request) : absl::StatusOr<model::SealAnswer>(*ready);
+  if (!answer.ok()) {
     // Different plans end the seals of all ranks. No other refusal changes what the others wait for.
     if (agreed != core_.machine->seals_agree()) core_.moved = true;
-    replies->push_back([reply = sealing.reply, status = outcome.status()] { reply(status); });
+    replies->push_back([reply = sealing->reply, status = answer.status()] { reply(status); });
     return true;
   }
   journal_.NoteSealed(request);
   NoteSealed(request);
-  if (!outcome->has_value() && request.wait_ms() > 0) return false;
-  v1::SealResponse response = outcome->has_value() ? std::move(**outcome) : Pending(request.rank());
-  if (response.has_prepared()) core_.counters.steps.Prepared();
-  replies->push_back([reply = sealing.reply, response = std::move(response)] { reply(response); });
+  if (*answer == nullptr && request.wait_ms() > 0) {
+    if (core_.machine->Filed(request)) {
+      request.clear_header();
+      request.clear_blobs();
+    }
+    return false;
+  }
+  if (*answer == nullptr) answer = Pending(request.rank());
+  if ((**answer)->has_prepared()) core_.counters.steps.Prepared();
+  replies->push_back([reply = sealing->reply, answer = *std::move(answer)] { reply(answer); });
   return true;
 }
 
-void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<v1::SealResponse> reply) {
-  const Sealing sealing{request, std::move(reply), absl::Now()};
-  const absl::Time patience = sealing.began + absl::Milliseconds(request.wait_ms());
+void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<model::SealAnswer> reply) {
+  const auto sealing = std::make_shared<Sealing>(Sealing{request, std::move(reply)});
+  const absl::Time patience = absl::Now() + absl::Milliseconds(request.wait_ms());
   Waiter waiter;
-  waiter.bytes = request.ByteSizeLong();
   waiter.limit = {std::min(limit.deadline, patience), limit.caller};
   waiter.attempt = [this, sealing](Replies* replies) {
     core_.mu.AssertHeld();
-    return TrySeal(sealing, replies);
+    return TrySeal(sealing.get(), replies);
   };
-  waiter.expire = [this, reply = sealing.reply, deadline = limit.deadline, patience,
-                   rank = request.rank()](Replies* replies) {
+  waiter.expire = [this, sealing, late = limit.deadline < patience](Replies* replies) {
     core_.mu.AssertHeld();
-    if (deadline < patience) {
-      replies->push_back([reply] { reply(DeadlinePassed("the step to be prepared")); });
+    if (late) {
+      replies->push_back([sealing] { sealing->reply(DeadlinePassed("the step to be prepared")); });
     } else {
-      replies->push_back([reply, response = Pending(rank)] { reply(response); });
+      replies->push_back([sealing, answer = Pending(sealing->request.rank())] { sealing->reply(answer); });
     }
   };
-  waiter.refuse = [reply = sealing.reply](const absl::Status& status, Replies* replies) {
-    replies->push_back([reply, status] { reply(status); });
+  waiter.refuse = [sealing](const absl::Status& status, Replies* replies) {
+    replies->push_back([sealing, status] { sealing->reply(status); });
   };
   core_.Locked([&](Replies* replies) {
     core_.mu.AssertHeld();
+    if (TrySeal(sealing.get(), replies)) return;
+    waiter.bytes = sealing->request.ByteSizeLong();  // what is left of it
     core_.waiting.Submit(std::move(waiter), &core_.machine_queue, replies);
   });
 }

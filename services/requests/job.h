@@ -60,7 +60,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply);
   void Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply);
   void Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply);
-  void Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<v1::SealResponse> reply);
+  void Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<model::SealAnswer> reply);
   void Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply);
   void Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply);
   void Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller, Reply<v1::UnpinResponse> reply);
@@ -121,16 +121,15 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
 
   // A seal and where its answer goes.
   struct Sealing {
-    v1::SealRequest request;
-    Reply<v1::SealResponse> reply;
-    absl::Time began;
+    v1::SealRequest request;  // once it is filed, without header and blobs
+    const Reply<model::SealAnswer> reply;
   };
   v1::StepInFlight DescribeStepInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void NoteSealed(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // What the step waits for, as the rank hears it; made when the answer is sent.
-  v1::SealResponse Pending(uint32_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Tells the rank what the step waits for: made when it is sent.
+  model::SealAnswer Pending(uint32_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Evaluates the seal: false if it has to wait.
-  bool TrySeal(const Sealing& sealing, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  bool TrySeal(Sealing* sealing, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Why the server cannot take the seal now, apart from what the machine says. None: it has to wait for that.
   std::optional<absl::Status> ReadyToSeal(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 

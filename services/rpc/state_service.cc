@@ -103,7 +103,9 @@ void StateServiceImpl::AddTo(Methods* methods) {
   add(OfJob<v1::SealRequest, v1::SealResponse>(
       Call::kSeal, kWholeBytesMax,
       [this](const Visit&, v1::SealRequest* request, const CallLimit& limit, Reply<v1::SealResponse> reply) {
-        state_->Seal(*request, limit, std::move(reply));
+        state_->Seal(*request, limit, [reply = std::move(reply)](absl::StatusOr<model::SealAnswer> answer) {
+          answer.ok() ? reply(***answer) : reply(answer.status());
+        });
       }));
   add(OfJob<v1::CommitRequest, v1::CommitResponse>(
       Call::kCommit, kWholeBytesMax,

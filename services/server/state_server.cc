@@ -228,7 +228,7 @@ void StateServer::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> r
   (*job)->Norm(request, std::move(reply));
 }
 
-void StateServer::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<v1::SealResponse> reply) {
+void StateServer::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<model::SealAnswer> reply) {
   reply = impl_->Counted(Call::kSeal, std::move(reply));
   if (const absl::Status known = model::CheckKnown(request); !known.ok()) return reply(known);
   const auto job = impl_->Find(request.job());

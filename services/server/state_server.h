@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/proto/model/lent_memory.h"
+#include "ballast/proto/model/shared_message.h"
 #include "ballast/services/counters/job_counters.h"
 #include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/foundation/caller.h"
@@ -120,7 +121,8 @@ class StateServer {
   // forgotten first.
   void RefuseOpen(const v1::OpenRequest&, const absl::Status& refusal, Reply<v1::OpenResponse>);
   void Norm(const v1::NormRequest&, Reply<v1::NormResponse>);
-  void Seal(const v1::SealRequest&, const CallLimit& limit, Reply<v1::SealResponse>);
+  // All ranks get the same message.
+  void Seal(const v1::SealRequest&, const CallLimit& limit, Reply<model::SealAnswer>);
   void Commit(const v1::CommitRequest&, Reply<v1::CommitResponse>);
   void Pin(const v1::PinRequest&, const CallLimit& limit, Reply<v1::PinResponse>);
   void Unpin(const v1::UnpinRequest&, Reply<v1::UnpinResponse>, std::shared_ptr<Caller> caller = nullptr);

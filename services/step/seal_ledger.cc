@@ -37,6 +37,7 @@ void SealLedger::NextStep() {
 }
 
 absl::Status SealLedger::CheckFirst(const v1::SealRequest& request) const {
+  if (request.blobs().empty()) return model::CheckHeader(*plan_, request.step(), request.header());
   const std::vector<std::string> blobs(request.blobs().begin(), request.blobs().end());
   BALLAST_RETURN_IF_ERROR(model::CheckHeader(*plan_, request.step(), request.header(), blobs));
   const std::string expected = model::PlanHash(*plan_, request.step(), request.attempt(), request.header(), blobs);
@@ -50,12 +51,20 @@ absl::Status SealLedger::CheckFirst(const v1::SealRequest& request) const {
 
 absl::Status SealLedger::Seal(const v1::SealRequest& request) {
   BALLAST_RETURN_IF_ERROR(agreement_);
-  // A seal with the hash of a checked seal needs no check of its own: the hash covers the whole plan.
+  if (request.rank() == 0 && request.blobs().empty()) {
+    return model::Error(
+        absl::StatusCode::kInvalidArgument, model::kBadRequest,
+        absl::StrCat("rank 0's seal of step ", request.step(), " came without blobs; expected those of ",
+                     plan_->world_size(), " ranks, which it brings for all"));
+  }
+  // A seal with the hash of a checked seal needs no check of its own: the hash covers the whole plan. The first blobs
+  // need one, since nobody could compute the hash before.
   const bool same = request.plan_hash() == first_.plan_hash() && request.attempt() == first_.attempt();
   const bool agrees = any() && (same || Seeded(SeededBug::kPlanHashIgnored));
-  if (!agrees) {
+  const bool brings_blobs = !request.blobs().empty() && first_.blobs().empty();
+  if (!agrees || brings_blobs) {
     BALLAST_RETURN_IF_ERROR(CheckFirst(request));
-    if (any()) {
+    if (!agrees && any()) {
       agreement_ = Mismatch(absl::StrCat(
           "rank ", request.rank(), " sealed step ", request.step(), ", attempt ", request.attempt(), " with plan hash ",
           Short(request.plan_hash()), ", rank ", first_.rank(), " sealed attempt ", first_.attempt(), " with ",

@@ -20,8 +20,8 @@ class SealLedger {
   void NextStep();
 
   // Files a rank's seal. Idempotent.
-  // Errors: INVALID_ARGUMENT if header or blobs do not fit the job; FAILED_PRECONDITION (PLAN_MISMATCH), final for the
-  // epoch.
+  // Errors: INVALID_ARGUMENT if header or blobs do not fit the job, or rank 0 brings no blobs; FAILED_PRECONDITION
+  // (PLAN_MISMATCH), final for the epoch.
   absl::Status Seal(const v1::SealRequest& request);
   // OK until a mismatch ended the epoch.
   const absl::Status& agreement() const { return agreement_; }
@@ -33,7 +33,13 @@ class SealLedger {
   // Ranks that have not sealed, ascending, at most `max` of them.
   std::vector<uint32_t> UnsealedRanks(size_t max) const;
 
-  // The first seal of this step; the plan of every later seal is equal. REQUIRES: any().
+  // This very seal is filed.
+  bool Filed(const v1::SealRequest& request) const {
+    return any() && sealed_attempt(request.rank()) == request.attempt() && request.plan_hash() == first_.plan_hash();
+  }
+
+  // Rank 0's seal of this step, which has the blobs; until it comes, the first. The plan of every other seal is equal.
+  // REQUIRES: any().
   bool any() const { return count_ > 0; }
   const v1::SealRequest& sealed() const { return first_; }
 

@@ -139,17 +139,13 @@ absl::StatusOr<v1::NormResponse> StepMachine::Norm(const v1::NormRequest& reques
   return response;
 }
 
-Outcome<v1::SealResponse> StepMachine::Seal(const v1::SealRequest& request) {
+absl::StatusOr<model::SealAnswer> StepMachine::Seal(const v1::SealRequest& request) {
   Impl& m = *impl_;
   const bool in_flight = Seeded(SeededBug::kFenceMissesPrepareInFlight) && m.fence_hides_prepared &&
                          m.prepared.has_value() && SameKey(*m.prepared, request);
   const bool any_epoch = (Seeded(SeededBug::kSealIgnoresEpoch) && m.plan != nullptr) || in_flight;
   if (!any_epoch) BALLAST_RETURN_IF_ERROR(m.CheckEpoch(request.epoch()));
-  v1::SealResponse response;
-  if (m.decision.has_value() && SameKey(*m.decision, request)) {
-    *response.mutable_decided() = *m.decision;
-    return response;
-  }
+  if (m.decision.has_value() && SameKey(*m.decision, request)) return m.Decided(request.rank() == 0);
   BALLAST_RETURN_IF_ERROR(m.CheckStep(request.step()));
   BALLAST_RETURN_IF_ERROR(m.CheckRank(request.rank()));
   // Seals are volatile: after a restart a prepared record speaks for all of them.
@@ -163,15 +159,22 @@ Outcome<v1::SealResponse> StepMachine::Seal(const v1::SealRequest& request) {
                        " with another plan than server '", m.id, "' has prepared (attempt ", m.prepared->attempt(),
                        "); exit and restart the group with resume=auto"));
     }
-    BALLAST_RETURN_IF_ERROR(m.CheckRestore(request.header(), request.blobs()));
-    BALLAST_RETURN_IF_ERROR(m.seals.Seal(request));
+    const bool filed = m.seals.Filed(request);
+    const v1::SealRequest& full = filed ? m.seals.sealed() : request;
+    BALLAST_RETURN_IF_ERROR(m.CheckRestore(full.header(), full.blobs()));
+    if (!filed) BALLAST_RETURN_IF_ERROR(m.seals.Seal(request));
     m.RaiseAttempt(request.rank(), request.attempt());
     m.TryPrepare();
   }
-  if (!m.prepared.has_value()) return std::nullopt;
-  if (!m.Durable(m.prepared_lsn) && !Seeded(SeededBug::kPreparedAnsweredUnsynced)) return std::nullopt;
-  *response.mutable_prepared() = *m.prepared;
-  return response;
+  if (!m.prepared.has_value()) return nullptr;
+  if (!m.Durable(m.prepared_lsn) && !Seeded(SeededBug::kPreparedAnsweredUnsynced)) return nullptr;
+  return m.Prepared(request.rank() == 0);
+}
+
+bool StepMachine::Filed(const v1::SealRequest& request) const {
+  const Impl& m = *impl_;
+  return m.plan != nullptr && request.rank() < m.plan->world_size() && request.step() == m.committed + 1 &&
+         m.CheckEpoch(request.epoch()).ok() && m.seals.Filed(request);
 }
 
 bool StepMachine::seals_agree() const { return impl_->seals.agreement().ok(); }

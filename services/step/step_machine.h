@@ -18,6 +18,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/shared_message.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/v1/log.pb.h"
 #include "ballast/v1/state_service.pb.h"
@@ -112,8 +113,10 @@ class StepMachine {
   absl::Status EndPush(const v1::PushRequest& header, const absl::Status& received, PushedSlice* bytes = nullptr);
 
   absl::StatusOr<v1::NormResponse> Norm(const v1::NormRequest& request);
-  // nullopt: not prepared, or not durably.
-  Outcome<v1::SealResponse> Seal(const v1::SealRequest& request);
+  // Null: not prepared, or not durably; a seal that waits and is Filed() may drop header and blobs, and be evaluated
+  // again without them. Answers of a step are few messages, shared by all who seal.
+  absl::StatusOr<model::SealAnswer> Seal(const v1::SealRequest& request);
+  bool Filed(const v1::SealRequest& request) const;
   // Seal's answer for a caller that waits no longer: kPending with the missing slices and unsealed ranks, of which it
   // names a bounded number.
   v1::SealResponse Pending(uint32_t asker) const;
@@ -123,7 +126,7 @@ class StepMachine {
   // first Open.
   uint32_t unsealed_count() const;
   std::vector<uint32_t> UnsealedRanks(size_t max) const;
-  // The step in flight is prepared here, durably or not yet.
+  // The step in flight is prepared here, durably or not yet; durably.
   bool prepared() const;
   absl::StatusOr<v1::CommitResponse> Commit(const v1::CommitRequest& request);
 

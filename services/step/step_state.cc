@@ -105,6 +105,7 @@ void StepMachine::Impl::TryPrepare() {
 void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
   const v1::PreparedRecord record = *std::exchange(prepared, std::nullopt);
   decision = request;
+  for (model::SealAnswer& answer : answers) answer.reset();
   // The sealed blobs count, not the blobs of the commit.
   if (!Seeded(SeededBug::kCommitTrustsBlobs)) *decision->mutable_blobs() = record.blobs();
   if (log && Seeded(SeededBug::kDecisionAfterNextPrepared)) {
@@ -277,7 +278,8 @@ absl::Status StepMachine::Impl::CheckRestore(const v1::StepHeader& header,
                                                           "; GetJob tells which it has"));
   }
   const auto& sealed = pin->second.decision().blobs();
-  if (!std::equal(blobs.begin(), blobs.end(), sealed.begin(), sealed.end())) {
+  // Rank 0's seal alone has blobs.
+  if (!blobs.empty() && !std::equal(blobs.begin(), blobs.end(), sealed.begin(), sealed.end())) {
     return BadRequest(absl::StrCat("a restore of version ", version, " must seal that version's ", sealed.size(),
                                    " blob(s); the pin has them"));
   }
@@ -296,6 +298,28 @@ void StepMachine::Impl::Adopt(std::shared_ptr<const model::EpochPlan> next, uint
   if (!Seeded(SeededBug::kOpenKeepsPrepared)) prepared.reset();
   tensor_steps.resize(plan->layout().tensors().size(), 0);
   host->Opened(plan);
+}
+
+model::SealAnswer StepMachine::Impl::Prepared(bool with_blobs) {
+  model::SealAnswer& answer = answers[with_blobs];
+  if (answer == nullptr || !SameKey((*answer)->prepared(), *prepared)) {
+    v1::SealResponse response;
+    *response.mutable_prepared() = *prepared;
+    if (!with_blobs) response.mutable_prepared()->clear_blobs();
+    answer = std::make_shared<model::SealAnswer::element_type>(std::move(response));
+  }
+  return answer;
+}
+
+model::SealAnswer StepMachine::Impl::Decided(bool with_blobs) {
+  model::SealAnswer& answer = answers[with_blobs];
+  if (answer == nullptr || !SameKey((*answer)->decided(), *decision)) {
+    v1::SealResponse response;
+    *response.mutable_decided() = *decision;
+    if (!with_blobs) response.mutable_decided()->clear_blobs();
+    answer = std::make_shared<model::SealAnswer::element_type>(std::move(response));
+  }
+  return answer;
 }
 
 // Unsealed ranks named in an answer: a person reads no more, and there may be 4096 in the answers to as many ranks.

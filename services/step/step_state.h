@@ -86,6 +86,9 @@ struct StepMachine::Impl {
   uint64_t pin_interval() const { return plan->open().spec().pin_interval(); }
   void Adopt(std::shared_ptr<const model::EpochPlan> next, uint32_t member);
   v1::SealResponse Pending(uint32_t asker);
+  // The answers to seals: the same message for as long as the record or the decision is the same.
+  model::SealAnswer Prepared(bool with_blobs);
+  model::SealAnswer Decided(bool with_blobs);
 
   absl::Status ReplaySnapshot(const v1::LogSnapshot& snapshot);
   absl::Status ReplayOpen(const v1::OpenRequest& open);
@@ -105,8 +108,9 @@ struct StepMachine::Impl {
   std::optional<v1::Decision> decision;        // of `committed`
   std::optional<v1::PreparedRecord> prepared;  // of `committed` + 1
   uint64_t prepared_lsn = 0;
-  SliceLedger slices;  // of `committed` + 1
-  SealLedger seals;    // of `committed` + 1
+  model::SealAnswer answers[2];  // the last, without and with blobs
+  SliceLedger slices;            // of `committed` + 1
+  SealLedger seals;              // of `committed` + 1
   std::vector<uint64_t> tensor_steps;
   uint64_t skipped = 0;
   std::map<int64_t, v1::PinnedVersion> pins;  // durable here

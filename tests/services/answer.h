@@ -16,14 +16,26 @@ namespace ballast::services {
 
 template <typename Response>
 class Answer {
+ private:
+  struct State {
+    absl::Mutex mu;
+    std::optional<absl::StatusOr<Response>> response;
+  };
+
  public:
-  Reply<Response> reply() {
-    return [state = state_](absl::StatusOr<Response> response) {
+  // Takes the answer itself, or a message that others share.
+  struct Taker {
+    void operator()(absl::StatusOr<Response> response) const {
       absl::MutexLock lock(&state->mu);
       EXPECT_FALSE(state->response.has_value()) << "answered twice";
       state->response.emplace(std::move(response));
-    };
-  }
+    }
+    void operator()(const absl::StatusOr<std::shared_ptr<const model::SharedMessage<Response>>>& shared) const {
+      (*this)(shared.ok() ? absl::StatusOr<Response>(***shared) : shared.status());
+    }
+    std::shared_ptr<State> state;
+  };
+  Taker reply() { return Taker{state_}; }
 
   // DEADLINE_EXCEEDED, "no answer in a minute", if no answer comes in a minute.
   absl::StatusOr<Response> Wait() {
@@ -41,10 +53,6 @@ class Answer {
   }
 
  private:
-  struct State {
-    absl::Mutex mu;
-    std::optional<absl::StatusOr<Response>> response;
-  };
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 

@@ -1,7 +1,9 @@
 // What a server does for a job of many ranks: its cost follows what the job does, not how many ranks watch. Each test
 // prints what it took; it asserts counts and sizes.
+#include <malloc.h>
 #include <sys/resource.h>
 
+#include <atomic>
 #include <deque>
 #include <iostream>
 
@@ -137,6 +139,60 @@ TEST_F(ManyRanksTest, EachRankHearsOfItsOwnSlices) {
   std::cout << "CPU of " << kRanks / 2 << " answers about " << group.plan().slices().size()
             << " slices: " << CpuOfProcess() - began << "\n";
   EXPECT_EQ(server_->counters().told_pending, kRanks / 2);
+}
+
+// 4,096 ranks wait for one another, with blobs of no bytes and of 16. Their seals come over the wire's bytes, and the
+// calls are direct: what gRPC takes for a call follows the ranks anyway.
+void WaitWithBlobs(TestServer* server, size_t blob_bytes, uint64_t epoch) {
+  constexpr uint32_t kMost = 4096;
+  TrainerGroup group({server->get()}, MakeSpec("job", SmallModel()), kMost, epoch);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  ASSERT_EQ(group.PushAll(v1::SLICE_KIND_VALUE, AllTensors(4), Ones), absl::OkStatus());
+  const std::vector<std::string> blobs(kMost, std::string(blob_bytes, 'b'));
+  v1::SealRequest seal = group.SealOf(1, ValuesHeader(4), /*wait_ms=*/600'000);
+  seal.set_plan_hash(model::PlanHash(group.plan(), group.step(), 0, seal.header(), blobs));
+  std::vector<std::string> sent(kMost);
+  for (uint32_t rank = 0; rank < kMost; ++rank) {
+    seal.set_rank(rank);
+    if (rank == 0) seal.mutable_blobs()->Assign(blobs.begin(), blobs.end());
+    sent[rank] = seal.SerializeAsString();
+    seal.clear_blobs();
+  }
+  std::vector<model::SealAnswer> answers(kMost);
+  std::atomic<uint32_t> answered = 0;
+  const absl::Duration cpu = CpuOfProcess();
+  const size_t heap = mallinfo2().uordblks;
+  size_t heap_of_waiting = 0;
+  for (uint32_t rank = 0; rank < kMost; ++rank) {
+    if (rank + 1 == kMost) {
+      heap_of_waiting = mallinfo2().uordblks - heap;
+      EXPECT_EQ(server->get()->counters().waiting_requests, kMost - 1);
+      EXPECT_LT(server->get()->counters().waiting_request_bytes, uint64_t{1} << 20);
+    }
+    v1::SealRequest come;
+    ASSERT_TRUE(come.ParseFromString(sent[rank]));
+    server->get()->Seal(come, absl::InfiniteFuture(), [&, rank](absl::StatusOr<model::SealAnswer> answer) {
+      ASSERT_TRUE(answer.ok()) << answer.status();
+      answers[rank] = *answer;
+      ++answered;
+    });
+  }
+  const absl::Time patience = absl::Now() + absl::Minutes(1);
+  while (answered < kMost && absl::Now() < patience) absl::SleepFor(absl::Milliseconds(1));
+  ASSERT_EQ(answered, kMost);
+  std::cout << kMost << " ranks with blobs of " << blob_bytes << " bytes: heap of waiting seals " << heap_of_waiting
+            << " bytes, CPU of the step's seals " << CpuOfProcess() - cpu << "\n";
+  EXPECT_LT(heap_of_waiting, size_t{64} << 20);
+  ASSERT_TRUE((*answers[0])->has_prepared());
+  EXPECT_EQ((*answers[0])->prepared().blobs_size(), static_cast<int>(kMost));
+  EXPECT_EQ((*answers[1])->prepared().blobs_size(), 0);
+  for (uint32_t rank = 2; rank < kMost; ++rank) ASSERT_EQ(answers[rank], answers[1]) << "rank " << rank;
+}
+
+TEST(ManyRanks, SealsAreNotQuadratic) {
+  TestServer server("s");
+  WaitWithBlobs(&server, 0, 1);
+  WaitWithBlobs(&server, 16, 2);
 }
 
 }  // namespace

@@ -211,7 +211,7 @@ v1::SealRequest TrainerGroup::SealOf(uint32_t rank, const v1::StepHeader& header
   request.set_rank(rank);
   request.set_plan_hash(model::PlanHash(*plan_, step_, attempt_, header, blobs));
   *request.mutable_header() = header;
-  for (const std::string& blob : blobs) request.add_blobs(blob);
+  if (rank == 0) request.mutable_blobs()->Assign(blobs.begin(), blobs.end());
   request.set_wait_ms(wait_ms);
   return request;
 }

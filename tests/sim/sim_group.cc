@@ -73,7 +73,9 @@ void SimGroup::StartStep(Rank* rank, int64_t step) {
   seal->set_attempt(intent_.FinalAttempt(step));
   seal->set_rank(r);
   *seal->mutable_header() = intent_.Header(step, r);
-  for (std::string& blob : intent_.Blobs(step)) seal->add_blobs(std::move(blob));
+  if (r == 0) {
+    for (std::string& blob : intent_.Blobs(step)) seal->add_blobs(std::move(blob));
+  }
   seal->set_plan_hash(intent_.Hash(step, r));
   rank->seal = std::move(seal);
   StartAttempt(r, 0);
@@ -280,7 +282,13 @@ void SimGroup::NotResolved(const absl::Status& status) {
 
 void SimGroup::Decide(uint32_t r, const v1::Decision& decision) {
   Rank& rank = ranks_[r];
-  around_.oracle->Acknowledged(decision, Name(r));
+  v1::Decision acknowledged = decision;
+  // Servers give the blobs back to rank 0 alone; the others know them from before the seal.
+  if (r != 0) {
+    const std::vector<std::string> blobs = intent_.Blobs(decision.step());
+    acknowledged.mutable_blobs()->Assign(blobs.begin(), blobs.end());
+  }
+  around_.oracle->Acknowledged(acknowledged, Name(r));
   rank.last = decision;
   auto commit = std::make_shared<v1::CommitRequest>();
   commit->set_job(kJob);

@@ -217,9 +217,16 @@ bool SimServer::Evaluate(const Request& request, std::vector<Response>* answers)
     return AnswerIfReady(request, machine_->Open(**open), answers);
   }
   if (const auto* seal = std::get_if<std::shared_ptr<const v1::SealRequest>>(&request.body)) {
-    auto sealed = machine_->Seal(**seal);
-    if (sealed.ok() && !sealed->has_value() && !machine_->prepared()) sealed = machine_->Pending((*seal)->rank());
-    return AnswerIfReady(request, std::move(sealed), answers);
+    const auto sealed = machine_->Seal(**seal);
+    services::Outcome<v1::SealResponse> answer = std::nullopt;
+    if (!sealed.ok()) {
+      answer = sealed.status();
+    } else if (*sealed != nullptr) {
+      answer = ***sealed;
+    } else if (!machine_->prepared()) {
+      answer = machine_->Pending((*seal)->rank());
+    }
+    return AnswerIfReady(request, std::move(answer), answers);
   }
   if (const auto* pin = std::get_if<std::shared_ptr<const v1::PinRequest>>(&request.body)) {
     return AnswerIfReady(request, Pin(**pin), answers);

@@ -186,7 +186,10 @@ void Machine::Handle(const Request& request, bool damage, Random* random) {
     return server_->Norm(**norm, ReplyTo<v1::NormResponse>(request));
   }
   if (const auto* seal = std::get_if<std::shared_ptr<const v1::SealRequest>>(&request.body)) {
-    return server_->Seal(**seal, never, ReplyTo<v1::SealResponse>(request));
+    const auto reply = ReplyTo<v1::SealResponse>(request);
+    return server_->Seal(**seal, never, [reply](absl::StatusOr<model::SealAnswer> answer) {
+      answer.ok() ? reply(***answer) : reply(answer.status());
+    });
   }
   if (const auto* commit = std::get_if<std::shared_ptr<const v1::CommitRequest>>(&request.body)) {
     return server_->Commit(**commit, ReplyTo<v1::CommitResponse>(request));

@@ -177,7 +177,7 @@ TEST_F(StepMachineTest, OpenVoidsSlicesAndPreparedOfOlderEpochs) {
   Start(2);
   EXPECT_FALSE(machine_->Describe().has_prepared());
   const auto sealed = machine_->Seal(MakeSeal(0, 0, 0, Values()));
-  ASSERT_TRUE(sealed.ok() && !sealed->has_value());
+  ASSERT_TRUE(sealed.ok() && *sealed == nullptr);
   EXPECT_EQ(machine_->Pending(0).pending().missing_count(), 4u);
   EXPECT_THAT(machine_->Pending(0).pending().unsealed_ranks(), testing::ElementsAre(1));
 }

@@ -32,8 +32,8 @@ TEST_F(StepMachineTest, ALostDecisionLeavesTheStepPrepared) {
   EXPECT_EQ(machine_->Describe().prepared().step(), 0);
   // No seal survived; the prepared record speaks for them.
   const auto sealed = machine_->Seal(MakeSeal(0, 0, 0, Values()));
-  ASSERT_TRUE(sealed.ok() && sealed->has_value());
-  EXPECT_TRUE((*sealed)->has_prepared());
+  ASSERT_TRUE(sealed.ok() && *sealed != nullptr);
+  EXPECT_TRUE((**sealed)->has_prepared());
   ASSERT_TRUE(Commit(decision).ok());
   EXPECT_EQ(machine_->committed(), 0);
 }
@@ -53,7 +53,7 @@ TEST_F(StepMachineTest, LostSlicesAreNamedAndPushedAgain) {
   PushAll(1, 0, 1, Values());
   Restart(host_.log.size() - 1);
   auto sealed = machine_->Seal(MakeSeal(0, 0, 1, Values()));
-  ASSERT_TRUE(sealed.ok() && !sealed->has_value());
+  ASSERT_TRUE(sealed.ok() && *sealed == nullptr);
   const v1::SealResponse waiting = machine_->Pending(0);
   EXPECT_EQ(waiting.pending().missing_count(), 1u);
   EXPECT_EQ(waiting.pending().missing(0).rank(), 1u);
@@ -132,8 +132,8 @@ TEST_F(StepMachineTest, StepCountsComeWithValues) {
   EXPECT_EQ(counts(), (std::vector<uint64_t>{1, 1}));
   SyncAll();
   const auto sealed = machine_->Seal(MakeSeal(0, 2, 0, moments));
-  ASSERT_TRUE(sealed.ok() && sealed->has_value() && (*sealed)->has_prepared());
-  ASSERT_TRUE(Commit(DecisionOf((*sealed)->prepared())).ok());
+  ASSERT_TRUE(sealed.ok() && *sealed != nullptr && (**sealed)->has_prepared());
+  ASSERT_TRUE(Commit(DecisionOf((**sealed)->prepared())).ok());
   EXPECT_EQ(counts(), (std::vector<uint64_t>{1, 80}));
   EXPECT_EQ(host_.applied.back().first.header().value_array(), 2u);
   RunStep(3, Update("\x03"));

@@ -125,9 +125,9 @@ TEST_F(StepRestoreTest, BringsBackStepCountsAndBlobs) {
   ASSERT_TRUE(machine_->Seal(Seal(1, 3, Restore(1))).ok());
   SyncAll();
   const auto sealed = machine_->Seal(Seal(0, 3, Restore(1)));
-  ASSERT_TRUE(sealed.ok() && sealed->has_value() && (*sealed)->has_prepared());
+  ASSERT_TRUE(sealed.ok() && *sealed != nullptr && (**sealed)->has_prepared());
   EXPECT_THAT(machine_->Unpin(1), Fails(StatusCode::kFailedPrecondition, model::kBusy, "prepared a restore"));
-  ASSERT_TRUE(Commit(DecisionOf((*sealed)->prepared())).ok());
+  ASSERT_TRUE(Commit(DecisionOf((**sealed)->prepared())).ok());
   EXPECT_EQ(machine_->committed(), 3);
   EXPECT_THAT(StepCounts(), ElementsAre(1, 0));
   const v1::Decision decision = machine_->Describe().decision();

@@ -112,7 +112,7 @@ TEST_F(StepMachineTest, AHigherAttemptReplacesTheRanksSlices) {
               Fails(StatusCode::kAborted, model::kStaleAttempt, "rank 0 is at attempt 1"));
   // Rank 1 is still at attempt 0, so of attempt 1 only one of four slices is there.
   const auto sealed = machine_->Seal(MakeSeal(0, 0, 1, Values()));
-  ASSERT_TRUE(sealed.ok() && !sealed->has_value());
+  ASSERT_TRUE(sealed.ok() && *sealed == nullptr);
   EXPECT_EQ(machine_->Pending(0).pending().missing_count(), 3u);
 }
 
@@ -155,26 +155,87 @@ TEST_F(StepMachineTest, PreparedIsAnsweredOnceItIsDurable) {
   PrepareStep(0, 0, Values());
   const auto waiting = machine_->Seal(MakeSeal(0, 0, 0, Values()));
   ASSERT_TRUE(waiting.ok());
-  EXPECT_FALSE(waiting->has_value());
+  EXPECT_EQ(*waiting, nullptr);
   machine_->Synced(host_.log.size() - 1);
-  EXPECT_FALSE(machine_->Seal(MakeSeal(0, 0, 0, Values()))->has_value());
+  EXPECT_EQ(*machine_->Seal(MakeSeal(0, 0, 0, Values())), nullptr);
   EXPECT_EQ(host_.sync_wanted, host_.log.size());
   SyncAll();
-  const auto answer = machine_->Seal(MakeSeal(1, 0, 0, Values()));
-  ASSERT_TRUE(answer.ok() && answer->has_value());
-  EXPECT_EQ((*answer)->prepared().blobs(1), "blob of rank 1");
-  EXPECT_EQ((*answer)->prepared().epoch().counter(), 1u);
+  const auto answer = machine_->Seal(MakeSeal(0, 0, 0, Values()));
+  ASSERT_TRUE(answer.ok() && *answer != nullptr);
+  EXPECT_EQ((**answer)->prepared().blobs(1), "blob of rank 1");
+  EXPECT_EQ((**answer)->prepared().epoch().counter(), 1u);
+}
+
+// Rank 0's seal has the blobs, and the answers to it; the plan hash stands for them in the others.
+TEST_F(StepMachineTest, TheBlobsComeWithRank0) {
+  Start(1);
+  for (uint32_t rank = 0; rank < 2; ++rank) PushAll(rank, 0, 0, Values());
+  v1::SealRequest of_1 = MakeSeal(1, 0, 0, Values());
+  of_1.clear_blobs();
+  ASSERT_EQ(*machine_->Seal(of_1), nullptr);
+  v1::SealRequest of_0 = MakeSeal(0, 0, 0, Values());
+  of_0.clear_blobs();
+  EXPECT_THAT(machine_->Seal(of_0).status(),
+              Fails(StatusCode::kInvalidArgument, model::kBadRequest, "expected those of 2 ranks"));
+  of_0 = MakeSeal(0, 0, 0, Values());
+  of_0.set_blobs(1, "other blob");
+  EXPECT_THAT(machine_->Seal(of_0).status(), Fails(StatusCode::kInvalidArgument, model::kBadRequest, "plan hash"));
+  EXPECT_FALSE(machine_->prepared());
+  ASSERT_EQ(*machine_->Seal(MakeSeal(0, 0, 0, Values())), nullptr);
+  SyncAll();
+  const model::SealAnswer first = *machine_->Seal(MakeSeal(0, 0, 0, Values()));
+  EXPECT_EQ((*first)->prepared().blobs_size(), 2);
+  EXPECT_EQ((*first)->prepared().blobs(1), "blob of rank 1");
+  const model::SealAnswer second = *machine_->Seal(of_1);
+  EXPECT_EQ((*second)->prepared().blobs_size(), 0);
+  EXPECT_EQ(*machine_->Seal(of_1), second) << "made once for all ranks";
+  ASSERT_TRUE(Commit(DecisionOf((*second)->prepared())).ok());
+  EXPECT_EQ(machine_->Describe().decision().blobs(1), "blob of rank 1");
+  EXPECT_EQ((**machine_->Seal(of_1))->decided().blobs_size(), 0);
+  EXPECT_EQ((**machine_->Seal(MakeSeal(0, 0, 0, Values())))->decided().blobs_size(), 2);
+}
+
+TEST_F(StepMachineTest, BlobsThatRankOneDidNotHashEndTheEpoch) {
+  Start(1);
+  v1::SealRequest of_1 = MakeSeal(1, 0, 0, Values());
+  of_1.clear_blobs();
+  ASSERT_EQ(*machine_->Seal(of_1), nullptr);
+  v1::SealRequest of_0 = MakeSeal(0, 0, 0, Values());
+  of_0.set_blobs(1, "other blob");
+  const std::vector<std::string> blobs(of_0.blobs().begin(), of_0.blobs().end());
+  of_0.set_plan_hash(model::PlanHash(*machine_->plan(), 0, 0, Values(), blobs));
+  EXPECT_THAT(machine_->Seal(of_0).status(),
+              Fails(StatusCode::kFailedPrecondition, model::kPlanMismatch, "tensors and blobs"));
+  EXPECT_FALSE(machine_->seals_agree());
+}
+
+// What was filed may come again as its key alone.
+TEST_F(StepMachineTest, AFiledSealNeedsNoHeaderAgain) {
+  Start(1);
+  v1::SealRequest seal = MakeSeal(0, 0, 0, Values());
+  EXPECT_FALSE(machine_->Filed(seal));
+  ASSERT_EQ(*machine_->Seal(seal), nullptr);
+  EXPECT_TRUE(machine_->Filed(seal));
+  seal.clear_header();
+  seal.clear_blobs();
+  EXPECT_EQ(*machine_->Seal(seal), nullptr);
+  for (uint32_t rank = 0; rank < 2; ++rank) PushAll(rank, 0, 0, Values());
+  ASSERT_EQ(*machine_->Seal(MakeSeal(1, 0, 0, Values())), nullptr);
+  SyncAll();
+  EXPECT_EQ((**machine_->Seal(seal))->prepared().header().value_presence(), Values().value_presence());
+  Start(2);
+  EXPECT_FALSE(machine_->Filed(seal));
 }
 
 TEST_F(StepMachineTest, ASealMayComeBeforeTheSlices) {
   Start(1);
-  EXPECT_FALSE(machine_->Seal(MakeSeal(1, 0, 0, Values()))->has_value());
+  EXPECT_EQ(*machine_->Seal(MakeSeal(1, 0, 0, Values())), nullptr);
   PushAll(1, 0, 0, Values());
-  EXPECT_FALSE(machine_->Seal(MakeSeal(0, 0, 0, Values()))->has_value());
+  EXPECT_EQ(*machine_->Seal(MakeSeal(0, 0, 0, Values())), nullptr);
   EXPECT_EQ(machine_->Pending(0).pending().missing_count(), 2u);
   PushAll(0, 0, 0, Values());
   SyncAll();
-  EXPECT_TRUE((*machine_->Seal(MakeSeal(0, 0, 0, Values())))->has_prepared());
+  EXPECT_TRUE((**machine_->Seal(MakeSeal(0, 0, 0, Values())))->has_prepared());
 }
 
 TEST_F(StepMachineTest, AfterItsSealARankMayNotDrop) {
@@ -299,8 +360,8 @@ TEST_F(StepMachineTest, ASealOfADecidedStepAnswersWithTheDecision) {
   Start(1);
   RunStep(0, Values());
   const auto answer = machine_->Seal(MakeSeal(1, 0, 0, Values()));
-  ASSERT_TRUE(answer.ok() && answer->has_value());
-  EXPECT_EQ((*answer)->decided().step(), 0);
+  ASSERT_TRUE(answer.ok() && *answer != nullptr);
+  EXPECT_EQ((**answer)->decided().step(), 0);
   EXPECT_THAT(machine_->Seal(MakeSeal(1, 0, 1, Values())).status(),
               Fails(StatusCode::kFailedPrecondition, model::kOldStep, "decided already"));
 }
