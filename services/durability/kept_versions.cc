@@ -81,10 +81,8 @@ Outcome<v1::PinResponse> KeptVersions::TryPin(const v1::PinRequest& request, std
 }
 
 size_t KeptVersions::AskedFor() const {
-  const v1::GetJobResponse job = core_->machine->Describe();
   size_t asked_for = pinning_.size();
-  for (const int64_t version : job.durable_versions()) {
-    const v1::PinnedVersion& there = *core_->machine->FindPin(version);
+  for (const auto& [version, there] : core_->machine->pins()) {
     if (there.requested() || !there.automatic()) ++asked_for;
   }
   return asked_for;
@@ -238,7 +236,7 @@ absl::StatusOr<bool> KeptVersions::Checked(const v1::SealRequest& request) {
   const model::EpochPlan* plan = core_->machine->plan();
   // Whatever the machine refuses, or has prepared, needs no reading.
   const bool of_epoch = plan != nullptr && model::Compare(plan->open().epoch(), request.epoch()) == 0;
-  if (!of_epoch || core_->machine->FindPin(version) == nullptr || core_->machine->Describe().has_prepared() ||
+  if (!of_epoch || core_->machine->FindPin(version) == nullptr || core_->machine->prepared_durably() ||
       request.step() != core_->machine->committed() + 1) {
     return true;
   }

@@ -112,7 +112,7 @@ std::string JobCore::Remedy() const {
 }
 
 v1::GetJobResponse JobCore::Describe() const {
-  v1::GetJobResponse response = machine->Describe();
+  v1::GetJobResponse response = machine->DescribeProgress();
   response.set_server_id(around.server_id);
   return response;
 }

@@ -67,6 +67,7 @@ class JobCore {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Advice for the operator after a disk error.
   std::string Remedy() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Without `open`: `plan` has it.
   v1::GetJobResponse Describe() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // UNAVAILABLE (BUSY) while some chunk is ahead of the last decided step. After a restart chunks may show a step whose
   // decision the crash lost; such a version is not committed.

@@ -135,7 +135,7 @@ absl::Status Recovery::Replayer::LoadUndecided() {
   {
     JobMutexLock lock(&core_->mu);
     committed = core_->machine->committed();
-    v1::GetJobResponse job = core_->machine->Describe();
+    v1::GetJobResponse job = core_->machine->DescribeProgress();
     if (job.has_prepared()) prepared = std::move(*job.mutable_prepared());
   }
   if (Seeded(storage::StorageBug::kUndecidedForgotten)) attempts.clear();
@@ -230,7 +230,7 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
     JobMutexLock lock(&core_->mu);
     committed = core_->machine->committed();
     // The log may have the newer promise: each is written on its own.
-    if (entry.promised.has_value() && model::Compare(*entry.promised, core_->machine->Describe().promised()) > 0) {
+    if (entry.promised.has_value() && model::Compare(*entry.promised, core_->machine->promised()) > 0) {
       BALLAST_RETURN_IF_ERROR(core_->machine->Replay(PromiseRecord{*entry.promised}));
     }
   }
@@ -270,7 +270,7 @@ absl::Status Recovery::CheckLogReaches(const JobEntry& entry) const {
   for (const auto& chunk : core_->chunks) applied = std::max(applied, chunk->version.value_or(-1));
   const int64_t committed = core_->machine->committed();
   // The decision behind a durable prepared record need not be durable.
-  if (applied <= committed + (core_->machine->Describe().has_prepared() ? 1 : 0)) return absl::OkStatus();
+  if (applied <= committed + (core_->machine->prepared_durably() ? 1 : 0)) return absl::OkStatus();
   return model::Error(
       absl::StatusCode::kDataLoss, model::kDiverged,
       absl::StrCat("the log of job '", core_->name, "' ends at step ", committed, ", and the server had applied step ",
@@ -296,8 +296,7 @@ absl::StatusOr<Space::Chunks> Recovery::TakeChunks(const v1::OpenRequest& open) 
   {
     JobMutexLock lock(&core_->mu);
     store = core_->store;
-    const v1::GetJobResponse job = core_->machine->Describe();
-    versions.assign(job.durable_versions().begin(), job.durable_versions().end());
+    for (const auto& [version, pin] : core_->machine->pins()) versions.push_back(version);
   }
   if (store == nullptr) return chunks;  // none of the chunks is this server's
   BALLAST_RETURN_IF_ERROR(earlier_->TakeBackPins(versions, chunks, store.get()));

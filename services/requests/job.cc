@@ -87,7 +87,7 @@ void Job::Discard() {
 
 v1::Epoch Job::promised() const {
   JobMutexLock lock(&core_.mu);
-  return core_.machine->Describe().promised();
+  return core_.machine->promised();
 }
 
 bool Job::Unopened() const {
@@ -101,7 +101,7 @@ bool Job::unopened() const {
 
 bool Job::RefuseIfUnopened(const v1::Epoch& promised, const absl::Status& status) {
   JobMutexLock lock(&core_.mu);
-  if (!Unopened() || model::Compare(core_.machine->Describe().promised(), promised) != 0) return false;
+  if (!Unopened() || model::Compare(core_.machine->promised(), promised) != 0) return false;
   core_.stopped = status;
   return true;
 }
@@ -142,33 +142,52 @@ void Job::PinChanged(const v1::PinnedVersion& pin) {
   kept_.PinChanged(pin);
 }
 
-void Job::GetJob(Reply<v1::GetJobResponse> reply) {
+namespace {
+
+using SharedPlan = std::shared_ptr<const model::EpochPlan>;
+
+}  // namespace
+
+void Job::GetJob(bool with_open, Reply<v1::GetJobResponse> reply) {
+  const auto plan = std::make_shared<SharedPlan>();
   core_.Ask<v1::GetJobResponse>(
       0,
-      [this]() -> Outcome<v1::GetJobResponse> {
+      [this, plan, with_open]() -> Outcome<v1::GetJobResponse> {
         core_.mu.AssertHeld();
         v1::GetJobResponse job = core_.Describe();
         job.set_life(journal_.life());
+        if (with_open) *plan = core_.plan;
         return job;
       },
-      absl::InfiniteFuture(), "", std::move(reply));
+      absl::InfiniteFuture(), "",
+      // The lock is free here: an Open may take milliseconds to copy.
+      [plan, reply = std::move(reply)](absl::StatusOr<v1::GetJobResponse> job) {
+        if (job.ok() && *plan != nullptr) *job->mutable_open() = (*plan)->open();
+        reply(std::move(job));
+      });
 }
 
 void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
   if (const absl::Status status = Peers::Check(request); !status.ok()) return reply(status);
+  const auto plan = std::make_shared<SharedPlan>();
   core_.Ask<v1::FenceResponse>(
       request.ByteSizeLong(),
-      [this, request]() -> Outcome<v1::FenceResponse> {
+      [this, plan, request]() -> Outcome<v1::FenceResponse> {
         core_.mu.AssertHeld();
         BALLAST_RETURN_IF_ERROR(journal_.MakeRoom(1, kSmallRecordBytesMax));
         Outcome<v1::FenceResponse> fenced = core_.machine->Fence(request);
         if (fenced.ok() && fenced->has_value()) {
           ++core_.counters.fences;
           peers_.Set(request);
+          *plan = core_.plan;
         }
         return fenced;
       },
-      limit, "the promise to become durable", std::move(reply));
+      limit, "the promise to become durable",
+      [plan, reply = std::move(reply)](absl::StatusOr<v1::FenceResponse> fenced) {
+        if (fenced.ok() && *plan != nullptr) *fenced->mutable_job()->mutable_open() = (*plan)->open();
+        reply(std::move(fenced));
+      });
 }
 
 void Job::Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply) {

@@ -56,7 +56,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   absl::Status ComeBack(const JobEntry& entry);
 
   // As the methods of StateServer.
-  void GetJob(Reply<v1::GetJobResponse> reply);
+  void GetJob(bool with_open, Reply<v1::GetJobResponse> reply);
   void Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply);
   void Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply);
   void Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply);

@@ -41,34 +41,39 @@ v1::JobStatus Job::Status() const {
   v1::JobStatus status;
   {
     JobMutexLock lock(&core_.mu);
-    const v1::GetJobResponse job = core_.Describe();
+    // Nothing of a job's size is copied here: scrapes and fences with a quota ask all jobs.
+    const StepMachine& machine = *core_.machine;
+    const v1::OpenRequest& open =
+        machine.plan() != nullptr ? machine.plan()->open() : v1::OpenRequest::default_instance();
     status.set_name(core_.name);
-    status.set_committed(job.committed());
-    status.set_oldest_chunk_version(job.committed());
+    status.set_committed(machine.committed());
+    status.set_oldest_chunk_version(machine.committed());
     for (const auto& chunk : core_.chunks) {
       status.set_oldest_chunk_version(
-          std::min(status.oldest_chunk_version(), chunk->version.value_or(job.committed())));
+          std::min(status.oldest_chunk_version(), chunk->version.value_or(machine.committed())));
     }
-    *status.mutable_epoch() = job.promised();
-    status.set_world_size(job.open().tiling().world_size());
+    *status.mutable_epoch() = machine.promised();
+    status.set_world_size(open.tiling().world_size());
     if (core_.plan != nullptr) status.set_parameters(core_.plan->layout().parameters());
     status.set_chunks(core_.chunks.size());
-    for (const v1::Member& member : job.open().members()) status.add_member_ids(member.server_id());
-    if (core_.machine->plan() != nullptr) *status.mutable_in_flight() = DescribeStepInFlight();
+    for (const v1::Member& member : open.members()) status.add_member_ids(member.server_id());
+    if (machine.plan() != nullptr) *status.mutable_in_flight() = DescribeStepInFlight();
     peers_.Tell(core_.around.server_id, &status);
     for (const int64_t version : read_pins_.Versions()) status.add_pinned_versions(version);
-    for (const int64_t version : job.durable_versions()) status.add_durable_versions(version);
-    status.set_durability(job.open().spec().durability());
-    status.set_pin_interval(job.open().spec().pin_interval());
-    *status.mutable_automatic_versions() = job.automatic_versions();
-    if (job.state_lost()) {
+    for (const auto& [version, pin] : machine.pins()) {
+      status.add_durable_versions(version);
+      if (pin.automatic()) status.add_automatic_versions(version);
+    }
+    status.set_durability(open.spec().durability());
+    status.set_pin_interval(open.spec().pin_interval());
+    if (machine.state_lost()) {
       // The newest pin is what is left of the state.
-      const int64_t newest = job.durable_versions().empty() ? -1 : *job.durable_versions().rbegin();
+      const int64_t newest = machine.pins().empty() ? -1 : machine.pins().rbegin()->first;
       status.set_state_lost(true);
       status.set_committed(newest);
       status.set_oldest_chunk_version(newest);
     }
-    status.set_skipped_steps(core_.machine->skipped_steps());
+    status.set_skipped_steps(machine.skipped_steps());
     if (!core_.failure.ok()) status.set_failure(std::string(core_.failure.message()));
     const JobJournal::Use log = journal_.use();
     status.set_log_capacity_bytes(log.capacity_bytes);

@@ -155,10 +155,8 @@ void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyRespons
 
 void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobResponse> reply) {
   reply = impl_->Counted(Call::kGetJob, std::move(reply));
-  reply = [disk = disk_, without_open = request.without_open(),
-           reply = std::move(reply)](absl::StatusOr<v1::GetJobResponse> answer) {
+  reply = [disk = disk_, reply = std::move(reply)](absl::StatusOr<v1::GetJobResponse> answer) {
     if (answer.ok()) answer->set_disk(disk);
-    if (answer.ok() && without_open) answer->clear_open();
     reply(std::move(answer));
   };
   std::optional<v1::GetJobResponse> answer;
@@ -169,12 +167,13 @@ void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobRespo
       answer.emplace().set_server_id(impl_->server_id);
     } else if (entry->second.lost.has_value() && entry->second.lost->state_lost()) {
       answer = *entry->second.lost;
+      if (request.without_open()) answer->clear_open();
     }
   }
   if (answer.has_value()) return reply(*answer);
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->GetJob(std::move(reply));
+  (*job)->GetJob(!request.without_open(), std::move(reply));
 }
 
 void StateServer::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {

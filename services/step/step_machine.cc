@@ -13,6 +13,12 @@ StepMachine::StepMachine(std::string server_id, StepHost* host)
 StepMachine::~StepMachine() = default;
 
 v1::GetJobResponse StepMachine::Describe() const {
+  v1::GetJobResponse job = DescribeProgress();
+  if (impl_->plan != nullptr) *job.mutable_open() = impl_->plan->open();
+  return job;
+}
+
+v1::GetJobResponse StepMachine::DescribeProgress() const {
   const Impl& m = *impl_;
   v1::GetJobResponse job;
   job.set_server_id(m.id);
@@ -22,7 +28,6 @@ v1::GetJobResponse StepMachine::Describe() const {
   // A prepared record that is not durable may be lost in a crash: nobody may decide by it.
   if (m.prepared.has_value() && m.Durable(m.prepared_lsn)) *job.mutable_prepared() = *m.prepared;
   *job.mutable_promised() = m.promised;
-  if (m.plan != nullptr) *job.mutable_open() = m.plan->open();
   job.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
   for (const auto& [version, pin] : m.pins) {
     job.add_durable_versions(version);
@@ -70,7 +75,7 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
   // A prepare in flight lies before the promise in the log, so it is durable when the promise is: Describe reports it.
   if (!m.Durable(m.promise_lsn) && !Seeded(SeededBug::kPromiseNotSynced)) return std::nullopt;
   v1::FenceResponse response;
-  *response.mutable_job() = Describe();
+  *response.mutable_job() = DescribeProgress();
   if (m.fence_hides_prepared) response.mutable_job()->clear_prepared();
   return response;
 }
@@ -181,6 +186,7 @@ bool StepMachine::seals_agree() const { return impl_->seals.agreement().ok(); }
 uint32_t StepMachine::unsealed_count() const { return impl_->seals.unsealed_count(); }
 std::vector<uint32_t> StepMachine::UnsealedRanks(size_t max) const { return impl_->seals.UnsealedRanks(max); }
 bool StepMachine::prepared() const { return impl_->prepared.has_value(); }
+bool StepMachine::prepared_durably() const { return prepared() && impl_->Durable(impl_->prepared_lsn); }
 
 v1::SealResponse StepMachine::Pending(uint32_t asker) const { return impl_->Pending(asker); }
 
@@ -294,6 +300,8 @@ absl::Status StepMachine::StateStatus() const { return state_lost() ? impl_->Sta
 void StepMachine::Synced(uint64_t lsn) { impl_->synced = std::max(impl_->synced, lsn); }
 
 int64_t StepMachine::committed() const { return impl_->committed; }
+const v1::Epoch& StepMachine::promised() const { return impl_->promised; }
+const std::map<int64_t, v1::PinnedVersion>& StepMachine::pins() const { return impl_->pins; }
 uint64_t StepMachine::skipped_steps() const { return impl_->skipped; }
 absl::Span<const uint64_t> StepMachine::tensor_steps() const { return impl_->tensor_steps; }
 const model::EpochPlan* StepMachine::plan() const { return impl_->plan.get(); }

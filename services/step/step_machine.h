@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -95,6 +96,9 @@ class StepMachine {
   v1::LogSnapshot Snapshot() const;
 
   v1::GetJobResponse Describe() const;
+  // As Describe, without `open`, which may have 4 MiB: plan() has it, and whoever answers copies it outside the lock.
+  v1::GetJobResponse DescribeProgress() const;
+  // The answer's job is without `open`.
   Outcome<v1::FenceResponse> Fence(const v1::FenceRequest& request);
   // `plan`: of this request, if the caller has made it, which for a large job takes long; null lets the machine do so.
   Outcome<v1::OpenResponse> Open(const v1::OpenRequest& request,
@@ -128,6 +132,7 @@ class StepMachine {
   std::vector<uint32_t> UnsealedRanks(size_t max) const;
   // The step in flight is prepared here, durably or not yet; durably.
   bool prepared() const;
+  bool prepared_durably() const;
   absl::StatusOr<v1::CommitResponse> Commit(const v1::CommitRequest& request);
 
   // The log is durable up to `lsn`.
@@ -155,6 +160,9 @@ class StepMachine {
   // after Pinned and the replay of the promise, instead of replaying any other record.
   absl::Status LoseState(const v1::OpenRequest& open);
   bool state_lost() const;
+  const v1::Epoch& promised() const;
+  // The versions that are durable here.
+  const std::map<int64_t, v1::PinnedVersion>& pins() const;
   // OK, or the reason why nothing may be read or pinned.
   absl::Status StateStatus() const;
   int64_t committed() const;

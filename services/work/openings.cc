@@ -10,7 +10,7 @@
 namespace ballast::services {
 
 Outcome<v1::OpenResponse> Openings::Try(const v1::OpenRequest& request) {
-  const v1::Epoch promised = core_->machine->Describe().promised();
+  const v1::Epoch promised = core_->machine->promised();
   const model::EpochPlan* open = core_->machine->plan();
   const bool is_open = open != nullptr && model::Compare(open->open().epoch(), request.epoch()) == 0;
   // Repeats and requests out of turn take no space: the machine alone answers them.

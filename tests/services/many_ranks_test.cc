@@ -4,10 +4,27 @@
 #include <sys/resource.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <deque>
 #include <iostream>
+#include <new>
 
 #include "ballast/tests/services/rpc/rpc_fixture.h"
+
+namespace {
+
+// What this thread has allocated.
+thread_local uint64_t allocated_bytes = 0;
+
+}  // namespace
+
+void* operator new(size_t bytes) {
+  allocated_bytes += bytes;
+  if (void* const memory = std::malloc(bytes)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace ballast::services {
 namespace {
@@ -193,6 +210,30 @@ TEST(ManyRanks, SealsAreNotQuadratic) {
   TestServer server("s");
   WaitWithBlobs(&server, 0, 1);
   WaitWithBlobs(&server, 16, 2);
+}
+
+// Scrapes and fences with a quota ask for the status of all jobs: it copies nothing of a job's size.
+TEST(ManyTensors, AStatusCopiesNoOpen) {
+  std::vector<TestTensor> tensors;
+  for (uint32_t i = 0; i < 20'000; ++i) tensors.push_back({absl::StrCat("tensor", i), "u", 256, i % 2});
+  TestServer server("s", {0, uint64_t{1} << 30, 0});
+  TrainerGroup group({server.get()}, MakeSpec("job", tensors), 1);
+  ASSERT_EQ(group.Start(), absl::OkStatus());
+  const uint64_t before = allocated_bytes;
+  const v1::GetServerStatusResponse status = server->Status();
+  std::cout << "a status of a job of 20,000 tensors allocates " << allocated_bytes - before << " bytes\n";
+  EXPECT_LT(allocated_bytes - before, 100'000u);
+  ASSERT_EQ(status.jobs_size(), 1);
+  EXPECT_EQ(status.jobs(0).world_size(), 1u);
+  v1::GetJobRequest request;
+  request.set_job("job");
+  request.set_without_open(true);
+  Answer<v1::GetJobResponse> brief, whole;
+  server->GetJob(request, brief.reply());
+  EXPECT_FALSE(brief.Wait()->has_open());
+  request.set_without_open(false);
+  server->GetJob(request, whole.reply());
+  EXPECT_EQ(whole.Wait()->open().spec().registrations(0).tensors_size(), 20'000);
 }
 
 }  // namespace
