@@ -1,6 +1,7 @@
 #include "ballast/services/job/job_core.h"
 
 #include <algorithm>
+#include <system_error>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
@@ -8,6 +9,13 @@
 #include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
+
+namespace {
+
+// How long a thread that all jobs share waits for one job's lock. It is held for microseconds as a rule.
+constexpr absl::Duration kLockPatience = absl::Milliseconds(5);
+
+}  // namespace
 
 absl::Status DeadlinePassed(const std::string& what) {
   return model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy,
@@ -23,12 +31,18 @@ JobCore::JobCore(const std::string& job, const JobSurroundings& surroundings, St
       promises(job),
       waiting(surroundings.deadlines, surroundings.waiting, std::move(expire)),
       worker(surroundings.foundation->MakeExecutor(1)),
-      clerk(surroundings.foundation->MakeExecutor(1)) {}
+      clerk(surroundings.foundation->MakeExecutor(1)),
+      door_(surroundings.foundation->MakeExecutor(1)) {}
 
 JobCore::~JobCore() { JoinThreads(); }
 
 // A task of either thread may post to the other; whatever comes after the end is dropped, and has been refused before.
 void JobCore::JoinThreads() {
+  {
+    absl::MutexLock lock(&door_mu_);
+    door_closed_ = true;
+  }
+  door_->Join();
   clerk->Join();
   worker->Join();
 }
@@ -40,6 +54,30 @@ void JobCore::Locked(absl::FunctionRef<void(Replies*)> body) {
     body(&replies);
     Settle(&replies);
   }
+  Run(std::move(replies));
+}
+
+// False if the job is ending, when nobody keeps its lock any more, or no thread can be made.
+bool JobCore::PostToDoor(const std::function<void(Replies*)>& body) {
+  absl::MutexLock lock(&door_mu_);
+  if (door_closed_) return false;
+  try {
+    door_->Post([this, body] { LockedOnWorker(body); });
+  } catch (const std::system_error&) {
+    return false;
+  }
+  return true;
+}
+
+void JobCore::Enter(std::function<void(Replies*)> body) {
+  if (!mu.LockWithin(kLockPatience)) {
+    if (PostToDoor(body)) return;
+    mu.Lock();
+  }
+  Replies replies;
+  body(&replies);
+  Settle(&replies);
+  mu.Unlock();
   Run(std::move(replies));
 }
 

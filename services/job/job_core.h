@@ -17,6 +17,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/services/counters/job_counters.h"
@@ -53,7 +54,10 @@ class JobCore {
   ~JobCore();  // as JoinThreads
 
   // Run `body`, then Settle, under the lock, then the replies: Locked on the calling thread; LockedOnWorker, for
-  // threads that must not run replies, on the server's threads for answers.
+  // threads that must not run replies, on the server's threads for answers. Enter, for threads that all jobs share, on
+  // the calling thread if the lock comes free soon, else on a thread of the job's own: a job that keeps its lock keeps
+  // nobody else's call. `body` lives until it has run.
+  void Enter(std::function<void(Replies*)> body) ABSL_LOCKS_EXCLUDED(job_lock);
   void Locked(absl::FunctionRef<void(Replies*)> body) ABSL_LOCKS_EXCLUDED(job_lock);
   void LockedOnWorker(absl::FunctionRef<void(Replies*)> body) ABSL_LOCKS_EXCLUDED(job_lock);
   // A request's deadline has passed, or its client is gone. The replies run on the server's threads for answers.
@@ -123,6 +127,12 @@ class JobCore {
   // Reports syncs to the machine and evaluates the requests in machine_queue, until nothing moves.
   void Settle(Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void WritePromise(const PromiseLog::Durable& record);
+  bool PostToDoor(const std::function<void(Replies*)>& body) ABSL_LOCKS_EXCLUDED(door_mu_);
+
+  // Calls that found the lock taken. Closed before the job's other threads end.
+  absl::Mutex door_mu_;
+  bool door_closed_ ABSL_GUARDED_BY(door_mu_) = false;
+  const std::unique_ptr<Executor> door_;
 };
 
 template <typename Response>
@@ -149,7 +159,7 @@ void JobCore::Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, c
   waiter.refuse = [reply](const absl::Status& status, Replies* replies) {
     replies->push_back([reply, status] { reply(status); });
   };
-  Locked([&](Replies* replies) {
+  Enter([this, waiter = std::move(waiter)](Replies* replies) mutable {
     mu.AssertHeld();
     waiting.Submit(std::move(waiter), &machine_queue, replies);
   });

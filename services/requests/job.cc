@@ -312,7 +312,7 @@ void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<mod
   waiter.refuse = [sealing](const absl::Status& status, Replies* replies) {
     replies->push_back([sealing, status] { sealing->reply(status); });
   };
-  core_.Locked([&](Replies* replies) {
+  core_.Enter([this, sealing, waiter = std::move(waiter)](Replies* replies) mutable {
     core_.mu.AssertHeld();
     if (TrySeal(sealing.get(), replies)) return;
     waiter.bytes = sealing->request.ByteSizeLong();  // what is left of it

@@ -91,29 +91,25 @@ absl::StatusOr<Pulls::Copy> Pulls::Locate(const HeldChunk& chunk, int64_t versio
 
 void Pulls::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
                  PullChecksum checksum) {
-  Replies replies;
-  {
-    JobMutexLock lock(&core_->mu);
+  core_->Enter([this, request, limit, allocate = std::move(allocate), reply = std::move(reply),
+                checksum](Replies* replies) mutable {
+    core_->mu.AssertHeld();
     absl::StatusOr<Plan> plan = PlanOf(request);
-    if (!plan.ok()) {
-      replies.push_back([reply, status = plan.status()] { reply(status); });
-    } else {
-      const auto pull = std::make_shared<Request>(
-          Request{*plan, request.ByteSizeLong(), limit, std::move(allocate), reply, checksum, nullptr, nullptr});
-      Park(
-          pull,
-          [this, pull](Replies* out) {
-            core_->mu.AssertHeld();
-            return Try(pull, out);
-          },
-          [chunk = plan->chunk, version = request.version()] {
-            return absl::StrCat("chunk ", chunk->layout.index, " of unit ", chunk->layout.unit, " was at version ",
-                                *chunk->version, ", asked for ", version, "; is step ", version, " decided?");
-          },
-          &plan->chunk->pulls, &replies);
-    }
-  }
-  Run(std::move(replies));
+    if (!plan.ok()) return replies->push_back([reply, status = plan.status()] { reply(status); });
+    const auto pull = std::make_shared<Request>(
+        Request{*plan, request.ByteSizeLong(), limit, std::move(allocate), reply, checksum, nullptr, nullptr});
+    Park(
+        pull,
+        [this, pull](Replies* out) {
+          core_->mu.AssertHeld();
+          return Try(pull, out);
+        },
+        [chunk = plan->chunk, version = request.version()] {
+          return absl::StrCat("chunk ", chunk->layout.index, " of unit ", chunk->layout.unit, " was at version ",
+                              *chunk->version, ", asked for ", version, "; is step ", version, " decided?");
+        },
+        &plan->chunk->pulls, replies);
+  });
 }
 
 void Pulls::Park(const RequestPtr& pull, std::function<bool(Replies*)> ready, std::function<std::string()> waits_for,
@@ -172,7 +168,7 @@ absl::Status Pulls::PostRead(const RequestPtr& pull, Copy copy) {
 }
 
 void Pulls::AwaitRoom(const RequestPtr& pull) {
-  core_->Locked([&](Replies* replies) {
+  core_->Enter([this, pull](Replies* replies) {
     core_->mu.AssertHeld();
     // Whoever grants the room keeps neither the job nor the pull: if both are gone, the room goes to the next.
     pull->ticket = room_.Await(
@@ -180,7 +176,7 @@ void Pulls::AwaitRoom(const RequestPtr& pull) {
           const std::shared_ptr<const void> alive = job.lock();
           const RequestPtr granted = waits.lock();
           if (alive == nullptr || granted == nullptr) return;
-          core_->Locked([&](Replies* out) {
+          core_->Enter([this, granted, room = std::move(room)](Replies* out) mutable {
             core_->mu.AssertHeld();
             granted->room = std::move(room);
             core_->waiting.Wake(&awaiting_room_, out);  // grants may come in another order than the pulls
@@ -208,14 +204,19 @@ void Pulls::Read(const RequestPtr& pull, Copy copy) {
     pull->room.reset();  // the answer has it
   }
   absl::Status status = plan.Read(copy == Copy::kPinned, pull->to);
-  if (copy == Copy::kCurrent && status.ok()) {
-    // The next update may have begun during the read: the bytes count only if it had not.
-    JobMutexLock lock(&core_->mu);
-    const absl::StatusOr<Copy> now = Locate(*plan.chunk, plan.version);
+  if (copy != Copy::kCurrent || !status.ok()) return Answer(pull, status);
+  // The next update may have begun during the read: the bytes count only if it had not.
+  core_->Enter([this, pull](Replies* replies) {
+    core_->mu.AssertHeld();
+    const absl::StatusOr<Copy> now = Locate(*pull->plan.chunk, pull->plan.version);
     const bool pinned = now.ok() && *now == Copy::kPinned;
-    status = pinned ? PostRead(pull, Copy::kPinned) : now.status();
+    const absl::Status status = pinned ? PostRead(pull, Copy::kPinned) : now.status();
     if (pinned && status.ok()) return;
-  }
+    replies->push_back([this, job = core_->owner.lock(), pull, status] { Answer(pull, status); });
+  });
+}
+
+void Pulls::Answer(const RequestPtr& pull, const absl::Status& status) {
   if (!status.ok()) return pull->reply(status);
   core_->counters.sent_bytes.fetch_add(pull->to.size(), std::memory_order_relaxed);
   pull->reply(pull->checksum == PullChecksum::kNone ? 0 : kernels::Crc32c(pull->to));

@@ -68,6 +68,7 @@ class Pulls {
   void AwaitRoom(const RequestPtr& pull) ABSL_LOCKS_EXCLUDED(job_lock);
   // Reads and replies; a pinned copy that it then turns out to need is read on the job's own threads.
   void Read(const RequestPtr& pull, Copy copy) ABSL_LOCKS_EXCLUDED(job_lock);
+  void Answer(const RequestPtr& pull, const absl::Status& status);
   // Reads and replies on the job's own threads. On an error there will be no reply.
   absl::Status PostRead(const RequestPtr& pull, Copy copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 

@@ -1,6 +1,7 @@
 #include "ballast/services/requests/pushes.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -53,15 +54,18 @@ void Pushes::Push(const v1::PushRequest& header, absl::Span<const std::byte> pay
                   Reply<v1::PushResponse> reply) {
   if (const absl::Status status = CheckSlice(header); !status.ok()) return reply(status);
   core_->counters.received_bytes.fetch_add(payload.size(), std::memory_order_relaxed);
-  const Request request{header, payload, std::move(reply)};
-  Replies replies;
-  Admitted admitted;
-  {
-    JobMutexLock lock(&core_->mu);
-    if (!Try(request, &admitted, &replies)) Park(request, admitted.chunk.get(), limit, &replies);
-  }
-  if (admitted.slice != nullptr) Receive(request, admitted.slice.get());
-  Run(std::move(replies));
+  const auto request = std::make_shared<const Request>(Request{header, payload, std::move(reply)});
+  core_->Enter([this, request, limit](Replies* replies) {
+    core_->mu.AssertHeld();
+    Admitted admitted;
+    if (!Try(*request, &admitted, replies)) return Park(*request, admitted.chunk.get(), limit, replies);
+    PostReceive(request, std::move(admitted.slice), replies);
+  });
+}
+
+void Pushes::PostReceive(const RequestPtr& request, std::shared_ptr<PushedSlice> slice, Replies* replies) {
+  if (slice == nullptr) return;  // it is answered
+  replies->push_back([this, job = core_->owner.lock(), request, slice = std::move(slice)] { Receive(request, slice); });
 }
 
 void Pushes::Park(const Request& request, HeldChunk* chunk, const CallLimit& limit, Replies* replies) {
@@ -80,26 +84,23 @@ void Pushes::Park(const Request& request, HeldChunk* chunk, const CallLimit& lim
   }
   // The bytes are given back when the reply that holds this guard is gone.
   std::shared_ptr<void> guard(nullptr, [parked = parked_bytes_, bytes](void*) { parked->Return(bytes); });
-  Request parked = request;
-  parked.reply = [reply = request.reply, guard](absl::StatusOr<v1::PushResponse> r) { reply(std::move(r)); };
+  const auto parked = std::make_shared<const Request>(
+      Request{request.header, request.payload,
+              [reply = request.reply, guard](absl::StatusOr<v1::PushResponse> r) { reply(std::move(r)); }});
   Waiter waiter;
   waiter.bytes = request.header.ByteSizeLong();
   waiter.limit = limit;
   waiter.attempt = [this, parked](Replies* later) {
     core_->mu.AssertHeld();
     Admitted admitted;
-    if (!Try(parked, &admitted, later)) return false;
-    if (admitted.slice != nullptr) {
-      later->push_back([this, job = core_->owner.lock(), parked, slice = std::move(admitted.slice)] {
-        Receive(parked, slice.get());
-      });
-    }
+    if (!Try(*parked, &admitted, later)) return false;
+    PostReceive(parked, std::move(admitted.slice), later);
     return true;
   };
   waiter.expire = [this, parked](Replies* later) {
     core_->mu.AssertHeld();
-    const bool full = !journal_->HasRoomForSlice(parked.payload.size(), /*logged=*/true);
-    later->push_back([reply = parked.reply, full] {
+    const bool full = !journal_->HasRoomForSlice(parked->payload.size(), /*logged=*/true);
+    later->push_back([reply = parked->reply, full] {
       reply(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy,
                          absl::StrCat("the deadline passed while ",
                                       full ? "the gradient log was full: chunks are flushed so that it can be cut"
@@ -108,7 +109,7 @@ void Pushes::Park(const Request& request, HeldChunk* chunk, const CallLimit& lim
                                       "; send the same slice again")));
     });
   };
-  waiter.refuse = [reply = parked.reply](const absl::Status& status, Replies* later) {
+  waiter.refuse = [reply = parked->reply](const absl::Status& status, Replies* later) {
     later->push_back([reply, status] { reply(status); });
   };
   core_->waiting.Submit(std::move(waiter), &chunk->pushes[request.header.begin()], replies);
@@ -190,45 +191,48 @@ absl::StatusOr<Intake::Receipt> Pushes::BeginReceive(HeldChunk* chunk, uint32_t 
   return chunk->intake.BeginReceive(slice, header.kind(), header.attempt());
 }
 
-absl::Status Pushes::CheckFinite(const HeldChunk& chunk, const Intake::Receipt& receipt) {
-  const std::optional<uint64_t> found = chunk.intake.FindNotFinite(receipt);
-  if (!found.has_value()) return absl::OkStatus();
-  const float value = reinterpret_cast<const float*>(receipt.to)[*found];
-  const uint64_t at = receipt.range.begin + *found;
+absl::Status Pushes::NotFinite(const HeldChunk& chunk, const Intake::Receipt& receipt, uint64_t index) const {
+  const float value = reinterpret_cast<const float*>(receipt.to)[index];
+  const uint64_t at = receipt.range.begin + index;
   std::string where;
-  {
-    JobMutexLock lock(&core_->mu);
-    for (const model::Segment& segment : chunk.layout.segments) {
-      if (at < segment.in_chunk.begin || at >= segment.in_chunk.end) continue;
-      const model::Tensor& tensor = core_->plan->layout().tensors()[segment.tensor];
-      where = absl::StrCat("element ", chunk.layout.range.begin + at - tensor.range.begin, " of tensor '", tensor.name,
-                           "'");
-    }
+  for (const model::Segment& segment : chunk.layout.segments) {
+    if (at < segment.in_chunk.begin || at >= segment.in_chunk.end) continue;
+    const model::Tensor& tensor = core_->plan->layout().tensors()[segment.tensor];
+    where =
+        absl::StrCat("element ", chunk.layout.range.begin + at - tensor.range.begin, " of tensor '", tensor.name, "'");
   }
   return BadPush(model::kBadRequest,
                  absl::StrCat(where, " is ", value, "; initial values and edits must be finite",
                               chunk.is_frozen() ? ", in the dtype in which the servers keep a frozen tensor too" : ""));
 }
 
-void Pushes::Receive(const Request& request, PushedSlice* slice) {
-  const v1::PushRequest& header = request.header;
-  HeldChunk& chunk = *slice->chunk;
-  absl::Status received =
-      CopyChecked(request.payload, slice->receipt.to, header.crc32c(), slice->wants_parity ? &slice->parity : nullptr);
-  if (received.ok()) received = CheckFinite(chunk, slice->receipt);
-  std::vector<Intake::Completed> completed;
-  {
-    JobMutexLock lock(&core_->mu);
-    completed = chunk.intake.EndReceive(slice->receipt, received.ok());
-  }
-  if (!completed.empty()) chunk.intake.ComputeNorms(slice->receipt, &completed);
-  core_->Locked([&](Replies* replies) {
+void Pushes::Receive(const RequestPtr& request, const std::shared_ptr<PushedSlice>& slice) {
+  const absl::Status copied = CopyChecked(request->payload, slice->receipt.to, request->header.crc32c(),
+                                          slice->wants_parity ? &slice->parity : nullptr);
+  const std::optional<uint64_t> infinite =
+      copied.ok() ? slice->chunk->intake.FindNotFinite(slice->receipt) : std::nullopt;
+  core_->Enter([this, request, slice, copied, infinite](Replies* replies) {
     core_->mu.AssertHeld();
-    if (!completed.empty()) chunk.intake.StoreNorms(slice->receipt, completed);
-    const absl::Status status = Record(request, received, slice, replies);
-    replies->push_back([reply = request.reply, status] { Answer(reply, status); });
-    core_->WakePushes(&chunk, replies);
+    HeldChunk& chunk = *slice->chunk;
+    const absl::Status received = infinite.has_value() ? NotFinite(chunk, slice->receipt, *infinite) : copied;
+    std::vector<Intake::Completed> completed = chunk.intake.EndReceive(slice->receipt, received.ok());
+    if (completed.empty()) return End(*request, received, slice.get(), replies);
+    replies->push_back(
+        [this, job = core_->owner.lock(), request, slice, received, completed = std::move(completed)]() mutable {
+          slice->chunk->intake.ComputeNorms(slice->receipt, &completed);
+          core_->Enter([this, request, slice, received, completed = std::move(completed)](Replies* later) {
+            core_->mu.AssertHeld();
+            slice->chunk->intake.StoreNorms(slice->receipt, completed);
+            End(*request, received, slice.get(), later);
+          });
+        });
   });
+}
+
+void Pushes::End(const Request& request, const absl::Status& received, PushedSlice* slice, Replies* replies) {
+  const absl::Status status = Record(request, received, slice, replies);
+  replies->push_back([reply = request.reply, status] { Answer(reply, status); });
+  core_->WakePushes(slice->chunk.get(), replies);
 }
 
 absl::Status Pushes::Record(const Request& request, absl::Status received, PushedSlice* slice, Replies* replies) {

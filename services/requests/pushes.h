@@ -44,9 +44,15 @@ class Pushes {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::StatusOr<Intake::Receipt> BeginReceive(HeldChunk* chunk, uint32_t slice, const v1::PushRequest& header)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  void Receive(const Request& request, PushedSlice* slice) ABSL_LOCKS_EXCLUDED(job_lock);
-  // INVALID_ARGUMENT (BAD_REQUEST) names the tensor of a value that is not finite.
-  absl::Status CheckFinite(const HeldChunk& chunk, const Intake::Receipt& receipt) ABSL_LOCKS_EXCLUDED(job_lock);
+  using RequestPtr = std::shared_ptr<const Request>;
+  // Once the lock is free: Receive, if there is a slice.
+  void PostReceive(const RequestPtr& request, std::shared_ptr<PushedSlice> slice, Replies* replies);
+  void Receive(const RequestPtr& request, const std::shared_ptr<PushedSlice>& slice) ABSL_LOCKS_EXCLUDED(job_lock);
+  void End(const Request& request, const absl::Status& received, PushedSlice* slice, Replies* replies)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // INVALID_ARGUMENT (BAD_REQUEST), with the tensor of a value that is not finite: the `index`th of the slice.
+  absl::Status NotFinite(const HeldChunk& chunk, const Intake::Receipt& receipt, uint64_t index) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   absl::Status Record(const Request& request, absl::Status received, PushedSlice* slice, Replies* replies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Park(const Request& request, HeldChunk* chunk, const CallLimit& limit, Replies* replies)
