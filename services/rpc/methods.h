@@ -12,6 +12,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/shared_message.h"
 #include "ballast/services/rpc/call_reactor.h"
 #include "ballast/services/rpc/gate.h"
 #include "ballast/services/rpc/message_size.h"
@@ -52,6 +53,19 @@ Reply<Response> AnswerWith(CallReactor* reactor) {
     const grpc::Status written = grpc::SerializationTraits<Response>::Serialize(*answer, &bytes, &own_buffer);
     if (written.ok()) return reactor->Answer(std::move(bytes));
     reactor->Fail(absl::InternalError(written.error_message()));
+  };
+}
+// Of an answer that all ranks get: its bytes are there once, whatever the number of calls.
+template <>
+inline Reply<model::SealAnswer> AnswerWith<model::SealAnswer>(CallReactor* reactor) {
+  return [reactor](absl::StatusOr<model::SealAnswer> answer) {
+    if (!answer.ok()) return reactor->Fail(answer.status());
+    const std::string& bytes = (**answer).bytes();
+    auto* const shared = new model::SealAnswer(*std::move(answer));
+    const grpc::Slice slice(
+        const_cast<char*>(bytes.data()), bytes.size(), [](void* kept) { delete static_cast<model::SealAnswer*>(kept); },
+        shared);
+    reactor->Answer(grpc::ByteBuffer(&slice, 1));
   };
 }
 

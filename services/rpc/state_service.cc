@@ -100,12 +100,11 @@ void StateServiceImpl::AddTo(Methods* methods) {
       [this](const Visit&, v1::NormRequest* request, const CallLimit&, Reply<v1::NormResponse> reply) {
         state_->Norm(KnownFields(request), std::move(reply));
       }));
-  add(OfJob<v1::SealRequest, v1::SealResponse>(
+  add(OfJob<v1::SealRequest, model::SealAnswer>(
       Call::kSeal, kWholeBytesMax,
-      [this](const Visit&, v1::SealRequest* request, const CallLimit& limit, Reply<v1::SealResponse> reply) {
-        state_->Seal(*request, limit, [reply = std::move(reply)](absl::StatusOr<model::SealAnswer> answer) {
-          answer.ok() ? reply(***answer) : reply(answer.status());
-        });
+      [this](const Visit&, v1::SealRequest* request, const CallLimit& limit, Reply<model::SealAnswer> reply) {
+        state_->Seal(*request, limit, std::move(reply));
+        v1::SealRequest().Swap(request);  // the job has what it needs, and thousands of seals may wait
       }));
   add(OfJob<v1::CommitRequest, v1::CommitResponse>(
       Call::kCommit, kWholeBytesMax,
