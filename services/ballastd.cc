@@ -1,8 +1,8 @@
 // ballastd: one state server as a process.
 //
 // Exit codes: 0 ended by SIGTERM or SIGINT, 2 bad configuration or usage, 3 port in use, 4 metrics port in use, 5 data
-// directory not writable, 6 data directory in use, 7 catalog damaged, 8 the directory is of a later version, 1 anything
-// else.
+// directory not writable, 6 data directory in use, 7 catalog damaged, 8 the directory is of a later version, 9 its disk
+// is full, 1 anything else.
 #include <malloc.h>
 #include <signal.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -19,6 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -47,7 +48,8 @@ enum Exit {
   kUnwritable = 5,
   kDirectoryInUse = 6,
   kDamaged = 7,
-  kLaterVersion = 8
+  kLaterVersion = 8,
+  kDiskFull = 9
 };
 
 // How long calls under way may take to end after SIGTERM.
@@ -80,7 +82,8 @@ Exit ExitOf(const absl::Status& status) {
   if (model::ReasonOf(status) == model::kLaterVersion) return kLaterVersion;
   if (status.code() == absl::StatusCode::kFailedPrecondition) return kDirectoryInUse;
   if (status.code() == absl::StatusCode::kDataLoss) return kDamaged;
-  if (model::ReasonOf(status) == model::kIo || model::ReasonOf(status) == model::kDiskFull) return kUnwritable;
+  if (model::ReasonOf(status) == model::kDiskFull) return kDiskFull;
+  if (model::ReasonOf(status) == model::kIo) return kUnwritable;
   return kFailed;
 }
 
@@ -240,9 +243,29 @@ int Serve(const Config& config, const sigset_t& signals) {
   return kOk;
 }
 
+// A limit may refuse memory or a thread anywhere, and on any thread.
+[[noreturn]] void SayWhyAndAbort() {
+  std::string what = "a thread could not be made, or ended without its end";
+  try {
+    if (const std::exception_ptr thrown = std::current_exception()) std::rethrow_exception(thrown);
+  } catch (const std::exception& error) {
+    what = error.what();
+  } catch (...) {
+    what = "an unknown exception";
+  }
+  std::fprintf(stderr,
+               "ballastd: the server ends: %s. If the system refused memory or a thread: look at the limits of the "
+               "address space (ulimit -v, LimitAS), of tasks (ulimit -u, TasksMax) and of memory\n",
+               what.c_str());
+  std::abort();
+}
+
 int Main(int argc, char** argv) {
   model::StopDeadlockSearch();
   TuneMalloc();
+  // A file at the limit of its size is an error of the disk (EFBIG), which names the file; the signal would end the
+  // server without a word.
+  signal(SIGXFSZ, SIG_IGN);
   // Blocked before any thread starts, so that sigwait gets them.
   sigset_t signals;
   sigemptyset(&signals);
@@ -298,4 +321,7 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace ballast::services
 
-int main(int argc, char** argv) { return ballast::services::Main(argc, argv); }
+int main(int argc, char** argv) {
+  std::set_terminate(&ballast::services::SayWhyAndAbort);
+  return ballast::services::Main(argc, argv);
+}

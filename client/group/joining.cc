@@ -462,7 +462,9 @@ absl::Status Opening::MatchMembers(const v1::OpenRequest& open, absl::Span<const
     if (it == server_ids.end()) {
       return BadSpec(absl::StrCat("the job has chunks on server '", member.server_id(),
                                   "', which is not among the servers of this session (",
-                                  absl::StrJoin(server_ids, ", "), "); was its data directory replaced?"));
+                                  absl::StrJoin(server_ids, ", "),
+                                  "): name that server in place of one that has nothing of the job; if it was named, "
+                                  "its data directory was replaced, so put the old one back"));
     }
     order.push_back(static_cast<uint32_t>(it - server_ids.begin()));
   }

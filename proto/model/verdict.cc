@@ -433,6 +433,12 @@ absl::StatusOr<Resolution> Resolve(absl::Span<const v1::GetJobResponse> answers)
   const v1::GetJobResponse* behind = nullptr;
   std::vector<v1::PreparedRecord> prepared;
   for (const v1::GetJobResponse& answer : answers) {
+    if (answer.committed() < 0 && highest > 0) {
+      return Error(absl::StatusCode::kDataLoss, kDiverged,
+                   absl::StrCat("server '", answer.server_id(), "' has nothing of this job, which is at step ", highest,
+                                " on another: is it one of the job's servers? If another is meant, name that one; if "
+                                "it is one of them, its data directory was replaced: put it back"));
+    }
     if (answer.committed() < highest - 1) {
       return Error(
           absl::StatusCode::kDataLoss, kDiverged,

@@ -19,6 +19,7 @@
 // budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its
 // profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0 nothing stops a server; 1 something
 // does. completion: 0. All: 2 usage.
+#include <signal.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -294,4 +295,7 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace ballast::services
 
-int main(int argc, char** argv) { return ballast::services::Main(argc, argv); }
+int main(int argc, char** argv) {
+  signal(SIGXFSZ, SIG_IGN);  // a file at the limit of its size is an error, which names the file
+  return ballast::services::Main(argc, argv);
+}

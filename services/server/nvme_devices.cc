@@ -1,5 +1,7 @@
 #include "ballast/services/server/nvme_devices.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 #include <filesystem>
 
@@ -30,13 +32,15 @@ bool SameDirectory(const std::string& a, const std::string& b) {
   return Normal(a) == Normal(b) || (fs::equivalent(a, b, error) && !error);
 }
 
-// 0 where nothing was measured.
-absl::StatusOr<uint64_t> MeasuredSpeed(const std::string& directory) {
+// 0 where nothing was measured, or the profile cannot be read.
+uint64_t MeasuredSpeed(const std::string& directory) {
   const std::string path = absl::StrCat(directory, "/", kMachineProfile);
   std::error_code error;
   if (!fs::exists(path, error)) return 0;
-  BALLAST_ASSIGN_OR_RETURN(const storage::MachineProfile profile, storage::ReadProfile(path));
-  return profile.disk_mixed_bytes_per_s;
+  const absl::StatusOr<storage::MachineProfile> profile = storage::ReadProfile(path);
+  if (profile.ok()) return profile->disk_mixed_bytes_per_s;
+  spdlog::warn("the speed of {} is not known: {}", directory, std::string(profile.status().message()));
+  return 0;
 }
 
 }  // namespace
@@ -66,7 +70,7 @@ absl::StatusOr<std::vector<storage::NvmeDevice>> DevicesOf(const StateServerOpti
     devices.push_back({Normal(device.directory), device.budget, 0});
   }
   for (storage::NvmeDevice& device : devices) {
-    BALLAST_ASSIGN_OR_RETURN(device.bytes_per_s, MeasuredSpeed(device.directory));
+    device.bytes_per_s = MeasuredSpeed(device.directory);
   }
   return devices;
 }

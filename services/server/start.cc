@@ -42,7 +42,8 @@ absl::Status CheckDirectory(const std::string& directory) {
 // None if no profile was named and the data directory has none.
 absl::StatusOr<std::optional<storage::MachineProfile>> ReadMachineProfile(const StateServerOptions& options) {
   std::string path = options.machine_profile;
-  if (path.empty()) {
+  const bool named = !path.empty();
+  if (!named) {
     path = absl::StrCat(options.data_directory, "/", kMachineProfile);
     std::error_code error;
     if (!std::filesystem::exists(path, error)) {
@@ -53,9 +54,18 @@ absl::StatusOr<std::optional<storage::MachineProfile>> ReadMachineProfile(const 
       return std::nullopt;
     }
   }
-  BALLAST_ASSIGN_OR_RETURN(const storage::MachineProfile profile, storage::ReadProfile(path));
+  absl::StatusOr<storage::MachineProfile> profile = storage::ReadProfile(path);
+  if (!profile.ok() && !named) {
+    // Plans alone depend on it, and nobody asked for it by name.
+    spdlog::warn(
+        "the machine profile is not used, and plans predict no times: {}; `ballastctl iotune --directory {}` "
+        "measures anew",
+        std::string(profile.status().message()), options.data_directory);
+    return std::nullopt;
+  }
+  BALLAST_RETURN_IF_ERROR(profile.status());
   spdlog::info("plans are chosen by the machine profile {}", path);
-  return profile;
+  return *std::move(profile);
 }
 
 std::string MakeServerId() {

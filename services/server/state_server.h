@@ -103,7 +103,7 @@ struct ServerCounters;
 // gone; work that the call has begun is not undone.
 class StateServer {
  public:
-  // Errors: those of `interrupt`; INVALID_ARGUMENT (BAD_CONFIG), also for an unreadable machine profile; INTERNAL (IO)
+  // Errors: those of `interrupt`; INVALID_ARGUMENT (BAD_CONFIG), also for a machine profile that was named and cannot be read; INTERNAL (IO)
   // if the data directory is not writable; FAILED_PRECONDITION, naming the process, if another process has the data
   // directory; FAILED_PRECONDITION (LATER_VERSION) if a later version has used the directory, which is not touched;
   // DATA_LOSS (IO) if the directory has logs or extents, but no catalog.

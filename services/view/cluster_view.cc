@@ -85,6 +85,47 @@ void AddMissing(const std::vector<ServerView>& servers, JobView* job) {
                                        "', none of which was asked; name all of them in --servers"));
 }
 
+// How long a server that is one step behind may go on as it is. A Commit that is lost is sent again within seconds.
+constexpr double kBehindSecondsMax = 10;
+
+// Seconds since anything happened to the job's step in flight on the server, as far as the server knows.
+double QuietSeconds(const v1::GetServerStatusResponse& server, const v1::JobStatus& job) {
+  const v1::StepInFlight& step = job.in_flight();
+  double quiet = server.uptime_seconds();
+  if (step.has_seconds_since_first_slice()) quiet = std::min(quiet, step.seconds_since_first_slice());
+  if (step.has_seconds_since_first_seal()) quiet = std::min(quiet, step.seconds_since_first_seal());
+  if (step.has_seconds_since_complete()) quiet = std::min(quiet, step.seconds_since_complete());
+  if (step.has_seconds_since_prepared()) quiet = std::min(quiet, step.seconds_since_prepared());
+  return quiet;
+}
+
+// One step apart is what training looks like from outside. It is a problem once it stays: nobody sends the Commit.
+void AddBehind(const std::vector<ServerView>& servers, JobView* job) {
+  if (job->committed_max - job->committed_min != 1 || job->state_lost) return;
+  for (const ServerView& server : servers) {
+    for (const v1::JobStatus& held : server.status.jobs()) {
+      const double quiet = QuietSeconds(server.status, held);
+      if (held.name() != job->name || held.committed() != job->committed_min || quiet <= kBehindSecondsMax) continue;
+      job->problems.push_back(absl::StrFormat(
+          "job '%s' is at version %d on %s, which has had no Commit for %.0f s, and at %d on another server: start the "
+          "job's trainers, which send it",
+          job->name, job->committed_min, server.address, quiet, job->committed_max));
+    }
+  }
+}
+
+void AddDuplicates(ClusterView* cluster) {
+  std::map<std::string, std::string> addresses;
+  for (const ServerView& server : cluster->servers) {
+    if (!server.error.ok() || server.status.server_id().empty()) continue;
+    const auto [first, fresh] = addresses.try_emplace(server.status.server_id(), server.address);
+    if (fresh) continue;
+    cluster->problems.push_back(absl::StrCat("servers ", first->second, " and ", server.address,
+                                             " both say that they are '", server.status.server_id(),
+                                             "': one server named twice, or two of one id, of which one must go"));
+  }
+}
+
 }  // namespace
 
 ClusterView Judge(std::vector<ServerView> servers, Asked asked) {
@@ -115,10 +156,12 @@ ClusterView Judge(std::vector<ServerView> servers, Asked asked) {
       job.problems.push_back(absl::StrCat("job '", name, "' is at versions ", job.committed_min, " to ",
                                           job.committed_max, " on its servers, expected at most one apart"));
     }
+    AddBehind(servers, &job);
     cluster.problems.insert(cluster.problems.end(), job.problems.begin(), job.problems.end());
     cluster.jobs.push_back(job);
   }
   cluster.servers = std::move(servers);
+  AddDuplicates(&cluster);
   return cluster;
 }
 

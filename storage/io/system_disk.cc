@@ -25,10 +25,11 @@ absl::Status IoError(int error, absl::string_view verb, absl::string_view path, 
   const bool forbidden = error == EACCES || error == EPERM || error == EROFS || error == ENOENT || error == ENOTDIR;
   const std::string what =
       bytes == 0 ? std::string(path) : absl::StrCat(bytes, " bytes at offset ", offset, " of ", path);
-  const char* const fix = full        ? "; free space on that file system"
-                          : too_long  ? "; that file system keeps no file of this size: choose another"
-                          : forbidden ? "; it must be a path that this user may write"
-                                      : "";
+  const char* const fix =
+      full        ? "; free space on that file system"
+      : too_long  ? "; the file system, or a limit of this process (ulimit -f, LimitFSIZE), keeps no file of this size"
+      : forbidden ? "; it must be a path that this user may write"
+                  : "";
   return model::Error(full || too_long ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kInternal,
                       full ? model::kDiskFull : model::kIo,
                       absl::StrCat(verb, " of ", what, " failed: ", std::strerror(error), " (errno ", error, ")", fix));

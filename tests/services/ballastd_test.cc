@@ -8,6 +8,7 @@
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
 #include "ballast/tests/services/rpc/rpc_fixture.h"
+#include "ballast/tests/small_disk.h"
 
 namespace ballast::services {
 namespace {
@@ -29,6 +30,46 @@ TEST(Ballastd, SaysWhenItIsReadyAndEndsOnSignals) {
     EXPECT_NE(daemon.metrics(), "127.0.0.1:0");
     EXPECT_TRUE(LookAt({daemon.listen()}, {absl::Seconds(30), {}})[0].error.ok());
     EXPECT_EQ(daemon.End(signal), 0);
+  }
+}
+
+// A signal ended the server without a line.
+TEST(Ballastd, AFileAtTheLimitOfItsSizeIsAnErrorWithALine) {
+  ScratchDirectory directory;
+  std::ofstream(directory.path() + "/d.yaml")
+      << "listen: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\ndata_directory: " << directory.path()
+      << "/data\nbudget: {dram: 1MiB}\n";
+  // Through a pipe: what this test reads is a file too.
+  const Finished limited = RunProcess({"/bin/bash", "-c",
+                                       "(ulimit -f 0; exec " + DaemonPath() + " --config " + directory.path() +
+                                           "/d.yaml) 2>&1 | cat >&2; exit ${PIPESTATUS[0]}"});
+  EXPECT_EQ(limited.code, 5) << limited.err;
+  EXPECT_NE(limited.err.find("File too large"), std::string::npos) << limited.err;
+}
+
+TEST(Ballastd, AFullDiskEndsWithACodeThatTheUnitTriesAgain) {
+  SmallDisk disk(uint64_t{8} << 20);
+  if (!disk.mounted()) GTEST_SKIP() << "no tmpfs can be mounted: " << disk.why_not();
+  const std::string config = "listen: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\ndata_directory: " + disk.path() +
+                             "/data\nbudget: {dram: 1MiB}\n";
+  ScratchDirectory directory;
+  disk.Fill();
+  const Finished full = RunDaemon(directory.path(), config);
+  EXPECT_EQ(full.code, 9) << full.err;
+  EXPECT_NE(full.err.find("No space left on device"), std::string::npos) << full.err;
+}
+
+TEST(Ballastd, ALimitOfItsAddressSpaceIsNamed) {
+  ScratchDirectory directory;
+  std::ofstream(directory.path() + "/d.yaml")
+      << "listen: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\ndata_directory: " << directory.path()
+      << "/data\nbudget: {dram: 1MiB}\n";
+  for (const char* const kib : {"100000", "300000"}) {
+    const Finished limited = RunProcess(
+        {"/bin/bash", "-c",
+         std::string("ulimit -v ") + kib + "; exec " + DaemonPath() + " --config " + directory.path() + "/d.yaml"});
+    EXPECT_NE(limited.code, 0) << limited.err;
+    EXPECT_NE(limited.err.find("ulimit -v"), std::string::npos) << limited.err;
   }
 }
 

@@ -57,6 +57,16 @@ TEST(Prediction, NoneWithoutAProfile) {
   EXPECT_FALSE(server->Status().jobs(0).has_prediction());
 }
 
+absl::StatusOr<v1::OpenResponse> DryRun(TrainerGroup* group, StateServer* server) {
+  std::vector<v1::GetJobResponse> answers;
+  BALLAST_RETURN_IF_ERROR(group->Fence(&answers));
+  v1::OpenRequest open = group->open_request(-1, std::nullopt);
+  open.set_dry_run(true);
+  Answer<v1::OpenResponse> answer;
+  server->Open(open, absl::InfiniteFuture(), answer.reply());
+  return answer.Wait();
+}
+
 TEST(Prediction, ABrokenProfileIsRefused) {
   TestServer server("s");
   StateServerOptions options = server.options();
@@ -69,20 +79,24 @@ TEST(Prediction, ABrokenProfileIsRefused) {
   std::ofstream(options.machine_profile) << "threads: many\n";
   EXPECT_THAT(std::string(StateServer::Start(options).status().message()),
               HasSubstr("broken.yaml:1: threads: expected a whole number; came 'many'"));
-  // The default one as well.
-  options.machine_profile.clear();
-  std::ofstream(options.data_directory + "/" + kMachineProfile) << "threads: many\n";
-  EXPECT_EQ(model::ReasonOf(StateServer::Start(options).status()), model::kBadConfig);
 }
 
-absl::StatusOr<v1::OpenResponse> DryRun(TrainerGroup* group, StateServer* server) {
-  std::vector<v1::GetJobResponse> answers;
-  BALLAST_RETURN_IF_ERROR(group->Fence(&answers));
-  v1::OpenRequest open = group->open_request(-1, std::nullopt);
-  open.set_dry_run(true);
-  Answer<v1::OpenResponse> answer;
-  server->Open(open, absl::InfiniteFuture(), answer.reply());
-  return answer.Wait();
+// Nobody named it: a power cut may have damaged it, and it is for plans alone.
+TEST(Prediction, ABrokenProfileInADirectoryIsLeftOut) {
+  TestServer server("s", {.dram = 3 * kMiB, .nvme = 64 * kMiB});
+  const std::string other = server.directory() + "/other";
+  std::filesystem::create_directory(other);
+  for (const std::string& directory : {server.directory(), other}) {
+    std::ofstream(directory + "/" + kMachineProfile) << "threads: many\n";
+  }
+  server.options().nvme_devices = {{server.directory(), 32 * kMiB, 0}, {other, 32 * kMiB, 0}};
+  server.End();
+  const auto started = StateServer::Start(server.options());
+  ASSERT_TRUE(started.ok()) << started.status();
+  TrainerGroup group({started->get()}, MakeSpec("job", SmallModel()), 1);
+  const absl::StatusOr<v1::OpenResponse> response = DryRun(&group, started->get());
+  ASSERT_TRUE(response.ok()) << response.status();
+  EXPECT_FALSE(response->has_prediction());
 }
 
 TEST(Prediction, ADryRunShowsThePlan) {

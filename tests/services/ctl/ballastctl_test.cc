@@ -254,5 +254,46 @@ TEST(Judge, CallsVersionsMoreThanOneApartDegraded) {
   EXPECT_EQ(Judge(servers).problems.size(), 1u);
 }
 
+TEST(Judge, CallsVersionsThatStayOneApartDegraded) {
+  std::vector<ServerView> servers(2);
+  for (int i = 0; i < 2; ++i) {
+    servers[i].address = "host:" + std::to_string(i);
+    servers[i].status.set_server_id("s" + std::to_string(i));
+    servers[i].status.set_uptime_seconds(1000);
+    servers[i].status.add_jobs()->set_name("job");
+    servers[i].status.mutable_jobs(0)->set_committed(4 + i);
+  }
+  v1::StepInFlight* const step = servers[0].status.mutable_jobs(0)->mutable_in_flight();
+  step->set_seconds_since_first_slice(90);
+  step->set_seconds_since_prepared(1);
+  EXPECT_TRUE(Judge(servers).problems.empty()) << "the Commit is on its way";
+  step->set_seconds_since_prepared(25);
+  const ClusterView behind = Judge(servers);
+  ASSERT_EQ(behind.problems.size(), 1u);
+  EXPECT_EQ(
+      behind.problems[0],
+      "job 'job' is at version 4 on host:0, which has had no Commit for 25 s, and at 5 on another server: start the "
+      "job's trainers, which send it");
+  servers[0].status.mutable_jobs(0)->clear_in_flight();
+  servers[0].status.set_uptime_seconds(3);
+  EXPECT_TRUE(Judge(servers).problems.empty()) << "just started";
+}
+
+TEST(Judge, CallsTwoServersOfOneIdDegraded) {
+  std::vector<ServerView> servers(3);
+  for (int i = 0; i < 3; ++i) {
+    servers[i].address = "host:" + std::to_string(i);
+    servers[i].status.set_server_id(i == 1 ? "b" : "a");
+  }
+  const ClusterView view = Judge(servers);
+  ASSERT_EQ(view.problems.size(), 1u);
+  EXPECT_EQ(
+      view.problems[0],
+      "servers host:0 and host:2 both say that they are 'a': one server named twice, or two of one id, of which one "
+      "must go");
+  servers[2].error = absl::UnavailableError("down");
+  EXPECT_EQ(Judge(servers).problems.size(), 1u) << "what does not answer has no id";
+}
+
 }  // namespace
 }  // namespace ballast::services
