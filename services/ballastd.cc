@@ -184,6 +184,7 @@ int Serve(const Config& config, const sigset_t& signals) {
   if (!guard.ok()) return Complain(guard.status(), ExitOf(guard.status()));
   StateServerOptions options = config.server;
   options.interrupt = Signalled;
+  options.serve_while_recovering = true;
   RecoveryProgress progress;
   options.progress = &progress;
   // Before anything else, so that a server which recovers for minutes does not look dead.
@@ -214,6 +215,10 @@ int Serve(const Config& config, const sigset_t& signals) {
   if (!rpc.ok()) return Complain(rpc.status(), kPortInUse);
   if (config.shared_memory_bytes > 0 && !(*rpc)->shared_memory_status().ok()) {
     spdlog::warn("trainers on this host send slices over the network: {}", (*rpc)->shared_memory_status().ToString());
+  }
+  // Jobs that are back are served from here on; the server is ready once all are.
+  if (const absl::Status back = (*state)->AwaitRecovered(); !back.ok()) {
+    return Complain(back, model::ReasonOf(back) == model::kServerDown ? kOk : ExitOf(back));
   }
   (*http)->Serve(state->get(), (*rpc)->address());
 

@@ -37,6 +37,10 @@ std::map<std::string, std::shared_ptr<Job>> StateServer::Impl::JobsByName() cons
 }
 
 absl::StatusOr<v1::SetBudgetResponse> StateServer::Impl::SetBudget(const v1::SetBudgetRequest& request) {
+  {
+    absl::MutexLock lock(&mu);
+    BALLAST_RETURN_IF_ERROR(CheckAllBack());
+  }
   BALLAST_ASSIGN_OR_RETURN(v1::SetBudgetResponse response,
                            ChangeBudgets(
                                request, [this] { return JobsByName(); }, tiers.get(), &moving, &planning));
@@ -49,6 +53,7 @@ absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1
   {
     absl::MutexLock lock(&mu);
     if (const auto found = jobs.find(request.job()); found != jobs.end()) {
+      if (found->second.recovering) return CauseOf(request.job(), found->second);
       entry = found->second;
     } else {
       const bool again = dropping_names.contains(request.job());
@@ -228,7 +233,7 @@ v1::GetServerStatusResponse StateServer::Status() const {
     v1::JobStatus& lost = jobs.emplace_back();
     lost.set_name(name);
     lost.set_state_lost(entry.lost->state_lost());
-    lost.set_failure(std::string(entry.cause.message()));
+    lost.set_failure(std::string(impl_->CauseOf(name, entry).message()));
     lost.set_committed(entry.lost->committed());
     lost.set_oldest_chunk_version(-1);
     *lost.mutable_epoch() = entry.lost->promised();
@@ -256,9 +261,9 @@ ServerFigures StateServer::Figures() const {
     }
     figures.job_places = {impl_->jobs.size(), kJobsMax};
   }
-  figures.waiting_requests = bound(impl_->waiting_requests);
-  figures.waiting_request_bytes = bound(impl_->waiting_request_bytes);
-  figures.waiting_push_bytes = bound(impl_->waiting_push_bytes);
+  figures.waiting_requests = bound(impl_->bounds.requests);
+  figures.waiting_request_bytes = bound(impl_->bounds.request_bytes);
+  figures.waiting_push_bytes = bound(impl_->bounds.push_bytes);
   figures.unsent_bytes = bound(impl_->answer_room.bound());
   figures.moved = impl_->tiers->moved();
   const storage::TierUsage usage = impl_->tiers->usage();

@@ -29,41 +29,64 @@ namespace ballast::services {
 // Each job has a thread; a fence of an unknown name makes a job.
 inline constexpr size_t kJobsMax = 256;
 
+// Threads that reply to requests which have waited, and the queues of the jobs on them.
+struct AnswerQueues {
+  // More than there are jobs, so that each has its own unless jobs came and went by the hundred.
+  static constexpr size_t kQueues = 4 * kJobsMax, kServersQueue = 0;
+  static int PullThreads(const StateServerOptions& options) {
+    if (options.answer_threads > 0) return options.answer_threads;
+    return std::max(1, static_cast<int>(std::thread::hardware_concurrency() / 2));
+  }
+  AnswerQueues(const StateServerOptions& options, Foundation* foundation)
+      : pulls(foundation->MakeExecutor(PullThreads(options)), kQueues), steps(foundation->MakeExecutor(1), kQueues) {}
+  void Join() {
+    pulls.Join();
+    steps.Join();
+  }
+  Executor* of_server() { return pulls.queue(kServersQueue); }
+
+  Turns pulls;  // and operators' calls: copies of megabytes
+  Turns steps;  // requests of step machines: small, and a whole group waits for each
+  std::atomic<size_t> next_queue = kServersQueue + 1;
+};
+
+// The state of a server while its jobs come back. The server's lock guards `going` and `outcome`.
+struct JobsComingBack {
+  bool going = false;
+  absl::Status outcome;  // once they are back
+  std::atomic<bool> ends = false;
+  std::function<absl::Status()> interrupt;  // of the options, and of the server's end
+  std::thread thread;
+};
+
 struct StateServer::Impl {
   explicit Impl(const StateServerOptions& options)
       : options(options),
         foundation(options.foundation != nullptr ? options.foundation : SystemFoundation()),
-        waiting_requests(options.waiting_requests_max, &counters.waiting_requests),
-        waiting_request_bytes(options.waiting_request_bytes_max, &counters.waiting_request_bytes),
-        waiting_push_bytes(options.waiting_push_bytes_max, &counters.waiting_push_bytes),
+        bounds{{options.waiting_requests_max, &counters.waiting_requests},
+               {options.waiting_request_bytes_max, &counters.waiting_request_bytes},
+               {options.waiting_push_bytes_max, &counters.waiting_push_bytes}},
         answer_room(options.answer_bytes_max),
         compute(std::max(1, options.compute_threads)),
-        answers(foundation->MakeExecutor(AnswerThreads(options)), kQueues),
-        step_answers(foundation->MakeExecutor(1), kQueues),
+        answers(options, foundation),
         forgetting(foundation->MakeExecutor(1)),
-        drops(foundation->MakeExecutor(kOperatorCallsMax), kOperatorCallsMax, answers.queue(kServersQueue), &deadlines,
-              {&waiting_requests, &waiting_request_bytes}),
-        budget_changes(foundation->MakeExecutor(1), kOperatorCallsMax, answers.queue(kServersQueue), &deadlines,
-                       {&waiting_requests, &waiting_request_bytes}) {}
+        drops(foundation->MakeExecutor(kOperatorCallsMax), kOperatorCallsMax, answers.of_server(), &deadlines,
+              {&bounds.requests, &bounds.request_bytes}),
+        budget_changes(foundation->MakeExecutor(1), kOperatorCallsMax, answers.of_server(), &deadlines,
+                       {&bounds.requests, &bounds.request_bytes}) {}
 
   // The bound on drops, and on new budgets. A drop has a thread for as long as its job's disk hangs: 16 threads are
   // more than an operator drops jobs at once, and few beside those of 256 jobs.
   static constexpr int kOperatorCallsMax = 16;
-  // Queues of answers: more than there are jobs, so that each has its own unless jobs came and went by the hundred.
-  static constexpr size_t kQueues = 4 * kJobsMax, kServersQueue = 0;
-  static int AnswerThreads(const StateServerOptions& options) {
-    if (options.answer_threads > 0) return options.answer_threads;
-    return std::max(1, static_cast<int>(std::thread::hardware_concurrency() / 2));
-  }
-
   // A name's job, or the record of a job that a restart did not bring back: its state is lost, or the job lacked
   // something that a later start may find. GetJob describes a job with lost state; otherwise it replies `cause`.
   struct Entry {
     std::shared_ptr<Job> job;
     std::optional<v1::GetJobResponse> lost;
-    absl::Status cause;      // why the job did not come back
-    uint64_t log_bytes = 0;  // of the NVMe budget, held by its log
-    uint64_t made = 0;       // numbers the jobs in the order in which they were made since the start
+    absl::Status cause;       // why the job did not come back
+    uint64_t log_bytes = 0;   // of the NVMe budget, held by its log
+    bool recovering = false;  // `lost` describes the job until it is back
+    uint64_t made = 0;        // numbers the jobs in the order in which they were made since the start
   };
 
   absl::StatusOr<std::map<std::string, JobEntry>> ReadJobs() const;
@@ -73,6 +96,12 @@ struct StateServer::Impl {
   std::map<std::string, absl::Status> FindOrphans(const std::map<std::string, JobEntry>& stored) const;
   absl::Status LoadJobs(const std::map<std::string, JobEntry>& stored,
                         const std::map<std::string, absl::Status>& orphans);
+  // From here on, until LoadJobs has put the jobs there, their calls are answered by CauseOf.
+  void ExpectJobs(const std::map<std::string, JobEntry>& stored);
+  // Why an entry's job answers no calls. REQUIRES: entry.lost.
+  absl::Status CauseOf(const std::string& name, const Entry& entry) const;
+  // UNAVAILABLE (BUSY) while jobs come back: what new jobs and budgets take could be theirs.
+  absl::Status CheckAllBack() const ABSL_SHARED_LOCKS_REQUIRED(mu);
   void Lose(const std::string& name, const JobEntry& stored, const absl::Status& cause, uint64_t log_bytes = 0);
   // After a drop that failed midway: keeps the name taken, or a new job of the name would get what the catalog still
   // has.
@@ -134,17 +163,19 @@ struct StateServer::Impl {
   const absl::Time started = absl::Now();
   std::string server_id;
   ServerCounters counters;
-  SharedBound waiting_requests, waiting_request_bytes, waiting_push_bytes;
+  // Requests and pushes that may wait.
+  struct {
+    SharedBound requests, request_bytes, push_bytes;
+  } bounds;
   AnswerRoom answer_room;
   std::unique_ptr<storage::Catalog> catalog;
   std::unique_ptr<storage::Tiers> tiers;
   std::optional<storage::MachineProfile> machine;
+  JobsComingBack coming_back;
   absl::Mutex planning;  // as JobSurroundings says
   MoveGate moving;
   kernels::ThreadPool compute;
-  Turns answers;       // to pulls that have waited, and to operators: copies of megabytes
-  Turns step_answers;  // to requests of step machines that have waited: small, and a whole group waits for each
-  std::atomic<size_t> next_queue = kServersQueue + 1;
+  AnswerQueues answers;
   const std::unique_ptr<Executor> forgetting;  // of jobs that nothing runs for
   Deadlines deadlines;
   OperatorCalls drops;           // each waits for the running update of its job

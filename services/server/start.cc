@@ -6,6 +6,7 @@
 #include <cstring>
 #include <filesystem>
 #include <random>
+#include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -207,10 +208,38 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
     tiers.restored_bytes = &options.progress->done_bytes;
   }
   BALLAST_ASSIGN_OR_RETURN(impl->tiers, storage::Tiers::Open(tiers));
-  BALLAST_RETURN_IF_ERROR(impl->LoadJobs(stored, orphans));
-  // Of jobs that are lost or refused, nothing more will be read.
-  if (options.progress != nullptr) options.progress->done_bytes = options.progress->total_bytes.load();
-  return std::unique_ptr<StateServer>(new StateServer(std::move(impl), disk));
+  impl->ExpectJobs(stored);
+  const auto load = [impl = impl.get(), stored = std::move(stored), orphans = std::move(orphans)] {
+    const absl::Status status = impl->LoadJobs(stored, orphans);
+    // Of jobs that are lost or refused, nothing more will be read.
+    if (impl->options.progress != nullptr && status.ok()) {
+      impl->options.progress->done_bytes = impl->options.progress->total_bytes.load();
+    }
+    absl::MutexLock lock(&impl->mu);
+    impl->coming_back.going = false;
+    impl->coming_back.outcome = status;
+    return status;
+  };
+  std::unique_ptr<StateServer> server(new StateServer(std::move(impl), disk));
+  if (options.serve_while_recovering) {
+    server->impl_->coming_back.thread = std::thread(load);
+    return server;
+  }
+  BALLAST_RETURN_IF_ERROR(load());
+  return server;
+}
+
+void StateServer::Impl::ExpectJobs(const std::map<std::string, JobEntry>& stored) {
+  coming_back.interrupt = [this] {
+    if (options.interrupt) BALLAST_RETURN_IF_ERROR(options.interrupt());
+    if (!coming_back.ends) return absl::OkStatus();
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                        "the server ends while it recovers; the next start recovers its jobs anew");
+  };
+  for (const auto& [name, entry] : stored) Lose(name, entry, absl::OkStatus());
+  absl::MutexLock lock(&mu);
+  coming_back.going = true;
+  for (auto& [name, entry] : jobs) entry.recovering = true;
 }
 
 void StateServer::Impl::ExpectToRecover(const std::map<std::string, JobEntry>& stored) const {
@@ -268,6 +297,7 @@ void StateServer::Impl::Lose(const std::string& name, const JobEntry& stored, co
   absl::MutexLock lock(&mu);
   Entry& entry = jobs[name];
   entry.cause = cause;
+  entry.recovering = false;
   entry.log_bytes = log_bytes;
   v1::GetJobResponse& lost = entry.lost.emplace();
   lost.set_server_id(server_id);
@@ -318,17 +348,43 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
       kept[name] = entry.least_dram;
     }
   }
+  // And the space of its log: a job that is served already may take more.
+  std::map<std::string, uint64_t> kept_logs;
+  for (const auto& [name, entry] : stored) {
+    std::error_code error;
+    const uint64_t bytes = std::filesystem::file_size(LogPath(options.data_directory, name), error);
+    if (error || !options.serve_while_recovering) continue;
+    const bool taken = tiers
+                           ->Take(storage::TierKind::kNvme, bytes, absl::StrCat("the log of job '", name, "'"),
+                                  storage::TierPart::kSpare)
+                           .ok();
+    if (taken) kept_logs[name] = bytes;
+  }
   // The jobs that are back go as at a stop: each may have a log that is pumped.
   const auto interrupted = [&] {
-    const absl::Status status = options.interrupt ? options.interrupt() : absl::OkStatus();
+    const absl::Status status = coming_back.interrupt();
     for (const auto& [name, job] : recovered) {
       if (!status.ok()) job->Stop(status);
     }
     return status;
   };
+  const auto serve = [&](const std::string& name, const std::shared_ptr<Job>& job) {
+    BALLAST_RETURN_IF_ERROR(interrupted());
+    if (const absl::Status status = job->EndRecovery(); !status.ok()) {
+      BALLAST_RETURN_IF_ERROR(interrupted());
+      refuse(name, *job, status);
+      return absl::OkStatus();
+    }
+    absl::MutexLock lock(&mu);
+    Entry& entry = jobs[name] = Entry();
+    entry.job = job;
+    entry.made = next_made++;
+    return absl::OkStatus();
+  };
   for (const auto& [name, entry] : stored) {
     BALLAST_RETURN_IF_ERROR(interrupted());
     tiers->Return(storage::TierKind::kDram, kept[name], storage::TierPart::kSpare);
+    tiers->Return(storage::TierKind::kNvme, kept_logs[name], storage::TierPart::kSpare);
     if (const auto orphan = orphans.find(name); orphan != orphans.end()) {
       lose(name, entry, orphan->second);
       continue;
@@ -362,6 +418,7 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
       status = job->Replay(PromiseRecord{*entry.promised});
     }
     recovered[name] = job;
+    if (status.ok() && options.serve_while_recovering) BALLAST_RETURN_IF_ERROR(serve(name, job));
     if (status.ok()) continue;
     BALLAST_RETURN_IF_ERROR(interrupted());
     recovered.erase(name);
@@ -369,15 +426,7 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
   }
   // Only now may a job take more: first every job had to get back what it had.
   for (const auto& [name, job] : recovered) {
-    BALLAST_RETURN_IF_ERROR(interrupted());
-    if (const absl::Status status = job->EndRecovery(); !status.ok()) {
-      BALLAST_RETURN_IF_ERROR(interrupted());
-      refuse(name, *job, status);
-      continue;
-    }
-    absl::MutexLock lock(&mu);
-    jobs[name].job = job;
-    jobs[name].made = next_made++;
+    if (!options.serve_while_recovering) BALLAST_RETURN_IF_ERROR(serve(name, job));
   }
   BALLAST_RETURN_IF_ERROR(interrupted());
   return whole && tiers->nvme() != nullptr ? tiers->nvme()->Trim() : absl::OkStatus();

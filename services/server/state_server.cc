@@ -29,7 +29,6 @@ StateServer::~StateServer() {
   impl_->drops.Join();
   impl_->budget_changes.Join();
   impl_->answers.Join();
-  impl_->step_answers.Join();
   impl_->forgetting->Join();
 }
 
@@ -37,10 +36,16 @@ void StateServer::ScrubNext() { scrubber_->Next(); }
 
 void StateServer::Stop() {
   scrubber_->Stop();
-  std::vector<std::shared_ptr<Job>> jobs;
   {
     absl::MutexLock lock(&impl_->mu);
     impl_->stopped = true;
+    if (impl_->coming_back.going) impl_->coming_back.ends = true;
+  }
+  // Before the jobs are listed: the last of them comes back meanwhile.
+  if (impl_->coming_back.thread.joinable()) impl_->coming_back.thread.join();
+  std::vector<std::shared_ptr<Job>> jobs;
+  {
+    absl::MutexLock lock(&impl_->mu);
     for (const auto& [name, entry] : impl_->jobs) {
       if (entry.job != nullptr) jobs.push_back(entry.job);
     }
@@ -55,14 +60,14 @@ void StateServer::Stop() {
 }
 
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
-  const size_t queue = next_queue++;
+  const size_t queue = answers.next_queue++;
   return Job::Make(name, {.server_id = server_id,
                           .catalog = catalog.get(),
                           .tiers = tiers.get(),
                           .foundation = foundation,
                           .compute = &compute,
-                          .answers = answers.queue(queue),
-                          .step_answers = step_answers.queue(queue),
+                          .answers = answers.pulls.queue(queue),
+                          .step_answers = answers.steps.queue(queue),
                           .read_threads = std::max(1, options.read_threads),
                           .deadlines = &deadlines,
                           .counters = &counters,
@@ -71,10 +76,10 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .machine = machine.has_value() ? &*machine : nullptr,
                           .working_copies = options.working_copies,
                           .log_steps = options.log_steps,
-                          .interrupt = options.interrupt,
+                          .interrupt = coming_back.interrupt,
                           .progress = options.progress,
-                          .waiting = {&waiting_requests, &waiting_request_bytes},
-                          .push_bytes = &waiting_push_bytes,
+                          .waiting = {&bounds.requests, &bounds.request_bytes},
+                          .push_bytes = &bounds.push_bytes,
                           .answer_room = &answer_room});
 }
 
@@ -96,8 +101,33 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Find(const std::string& 
     return model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
                         absl::StrCat("server '", server_id, "' has no job '", name, "'; Fence makes one"));
   }
-  if (entry->second.lost.has_value()) return entry->second.cause;
+  if (entry->second.lost.has_value()) return CauseOf(name, entry->second);
   return entry->second.job;
+}
+
+absl::Status StateServer::Impl::CauseOf(const std::string& name, const Entry& entry) const {
+  if (!entry.recovering) return entry.cause;
+  const RecoveryProgress* const progress = options.progress;
+  return model::Error(
+      absl::StatusCode::kUnavailable, model::kBusy,
+      absl::StrCat("job '", name, "' is not back yet on server '", server_id, "', which recovers its jobs",
+                   progress == nullptr ? ""
+                                       : absl::StrCat(": ", progress->done_bytes.load(), " of ",
+                                                      progress->total_bytes.load(), " bytes")));
+}
+
+absl::Status StateServer::Impl::CheckAllBack() const {
+  if (!coming_back.going) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                      absl::StrCat("server '", server_id,
+                                   "' recovers its jobs: new jobs wait until they have got back "
+                                   "what they had"));
+}
+
+absl::Status StateServer::AwaitRecovered() {
+  if (impl_->coming_back.thread.joinable()) impl_->coming_back.thread.join();
+  absl::MutexLock lock(&impl_->mu);
+  return impl_->coming_back.outcome;
 }
 
 bool StateServer::Impl::full() const { return jobs.size() >= kJobsMax; }
@@ -111,9 +141,10 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
                         absl::StrCat("server '", server_id, "' is stopping"));
   }
   if (const auto raced = jobs.find(name); raced != jobs.end()) {
-    if (raced->second.lost.has_value()) return raced->second.cause;  // a failed drop has put the entry back
+    if (raced->second.lost.has_value()) return CauseOf(name, raced->second);  // a failed drop has put the entry back
     return raced->second.job;
   }
+  BALLAST_RETURN_IF_ERROR(CheckAllBack());
   if (dropping_names.contains(name)) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                         absl::StrCat("job '", name, "' is being dropped; send the request again"));
@@ -137,6 +168,7 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Planner(const std::strin
     return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
                         absl::StrCat("server '", server_id, "' is stopping"));
   }
+  BALLAST_RETURN_IF_ERROR(CheckAllBack());
   if (planner == nullptr) planner = MakeJob("");
   return planner;
 }

@@ -72,6 +72,9 @@ struct StateServerOptions {
   // Called by Start once the server knows its id and Member.disk, before its jobs come back: an error ends Start, which
   // returns the error. May be empty.
   std::function<absl::Status(const std::string& server_id, uint64_t disk)> named;
+  // Start returns once the server knows its jobs: they come back on a thread, in the order of their names, and each is
+  // served from then on. Calls of a job that is not back yet, and of new jobs until all are, are UNAVAILABLE (BUSY).
+  bool serve_while_recovering = false;
   RecoveryProgress* progress = nullptr;  // borrowed; told how far Start is; null: nobody asks
   Foundation* foundation = nullptr;      // null: this machine
 };
@@ -103,12 +106,15 @@ struct ServerCounters;
 // gone; work that the call has begun is not undone.
 class StateServer {
  public:
-  // Errors: those of `interrupt`; INVALID_ARGUMENT (BAD_CONFIG), also for a machine profile that was named and cannot be read; INTERNAL (IO)
-  // if the data directory is not writable; FAILED_PRECONDITION, naming the process, if another process has the data
-  // directory; FAILED_PRECONDITION (LATER_VERSION) if a later version has used the directory, which is not touched;
-  // DATA_LOSS (IO) if the directory has logs or extents, but no catalog.
+  // Errors: those of `interrupt`; INVALID_ARGUMENT (BAD_CONFIG), also for a machine profile that was named and cannot
+  // be read; INTERNAL (IO) if the data directory is not writable; FAILED_PRECONDITION, naming the process, if another
+  // process has the data directory; FAILED_PRECONDITION (LATER_VERSION) if a later version has used the directory,
+  // which is not touched; DATA_LOSS (IO) if the directory has logs or extents, but no catalog.
   static absl::StatusOr<std::unique_ptr<StateServer>> Start(const StateServerOptions& options);
   ~StateServer();  // as Stop
+  // Waits until the jobs are back, or refused. Else why the rest of the start failed, with Start's errors: end the
+  // server then.
+  absl::Status AwaitRecovered();
 
   // Fails waiting and new requests with UNAVAILABLE (SERVER_DOWN), and finishes the step being applied. Blocks.
   void Stop();

@@ -73,6 +73,72 @@ TEST_F(InterruptTest, ALogIsWrittenNoFurther) {
   }
 }
 
+// A large job, or one on a slow disk, kept all others from being served.
+TEST_F(InterruptTest, JobsAreServedAsTheyComeBack) {
+  for (const char* const name : {"a", "b"}) {
+    TrainerGroup group({server_.get()}, Spec(name, v1::DURABILITY_STEP), 1);
+    ASSERT_EQ(group.Start(), absl::OkStatus());
+    ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  }
+  server_.End();
+  server_.options().serve_while_recovering = true;
+  disk_.Hold([&](const std::string& path, GatedOperation operation, uint64_t) {
+    return path == LogPath("b") && operation == GatedOperation::kRead;
+  });
+  server_.Restart();
+  disk_.AwaitWaiting();
+  TrainerGroup a({server_.get()}, Spec("a", v1::DURABILITY_STEP), 1, 2);
+  EXPECT_EQ(a.Start(), absl::OkStatus());
+  EXPECT_EQ(a.step(), 1) << "it goes on where it was";
+  const auto expect_busy = [](const absl::Status& status, const std::string& said) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_EQ(model::ReasonOf(status), model::kBusy);
+    EXPECT_NE(std::string(status.message()).find(said), std::string::npos) << status;
+  };
+  TrainerGroup b({server_.get()}, Spec("b", v1::DURABILITY_STEP), 1, 2);
+  TrainerGroup fresh({server_.get()}, Spec("fresh", v1::DURABILITY_STEP), 1, 2);
+  expect_busy(b.Start(), "job 'b' is not back yet on server");
+  expect_busy(fresh.Start(), "new jobs wait");
+  Answer<v1::DropJobResponse> dropped;
+  server_->DropJob(DropOf(b), dropped.reply());
+  expect_busy(dropped.Wait().status(), "job 'b' is not back yet");
+  Answer<v1::SetBudgetResponse> budget;
+  server_->SetBudget({}, budget.reply());
+  expect_busy(budget.Wait().status(), "recovers its jobs");
+  EXPECT_EQ(server_->Status().jobs_size(), 2);
+  disk_.Release();
+  EXPECT_EQ(server_->AwaitRecovered(), absl::OkStatus());
+  EXPECT_EQ(b.Start(), absl::OkStatus());
+  EXPECT_EQ(b.step(), 1);
+  EXPECT_EQ(fresh.Start(), absl::OkStatus());
+}
+
+TEST_F(InterruptTest, AServerThatRecoversEnds) {
+  {
+    TrainerGroup group({server_.get()}, Spec("b", v1::DURABILITY_STEP), 1);
+    ASSERT_EQ(group.Start(), absl::OkStatus());
+    ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  }
+  server_.End();
+  server_.options().serve_while_recovering = true;
+  disk_.Hold([&](const std::string& path, GatedOperation operation, uint64_t) {
+    return path == LogPath("b") && operation == GatedOperation::kRead;
+  });
+  server_.Restart();
+  disk_.AwaitWaiting();
+  std::thread stopping([this] { server_->Stop(); });
+  TrainerGroup group({server_.get()}, Spec("b", v1::DURABILITY_STEP), 1, 2);
+  absl::Status refused;
+  while (model::ReasonOf(refused) != model::kServerDown) refused = group.Start();
+  disk_.Release();
+  stopping.join();
+  EXPECT_EQ(model::ReasonOf(server_->AwaitRecovered()), model::kServerDown);
+  server_.Restart();
+  EXPECT_EQ(server_->AwaitRecovered(), absl::OkStatus());
+  TrainerGroup next({server_.get()}, Spec("b", v1::DURABILITY_STEP), 1, 3);
+  EXPECT_EQ(next.Start(), absl::OkStatus());
+}
+
 TEST_F(InterruptTest, APinIsWrittenNoFurther) {
   for (const End end : {End::kDrop, End::kStop}) {
     const std::string name = end == End::kDrop ? "dropped" : "stopped";
