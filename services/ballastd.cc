@@ -248,20 +248,26 @@ int Serve(const Config& config, const sigset_t& signals) {
   return kOk;
 }
 
+// Writes to standard error without a byte of the heap, which may be what was refused.
+void SayWhy(const char* what) {
+  for (const char* const part :
+       {"ballastd: the server ends: ", what,
+        ". If the system refused memory or a thread: look at the limits of the address space (ulimit -v, LimitAS), of "
+        "tasks (ulimit -u, TasksMax) and of memory\n"}) {
+    (void)!write(STDERR_FILENO, part, std::strlen(part));
+  }
+}
+
 // A limit may refuse memory or a thread anywhere, and on any thread.
 [[noreturn]] void SayWhyAndAbort() {
-  std::string what = "a thread could not be made, or ended without its end";
   try {
     if (const std::exception_ptr thrown = std::current_exception()) std::rethrow_exception(thrown);
+    SayWhy("a thread was not made, or not ended");
   } catch (const std::exception& error) {
-    what = error.what();
+    SayWhy(error.what());
   } catch (...) {
-    what = "an unknown exception";
+    SayWhy("an unknown exception");
   }
-  std::fprintf(stderr,
-               "ballastd: the server ends: %s. If the system refused memory or a thread: look at the limits of the "
-               "address space (ulimit -v, LimitAS), of tasks (ulimit -u, TasksMax) and of memory\n",
-               what.c_str());
   std::abort();
 }
 
