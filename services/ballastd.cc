@@ -8,6 +8,7 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -22,6 +23,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "ballast/proto/model/address.h"
@@ -32,7 +34,9 @@
 #include "ballast/services/config/memory_room.h"
 #include "ballast/services/discovery/registration.h"
 #include "ballast/services/http/http_port.h"
+#include "ballast/services/logs/log_queue.h"
 #include "ballast/services/rpc/rpc_server.h"
+#include "ballast/services/rpc/self_check.h"
 #include "ballast/services/security/guard.h"
 #include "ballast/services/server/state_server.h"
 
@@ -54,6 +58,9 @@ enum Exit {
 
 // How long calls under way may take to end after SIGTERM.
 constexpr absl::Duration kGrace = absl::Seconds(5);
+
+// How long the last lines of the log may take.
+constexpr absl::Duration kGraceOfLog = absl::Seconds(1);
 
 // glibc trims its heap around gRPC's read buffers, which costs more than the transfer itself. Measured: only the two
 // thresholds and the padding together help; one without the others is worse than none. Untrimmed memory stays with its
@@ -211,6 +218,8 @@ int Serve(const Config& config, const sigset_t& signals) {
   rpc_options.listen = config.listen;
   rpc_options.guard = guard->get();
   rpc_options.shared_memory_bytes = config.shared_memory_bytes;
+  rpc_options.connections_max = config.connections_max;
+  rpc_options.reflection = config.reflection;
   auto rpc = RpcServer::Start(rpc_options, state->get());
   if (!rpc.ok()) return Complain(rpc.status(), kPortInUse);
   if (config.shared_memory_bytes > 0 && !(*rpc)->shared_memory_status().ok()) {
@@ -220,7 +229,9 @@ int Serve(const Config& config, const sigset_t& signals) {
   if (const absl::Status back = (*state)->AwaitRecovered(); !back.ok()) {
     return Complain(back, model::ReasonOf(back) == model::kServerDown ? kOk : ExitOf(back));
   }
-  (*http)->Serve(state->get(), (*rpc)->address());
+  auto check = SelfCheck::Start(rpc->get(), state->get());
+  if (!check.ok()) return Complain(check.status(), kFailed);
+  (*http)->Serve(state->get(), (*rpc)->address(), [check = check->get()] { return check->Fault(); });
 
   if (registration != nullptr) {
     const std::string address = AdvertisedAddress(config, (*rpc)->address());
@@ -239,11 +250,15 @@ int Serve(const Config& config, const sigset_t& signals) {
   Notify("READY=1");
   WarnOfOthers(config.guard, (*rpc)->address());
   int signal_number = 0;
-  while (sigwait(&signals, &signal_number) == 0 && signal_number == SIGHUP) (*guard)->Reload();
+  while (sigwait(&signals, &signal_number) == 0 && signal_number == SIGHUP) {
+    if (!config.guard.has_files()) spdlog::info("SIGHUP: no file was configured that could be read again");
+    (*guard)->Reload();
+  }
   spdlog::info("signal {}: ending", signal_number);
   Notify("STOPPING=1");
   (*http)->Withdraw();
   registration.reset();
+  check->reset();
   (*rpc)->Stop(kGrace);
   return kOk;
 }
@@ -271,8 +286,39 @@ void SayWhy(const char* what) {
   std::abort();
 }
 
+// No thread that serves waits for the reader of standard error.
+int ServeAndLog(const Config& config, const sigset_t& signals) {
+  LogQueue queue(LogKind::kProgram);
+  const auto sink = std::make_shared<spdlog::sinks::stderr_sink_mt>();
+  spdlog::set_default_logger(queue.MakeLogger("ballastd", sink));
+  spdlog::set_level(spdlog::level::from_str(config.log_level));
+  RpcServer::TakeLogOfGrpc();
+  int code = kFailed;
+  try {
+    code = Serve(config, signals);
+  } catch (const std::system_error& error) {
+    code = Complain(absl::ResourceExhaustedError(error.what()), kFailed);
+  }
+  if (!queue.Drain(kGraceOfLog)) {
+    // Nobody reads: an orderly end would wait for the line that hangs.
+    std::fflush(stdout);
+    std::_Exit(code);
+  }
+  spdlog::set_default_logger(std::make_shared<spdlog::logger>("ballastd", sink));
+  return code;
+}
+
+// Each connection and each file takes one; the usual soft limit is for programs that wait by select(2).
+void RaiseDescriptors() {
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  (void)setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 int Main(int argc, char** argv) {
   model::StopDeadlockSearch();
+  RaiseDescriptors();
   TuneMalloc();
   // A file at the limit of its size is an error of the disk (EFBIG), which names the file; the signal would end the
   // server without a word.
@@ -282,6 +328,7 @@ int Main(int argc, char** argv) {
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
+  sigaddset(&signals, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
   CLI::App app{"Ballast state server: holds chunks of training jobs and runs their optimizer.", "ballastd"};
@@ -318,15 +365,7 @@ int Main(int argc, char** argv) {
   const absl::StatusOr<Config> config = MakeConfig(*file, *environment, flags);
   if (!config.ok()) return Complain(config.status(), kBadUsage);
 
-  if (config->guard.has_files()) {
-    sigaddset(&signals, SIGHUP);
-    pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  }
-
-  spdlog::set_default_logger(
-      std::make_shared<spdlog::logger>("ballastd", std::make_shared<spdlog::sinks::stderr_sink_mt>()));
-  spdlog::set_level(spdlog::level::from_str(config->log_level));
-  return Serve(*config, signals);
+  return ServeAndLog(*config, signals);
 }
 
 }  // namespace

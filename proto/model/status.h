@@ -50,6 +50,7 @@ inline constexpr char kChecksum[] = "CHECKSUM";         // DATA_LOSS in a tier; 
 inline constexpr char kStateLost[] = "STATE_LOST";      // DATA_LOSS; FAILED_PRECONDITION: the next group gets the rest
 inline constexpr char kDiverged[] = "DIVERGED";         // DATA_LOSS: servers disagree about a decided step
 inline constexpr char kBudget[] = "BUDGET";             // RESOURCE_EXHAUSTED: says how many bytes are short, and where
+inline constexpr char kLimit[] = "LIMIT";               // RESOURCE_EXHAUSTED: of the system; names it
 inline constexpr char kDiskFull[] = "DISK_FULL";        // RESOURCE_EXHAUSTED: within the budget, but the disk is full
 inline constexpr char kBusy[] = "BUSY";                 // UNAVAILABLE: send the same request again
 inline constexpr char kServerDown[] = "SERVER_DOWN";    // UNAVAILABLE

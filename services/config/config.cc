@@ -31,6 +31,7 @@ namespace {
 
 constexpr int kThreadsMax = 1024;
 constexpr int kDeviceMax = 255;
+constexpr uint64_t kConnectionsConfiguredMax = 1'000'000;
 constexpr size_t kDevicesMax = 64;
 constexpr uint64_t kNvmeBytesMax = uint64_t{1} << 56;  // of a device, so that the sum of all is a number
 // A buffer for reads, and a buffer for the state of the smallest chunk.
@@ -167,6 +168,20 @@ const std::vector<Key>& Keys() {
          const auto bytes = model::ParseBytes(text);
          c->shared_memory_bytes = bytes.value_or(0);
          return bytes.ok() && (*bytes == 0 || *bytes >= model::kSharedBytes);
+       }},
+      {{"connections", "an integer from 1 to 1000000, or auto", "auto: by the limit of descriptors, 16384 at most",
+        "connections that the rpc port may have, one for each trainer and more for tools"},
+       [](const std::string& text, Config* c) {
+         c->connections_max = 0;
+         return text == "auto" || (absl::SimpleAtoi(text, &c->connections_max) && c->connections_max >= 1 &&
+                                   c->connections_max <= kConnectionsConfiguredMax);
+       }},
+      {{"reflection", "true or false", "false",
+        "gRPC's server reflection, by which grpcurl lists the services; for callers with an identity where one is "
+        "asked for"},
+       [](const std::string& text, Config* c) {
+         c->reflection = text == "true";
+         return text == "true" || text == "false";
        }},
       {{"log_steps", "an integer from 3 to 1024, or auto", "auto: 6, and up to 16 while steps wait for flushes",
         "steps of gradients that the log of a durable job holds: fewer take less disk, and flush state more often"},

@@ -20,6 +20,8 @@ struct Config {
   std::string discovery;  // URL of a registry; empty: none
   std::string advertise;  // address in the registry; empty: by `listen`
   uint64_t shared_memory_bytes = uint64_t{4} << 30;
+  uint64_t connections_max = 0;  // 0: as many as descriptors allow
+  bool reflection = false;
   GuardOptions guard;
   StateServerOptions server;
 };

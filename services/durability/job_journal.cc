@@ -241,7 +241,7 @@ absl::Status JobJournal::Grow(const Growth& growth) {
   } else {
     auto log = Create(growth);
     status = log.status();
-    if (status.ok()) Start(*std::move(log), growth.logged);
+    if (status.ok()) status = Start(*std::move(log), growth.logged);
   }
   if (!status.ok()) {
     core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes, storage::TierPart::kLog);
@@ -304,18 +304,19 @@ absl::StatusOr<std::unique_ptr<storage::GradientLog>> JobJournal::Create(const G
   return log;
 }
 
-void JobJournal::Start(std::unique_ptr<storage::GradientLog> log, bool logged) {
+absl::Status JobJournal::Start(std::unique_ptr<storage::GradientLog> log, bool logged) {
   auto journal =
       std::make_shared<Journal>(std::move(log), logged ? Journal::kSegmentsReserved : Journal::kSpillSegmentsReserved);
   // The journal ends with Stop, before the job's end, so its thread may borrow the job.
-  core_->around.foundation->Pump(&journal->log(), [this] { Progressed(); });
+  BALLAST_RETURN_IF_ERROR(core_->around.foundation->Pump(&journal->log(), [this] { Progressed(); }));
   JobMutexLock lock(&core_->mu);
   journal_ = std::move(journal);
-  if (!logged) return;
+  if (!logged) return absl::OkStatus();
   before_lsn_ = core_->promises.last_lsn();
   core_->journalled_lsn = before_lsn_;
   core_->recoverable = true;
   core_->promises.KeptElsewhere(0);
+  return absl::OkStatus();
 }
 
 void JobJournal::Progressed() {

@@ -108,7 +108,7 @@ class JobJournal {
   // The life of a job without a log, as its pins tell: before the job is published.
   void TakeLife(uint64_t life) { life_ = life; }
   // All records of the log were replayed: appends go there from here on.
-  void Start(std::unique_ptr<storage::GradientLog> log, bool logged) ABSL_LOCKS_EXCLUDED(job_lock);
+  absl::Status Start(std::unique_ptr<storage::GradientLog> log, bool logged) ABSL_LOCKS_EXCLUDED(job_lock);
   // The newest attempt at the undecided step in the recovered log.
   void NoteRecovered(int64_t step, uint64_t attempt) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
     attempt_ = {step, attempt};

@@ -3,6 +3,9 @@
 #include <system_error>
 #include <utility>
 
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
+
 namespace ballast::services {
 
 ThreadExecutor::~ThreadExecutor() { Join(); }
@@ -19,6 +22,14 @@ void ThreadExecutor::Join() {
     threads.swap(threads_);
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+absl::Status ThreadExecutor::Prepare() {
+  absl::MutexLock lock(&mu_);
+  if (stopping_ || !threads_.empty()) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(std::thread thread, model::MakeThread([this] { Loop(); }));
+  threads_.push_back(std::move(thread));
+  return absl::OkStatus();
 }
 
 void ThreadExecutor::Post(std::function<void()> work) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 
 namespace ballast::services {
@@ -18,17 +19,21 @@ class Executor {
   virtual ~Executor() = default;  // joins
   // Runs the queued closures, then ends. Closures posted later never run. Threads: any but its own.
   virtual void Join() = 0;
+  // Makes a thread if there is none yet; once it did, Post cannot fail. RESOURCE_EXHAUSTED (LIMIT) if the system makes
+  // none.
+  virtual absl::Status Prepare() { return absl::OkStatus(); }
   // Throws std::system_error if no thread can be made for it, and posts nothing then.
   virtual void Post(std::function<void()> work) = 0;
 };
 
-// The threads start with the first closures: an executor that nobody uses costs none.
+// The threads start with the first closures, or Prepare: an executor that nobody uses costs none.
 class ThreadExecutor : public Executor {
  public:
   explicit ThreadExecutor(int threads) : threads_max_(static_cast<size_t>(threads)) {}
   ~ThreadExecutor() override;
 
   void Join() override;
+  absl::Status Prepare() override;
   void Post(std::function<void()> work) override;
 
  private:

@@ -12,7 +12,9 @@ class SystemFoundationImpl : public Foundation {
     return storage::Catalog::Open(directory);
   }
   std::unique_ptr<Executor> MakeExecutor(int threads) override { return std::make_unique<ThreadExecutor>(threads); }
-  void Pump(storage::GradientLog* log, std::function<void()> progress) override { log->Start(std::move(progress)); }
+  absl::Status Pump(storage::GradientLog* log, std::function<void()> progress) override {
+    return log->Start(std::move(progress));
+  }
   void StopPumping(storage::GradientLog*) override {}  // its destructor ends its thread
 };
 

@@ -24,8 +24,8 @@ class Foundation {
   virtual storage::HbmOpener hbm() { return nullptr; }
   virtual absl::StatusOr<std::unique_ptr<storage::Catalog>> OpenCatalog(const std::string& directory) = 0;
   virtual std::unique_ptr<Executor> MakeExecutor(int threads) = 0;
-  // Pumps `log` from now on until its end. `progress`: as for GradientLog::Start.
-  virtual void Pump(storage::GradientLog* log, std::function<void()> progress) = 0;
+  // Pumps `log` from now on until its end. `progress`, errors: as for GradientLog::Start.
+  virtual absl::Status Pump(storage::GradientLog* log, std::function<void()> progress) = 0;
   // Call before `log` is destroyed.
   virtual void StopPumping(storage::GradientLog* log) = 0;
 };

@@ -1,7 +1,5 @@
 #include "ballast/services/http/doorman.h"
 
-#include <netdb.h>
-#include <netinet/in.h>
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -22,6 +20,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/address.h"
+#include "ballast/proto/model/listening_sockets.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::services {
@@ -39,37 +38,6 @@ constexpr int kAnswerThreads = 2;
 
 constexpr uint64_t kListener = 0, kWake = 1, kFirstConnection = 2;
 
-// -1, with errno, if the address cannot be bound. `port`: of the address, then the port really taken.
-int Bind(const model::Address& address, uint16_t* port) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_PASSIVE;
-  addrinfo* found = nullptr;
-  if (::getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &found) != 0) {
-    errno = EADDRNOTAVAIL;
-    return -1;
-  }
-  int fd = -1;
-  for (const addrinfo* at = found; at != nullptr && fd < 0; at = at->ai_next) {
-    fd = ::socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd < 0) continue;
-    const int on = 1;
-    (void)::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (::bind(fd, at->ai_addr, at->ai_addrlen) == 0 && ::listen(fd, kBacklog) == 0) break;
-    const int error = errno;
-    ::close(std::exchange(fd, -1));
-    errno = error;
-  }
-  ::freeaddrinfo(found);
-  if (fd < 0) return -1;
-  sockaddr_storage bound{};
-  socklen_t length = sizeof bound;
-  (void)::getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &length);
-  *port = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port
-                                            : reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
-  return fd;
-}
-
 }  // namespace
 
 struct Doorman::Impl {
@@ -84,17 +52,18 @@ struct Doorman::Impl {
   };
   using Connections = std::map<uint64_t, Connection>;  // by number, thus by age
 
-  Impl(int listener, Answer answer, std::unique_ptr<TlsSessions> tls)
+  Impl(std::vector<int> listeners, Answer answer, std::unique_ptr<TlsSessions> tls)
       : answer(std::move(answer)),
         tls(std::move(tls)),
-        listener(listener),
+        listeners(std::move(listeners)),
         wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
         epoll(::epoll_create1(EPOLL_CLOEXEC)) {
-    Watch(listener, kListener, EPOLLIN);
+    for (const int listener : this->listeners) Watch(listener, kListener, EPOLLIN);
     Watch(wake, kWake, EPOLLIN);
   }
   ~Impl() {
-    for (const int fd : {listener, wake, epoll}) ::close(fd);
+    for (const int listener : listeners) ::close(listener);
+    for (const int fd : {wake, epoll}) ::close(fd);
   }
 
   void Watch(int fd, uint64_t number, uint32_t events) const {
@@ -109,7 +78,7 @@ struct Doorman::Impl {
   }
 
   void Run();
-  void Accept();
+  void Accept(int listener);
   // The connection to give up when there is no room: the oldest without a whole request, or the oldest of all.
   Connections::iterator Yielding();
   Connections::iterator Close(Connections::iterator at);
@@ -122,7 +91,8 @@ struct Doorman::Impl {
   const Answer answer;
   const std::unique_ptr<TlsSessions> tls;  // the door's thread only; null: in the clear
   std::string address;
-  const int listener, wake, epoll;
+  const std::vector<int> listeners;
+  const int wake, epoll;
 
   // The door's thread only.
   Connections connections;
@@ -155,7 +125,7 @@ void Doorman::Impl::Run() {
     const int count = ::epoll_wait(epoll, events.data(), static_cast<int>(events.size()), wait_ms);
     for (int i = 0; i < count; ++i) {
       if (events[i].data.u64 == kListener) {
-        Accept();
+        for (const int listener : listeners) Accept(listener);
       } else if (events[i].data.u64 == kWake) {
         uint64_t ignored = 0;
         (void)!::read(wake, &ignored, sizeof ignored);
@@ -183,7 +153,7 @@ Doorman::Impl::Connections::iterator Doorman::Impl::Yielding() {
   return idle == connections.end() ? connections.begin() : idle;
 }
 
-void Doorman::Impl::Accept() {
+void Doorman::Impl::Accept(int listener) {
   while (true) {
     const int fd = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0 && errno == EINTR) continue;
@@ -311,15 +281,15 @@ void Doorman::Impl::CloseLate() {
 absl::StatusOr<std::unique_ptr<Doorman>> Doorman::Start(const std::string& listen, Answer answer,
                                                         std::unique_ptr<TlsSessions> tls) {
   BALLAST_ASSIGN_OR_RETURN(model::Address address, model::ParseAddress(listen, model::AddressUse::kListen));
-  const int listener = Bind(address, &address.port);
-  if (listener < 0) {
+  const absl::StatusOr<std::vector<int>> listeners = model::ListenOn(&address, kBacklog);
+  if (!listeners.ok()) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadConfig,
                         absl::StrCat("cannot serve metrics on '", listen,
                                      "': the port is in use, or the address is none of this machine's; choose another "
                                      "`metrics_listen` (",
-                                     std::strerror(errno), ")"));
+                                     listeners.status().message(), ")"));
   }
-  auto impl = std::make_unique<Impl>(listener, std::move(answer), std::move(tls));
+  auto impl = std::make_unique<Impl>(*listeners, std::move(answer), std::move(tls));
   impl->address = model::FormatAddress(address);
   impl->door = std::thread([impl = impl.get()] { impl->Run(); });
   return std::unique_ptr<Doorman>(new Doorman(std::move(impl)));

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -122,10 +123,11 @@ struct HttpPort::Impl {
   }
   Answer Ready() const {
     absl::ReaderMutexLock lock(&mu);
-    return {absl::StrCat("{\"state\":\"", ServerStateName(state),
-                         "\",\"recovery_done_bytes\":", progress->done_bytes.load(),
-                         ",\"recovery_total_bytes\":", progress->total_bytes.load(), "}\n"),
-            kJson, state == ServerState::kReady ? 200 : 503};
+    const std::string wrong = fault ? fault() : "";
+    return {absl::StrCat("{\"state\":\"", ServerStateName(state), "\",\"recovery_done_bytes\":",
+                         progress->done_bytes.load(), ",\"recovery_total_bytes\":", progress->total_bytes.load(),
+                         wrong.empty() ? "" : absl::StrCat(",\"fault\":\"", absl::Utf8SafeCEscape(wrong), "\""), "}\n"),
+            kJson, state == ServerState::kReady && wrong.empty() ? 200 : 503};
   }
   Answer Metrics() const {
     absl::ReaderMutexLock lock(&mu);
@@ -173,6 +175,7 @@ struct HttpPort::Impl {
   ServerState state ABSL_GUARDED_BY(mu) = ServerState::kRecovering;
   const StateServer* server ABSL_GUARDED_BY(mu) = nullptr;
   std::string rpc_address ABSL_GUARDED_BY(mu);
+  std::function<std::string()> fault ABSL_GUARDED_BY(mu);
   Protocol protocol{Routes(), NotFound(Routes())};
   // For clients without a certificate, where the port asks for one.
   Protocol probes{Probes(), {kCertificateExpected, kPlain, 403}};
@@ -198,16 +201,18 @@ absl::StatusOr<std::unique_ptr<HttpPort>> HttpPort::Start(const std::string& lis
 HttpPort::HttpPort(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 HttpPort::~HttpPort() = default;
 
-void HttpPort::Serve(const StateServer* state, const std::string& address) {
+void HttpPort::Serve(const StateServer* state, const std::string& address, std::function<std::string()> fault) {
   absl::MutexLock lock(&impl_->mu);
   impl_->server = state;
   impl_->rpc_address = address;
+  impl_->fault = std::move(fault);
   impl_->state = ServerState::kReady;
 }
 
 void HttpPort::Withdraw() {
   absl::MutexLock lock(&impl_->mu);
   impl_->server = nullptr;
+  impl_->fault = nullptr;
   impl_->state = ServerState::kStopping;
 }
 

@@ -3,6 +3,7 @@
 // where the rpc port does, except for /livez and /readyz, since a kubelet has none.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -25,7 +26,8 @@ class HttpPort {
   ~HttpPort();
 
   // The server is ready. Borrows `state` until Withdraw. `address`: where trainers reach the server, for /status.json.
-  void Serve(const StateServer* state, const std::string& address);
+  // `fault`: what keeps trainers from calling; empty, or null: nothing. Must not block.
+  void Serve(const StateServer* state, const std::string& address, std::function<std::string()> fault = nullptr);
   // The server is stopping. Waits for the answers that read `state`.
   void Withdraw();
 

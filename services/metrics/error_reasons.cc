@@ -11,8 +11,8 @@ const std::vector<std::pair<Call, std::string>>& ExpectedErrors() {
                                              model::kStaleEpoch, model::kBadRequest, model::kStateLost,
                                              model::kIo,         "CANCELLED",        "DEADLINE_EXCEEDED"};
     const std::vector<std::pair<Call, std::vector<std::string>>> further = {
-        {Call::kFence, {model::kBudget}},
-        {Call::kOpen, {model::kBudget, model::kDiskFull, model::kBadSpec, model::kTensorsDiffer}},
+        {Call::kFence, {model::kBudget, model::kLimit}},
+        {Call::kOpen, {model::kBudget, model::kLimit, model::kDiskFull, model::kBadSpec, model::kTensorsDiffer}},
         {Call::kPush,
          {model::kChecksum, model::kBudget, model::kNotOpen, model::kBehind, model::kOldStep, model::kStaleAttempt,
           model::kAlreadySealed, model::kDigestConflict, model::kBadRange, model::kBadLength}},

@@ -11,6 +11,8 @@
 #include <sstream>
 #include <string>
 
+#include "ballast/proto/model/threads.h"
+#include "ballast/services/counters/process_counters.h"
 #include "ballast/services/metrics/server_families.h"
 
 namespace ballast::services {
@@ -65,6 +67,20 @@ void AddProcess(Families* out) {
   (void)::getrlimit(RLIMIT_NOFILE, &descriptors);
   Gauge(out, "process_open_fds", "Open descriptors.").Add({}, OpenDescriptors(descriptors.rlim_cur));
   Gauge(out, "process_max_fds", "Limit of open descriptors.").Add({}, descriptors.rlim_cur);
+  const ProcessCounters& counters = OfProcess();
+  Gauge(out, "ballast_connections", "Open connections of the rpc port.").Add({}, counters.connections.load());
+  Gauge(out, "ballast_connections_limit", "Connections that the rpc port may have.")
+      .Add({}, counters.connections_max.load());
+  Counter(out, "ballast_connections_ended_total",
+          "Connections without a call that was let in, which ended because of their age or for others' sake.")
+      .Add({}, counters.ended_strangers.load());
+  Gauge(out, "ballast_threads_limit",
+        "Threads that the system lets the process have, with others that share the limit.")
+      .Add({}, model::ThreadsAllowed().max);
+  Counter lines(out, "ballast_log_lines_dropped_total", "Lines of logs that were dropped because nobody read them.");
+  for (const LogKind kind : {LogKind::kProgram, LogKind::kAudit}) {
+    lines.Add({{"log", kLogNames[static_cast<size_t>(kind)]}}, counters.DroppedLines(kind));
+  }
   const std::optional<ProcStat> read = ReadStat();
   if (!read.has_value()) return;  // a counter that is 0 for a moment would look like a restart
   const ProcStat& stat = *read;

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/services/records/log_walk.h"
 #include "ballast/storage/counters/disk_counters.h"
 #include "ballast/storage/faults/failpoint.h"
@@ -120,12 +121,20 @@ absl::Status Recovery::Replayer::VisitDecision(const v1::Decision& decision, con
     JobMutexLock lock(&core_->mu);
     replay_->updating = true;
   }
-  replay_->updates = std::thread([core = core_, update, replay = replay_] {
+  absl::StatusOr<std::thread> thread = model::MakeThread([core = core_, update, replay = replay_] {
     replay->updated = update();
     JobMutexLock lock(&core->mu);
     replay->updating = false;
   });
-  return absl::OkStatus();
+  if (thread.ok()) {
+    replay_->updates = *std::move(thread);
+    return absl::OkStatus();
+  }
+  {
+    JobMutexLock lock(&core_->mu);
+    replay_->updating = false;
+  }
+  return update();  // slower
 }
 
 absl::Status Recovery::Replayer::LoadUndecided() {
@@ -244,7 +253,7 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
     core_->recovering = false;
   }
   space_->NoteLeastDram(0);
-  journal_->Start(*std::move(log), /*logged=*/true);
+  BALLAST_RETURN_IF_ERROR(journal_->Start(*std::move(log), /*logged=*/true));
   spdlog::info("job '{}': recovered step {} in {:.2f} s: {} chunks, {} steps and {} MiB of slices replayed{}",
                core_->name, committed, absl::ToDoubleSeconds(absl::Now() - began), entry.chunks.size(), replay.steps,
                replay.replayed_bytes >> 20,

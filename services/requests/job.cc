@@ -67,6 +67,11 @@ absl::Status Job::Recover(const JobEntry& entry) { return recovery_.Recover(entr
 absl::Status Job::EndRecovery() { return recovery_.End(); }
 absl::Status Job::ComeBack(const JobEntry& entry) { return recovery_.ComeBack(entry); }
 
+absl::Status Job::MakeThreads() {
+  BALLAST_RETURN_IF_ERROR(core_.clerk->Prepare());
+  return core_.worker->Prepare();
+}
+
 void Job::Stop(const absl::Status& status) {
   Replies replies;
   {

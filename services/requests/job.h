@@ -85,6 +85,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // No epoch was opened since the server's start, and nobody is about to open one.
   bool unopened() const;
 
+  // Before the first request. RESOURCE_EXHAUSTED (LIMIT) if the system makes no threads for this job.
+  absl::Status MakeThreads();
   // Refuses waiting and new requests with `status`, finishes the running update, drops the updates queued behind.
   // Blocks.
   void Stop(const absl::Status& status);

@@ -1,9 +1,9 @@
 // AdminService over a StateServer.
 #pragma once
 
+#include "ballast/services/rpc/calls/methods.h"
+#include "ballast/services/rpc/door/parse_room.h"
 #include "ballast/services/rpc/gate.h"
-#include "ballast/services/rpc/methods.h"
-#include "ballast/services/rpc/parse_room.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/v1/admin_service.pb.h"
 

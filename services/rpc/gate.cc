@@ -108,12 +108,13 @@ absl::Status Gate::CheckMeant(const grpc::CallbackServerContext& context, Call c
 
 absl::StatusOr<Visitor> Gate::Know(const grpc::CallbackServerContext& context, Call call) const {
   Visitor visitor;
+  visitor.peer = context.peer();
   if (guard_ == nullptr) {
-    visitor.turn = HostOf(context.peer());
+    visitor.turn = HostOf(visitor.peer);
   } else {
     visitor.shown = ShownBy(context);
     BALLAST_ASSIGN_OR_RETURN(visitor.identity, guard_->Know(visitor.shown, {call, ""}));
-    visitor.turn = visitor.identity.name().empty() ? HostOf(visitor.shown.peer) : visitor.identity.name();
+    visitor.turn = visitor.identity.name().empty() ? HostOf(visitor.peer) : visitor.identity.name();
   }
   BALLAST_RETURN_IF_ERROR(CheckMeant(context, call));
   return visitor;

@@ -16,10 +16,11 @@
 
 namespace ballast::services {
 
-// Who calls. Known before the call's message is read.
+// A caller, known before the call's message is read.
 struct Visitor {
   Identity identity;
   CallerShown shown;  // filled where there is a guard
+  std::string peer;   // as gRPC spells it
   std::string turn;   // whose reads take turns with this one's: the identity's, else the host's
 };
 
@@ -37,7 +38,7 @@ class Gate {
   Gate(Guard* guard, StateServer* state, uint32_t version)
       : guard_(guard), state_(state), name_(model::TargetOf(state->server_id(), state->disk())), version_(version) {}
 
-  // Who calls, if they may make such calls at all; else the refusal.
+  // The caller, if such calls are allowed for any job at all; else the refusal.
   absl::StatusOr<Visitor> Know(const grpc::CallbackServerContext& context, Call call) const;
   // The visit, if the caller may make the call that its message asks for; else the refusal.
   absl::StatusOr<Visit> Admit(const Visitor& visitor, AskedCall asked) const;

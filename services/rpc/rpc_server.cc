@@ -1,27 +1,31 @@
 #include "ballast/services/rpc/rpc_server.h"
 
 #include <grpc/grpc.h>
+#include <grpc/support/log.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/resource_quota.h>
 #include <grpcpp/security/tls_certificate_provider.h>
 #include <grpcpp/security/tls_credentials_options.h>
 #include <malloc.h>
+#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/layout.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/rpc/admin_service.h"
-#include "ballast/services/rpc/call_service.h"
+#include "ballast/services/rpc/calls/call_service.h"
+#include "ballast/services/rpc/door/connections.h"
 #include "ballast/services/rpc/state_service.h"
 #include "ballast/services/shared_memory/shared_memory.h"
 
@@ -32,6 +36,11 @@ namespace {
 constexpr int kReceiveBytesMax = static_cast<int>(model::kMessageBytesMax + (64 << 10));
 // Clients ping every 20 s, also between steps when no call is open; a stricter server would send them GOAWAY.
 constexpr int kPingIntervalMinMs = 10'000;
+// A trainer that a debugger stops for less than two of these keeps its connection.
+constexpr int kKeepaliveMs = 60'000;
+// Of a connection without a call; the longest steps take minutes, and the next call connects anew.
+constexpr int kIdleMs = 30 * 60'000;
+constexpr int kHandshakeMs = 20'000;
 // A client has 64 MiB in flight: as many calls at a time, with ranges of 4 KiB. A lower limit could keep a seal behind
 // the pulls that wait for it.
 constexpr int kStreamsPerConnectionMax = 16384;
@@ -104,36 +113,27 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> ShareMemory(const RpcServerOptions
   return absl::FailedPreconditionError("shared memory is turned off");
 }
 
-// How often late messages are looked for.
-constexpr absl::Duration kCareInterval = absl::Seconds(1);
-
 constexpr const char* kServices[] = {"ballast.v1.StateService", "ballast.v1.AdminService"};
 
 }  // namespace
 
 struct RpcServer::Impl {
-  Impl(StateServer* state, const RpcServerOptions& options, std::shared_ptr<storage::Slabs> answers,
-       absl::StatusOr<std::unique_ptr<SharedMemory>> shared_memory)
-      : state(state),
+  Impl(std::unique_ptr<Connections> taken, StateServer* state, const RpcServerOptions& options,
+       std::shared_ptr<storage::Slabs> answers, absl::StatusOr<std::unique_ptr<SharedMemory>> shared_memory)
+      : connections(std::move(taken)),
+        state(state),
         gate(options.guard, state, options.protocol_version),
         shared(std::move(shared_memory)),
         state_service(state, &gate, &room, std::move(answers), shared.ok() ? shared->get() : nullptr),
         admin_service(state, &gate, &room),
-        calls(&gate, &reads, &methods) {
+        calls(&gate, &reads, &methods, connections.get(), options.reflection ? &reflection : nullptr) {
     state_service.AddTo(&methods);
     admin_service.AddTo(&methods);
-    caretaker = std::thread([this] { TakeCare(); });
-  }
-  ~Impl() {
-    {
-      absl::MutexLock lock(&mu);
-      leaving = true;
-    }
-    caretaker.join();
   }
 
   void TakeCare();
 
+  const std::unique_ptr<Connections> connections;
   StateServer* const state;
   const Gate gate;
   const absl::StatusOr<std::unique_ptr<SharedMemory>> shared;
@@ -142,25 +142,19 @@ struct RpcServer::Impl {
   StateServiceImpl state_service;
   AdminServiceImpl admin_service;
   Methods methods;
+  Reflection reflection{&gate};
   CallService calls;
   std::string address;
   absl::Mutex mu;
-  bool leaving ABSL_GUARDED_BY(mu) = false;
-  std::thread caretaker;
   std::unique_ptr<grpc::Server> server;
+  std::shared_ptr<grpc::Channel> self;  // leads into the server without the network
   bool stopped ABSL_GUARDED_BY(mu) = false;
 };
 
 void RpcServer::Impl::TakeCare() {
-  while (true) {
-    {
-      absl::MutexLock lock(&mu);
-      if (mu.AwaitWithTimeout(absl::Condition(&leaving), kCareInterval)) return;
-    }
-    reads.EndLate(absl::Now());
-    // The large messages of a job's start leave more memory behind than a server otherwise needs.
-    if (room.TakeReturned()) ::malloc_trim(0);
-  }
+  reads.EndLate(absl::Now());
+  // The large messages of a job's start leave more memory behind than a server otherwise needs.
+  if (room.TakeReturned()) ::malloc_trim(0);
 }
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options, StateServer* state) {
@@ -169,32 +163,41 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
   auto answers = std::make_shared<storage::Slabs>();
   BALLAST_ASSIGN_OR_RETURN(storage::Arena memory, state->MapAnswers(kAnswerBytes));
   answers->Add(std::move(memory));
-  auto impl = std::make_unique<Impl>(state, options, std::move(answers), ShareMemory(options, *state));
+  auto connections = Connections::Listen(address, options.connections_max);
+  if (!connections.ok()) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadConfig,
+                        absl::StrCat("cannot listen on '", options.listen,
+                                     "': the port is in use, or the address is none of this machine's; choose another "
+                                     "`listen` (",
+                                     connections.status().message(), ")"));
+  }
+  auto impl =
+      std::make_unique<Impl>(*std::move(connections), state, options, std::move(answers), ShareMemory(options, *state));
   grpc::ServerBuilder builder;
-  int port = 0;
-  builder.AddListeningPort(model::FormatAddress(address), MakeCredentials(options.guard), &port);
+  auto acceptor = builder.experimental().AddExternalConnectionAcceptor(
+      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, MakeCredentials(options.guard));
   if (options.guard != nullptr && options.guard->certificates() != nullptr) {
     AddConnectionAge(options.guard->options().connection_age, &builder);
   }
-  // With SO_REUSEPORT a second server would take half of the connections instead of failing.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.SetMaxReceiveMessageSize(kReceiveBytesMax);
   builder.SetResourceQuota(grpc::ResourceQuota("ballast").Resize(kGrpcBytesMax));
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kStreamsPerConnectionMax);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kPingIntervalMinMs);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  // A host that is gone without a word would keep its connection, and its waiting calls, for hours.
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveMs);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, kIdleMs);
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMs);
   // A few compressed bytes could become a thousand times as many, and no client of ours compresses.
   builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
   builder.RegisterCallbackGenericService(&impl->calls);
   impl->server = builder.BuildAndStart();
-  if (impl->server == nullptr || port == 0) {
-    return model::Error(
-        absl::StatusCode::kFailedPrecondition, model::kBadConfig,
-        absl::StrCat("cannot listen on '", options.listen,
-                     "': the port is in use, or the address is none of this machine's; choose another `listen`"));
-  }
-  address.port = static_cast<uint16_t>(port);
-  impl->address = model::FormatAddress(address);
+  if (impl->server == nullptr) return absl::InternalError("gRPC makes no server");
+  impl->address = model::FormatAddress(impl->connections->address());
+  impl->self = impl->server->InProcessChannel(grpc::ChannelArguments());
+  BALLAST_RETURN_IF_ERROR(impl->connections->Start(std::move(acceptor), [raw = impl.get()] { raw->TakeCare(); }));
   for (const char* service : kServices) impl->server->GetHealthCheckService()->SetServingStatus(service, true);
   return std::unique_ptr<RpcServer>(new RpcServer(std::move(impl)));
 }
@@ -205,12 +208,42 @@ RpcServer::~RpcServer() { Stop(absl::ZeroDuration()); }
 const std::string& RpcServer::address() const { return impl_->address; }
 const absl::Status& RpcServer::shared_memory_status() const { return impl_->shared.status(); }
 
+absl::Status RpcServer::Try(absl::Duration patience) {
+  BALLAST_RETURN_IF_ERROR(impl_->connections->Try(patience));
+  grpc::GenericStub stub(impl_->self);
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + patience));
+  const grpc::Slice nothing;
+  const grpc::ByteBuffer request(&nothing, 1);
+  grpc::ByteBuffer answer;
+  absl::Notification done;
+  grpc::Status status;
+  stub.UnaryCall(&context, "/grpc.health.v1.Health/Check", grpc::StubOptions(), &request, &answer,
+                 [&](grpc::Status ended) {
+                   status = std::move(ended);
+                   done.Notify();
+                 });
+  done.WaitForNotification();  // until the deadline
+  if (status.ok()) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("a call to itself ended with ", status.error_message()));
+}
+
+void RpcServer::TakeLogOfGrpc() {
+  ::gpr_set_log_function([](gpr_log_func_args* line) {
+    const auto level = line->severity == GPR_LOG_SEVERITY_ERROR  ? spdlog::level::err
+                       : line->severity == GPR_LOG_SEVERITY_INFO ? spdlog::level::info
+                                                                 : spdlog::level::debug;
+    spdlog::log(level, "gRPC: {}", line->message);
+  });
+}
+
 void RpcServer::Stop(absl::Duration grace) {
   absl::MutexLock lock(&impl_->mu);
   if (std::exchange(impl_->stopped, true)) return;
   impl_->server->GetHealthCheckService()->SetServingStatus(false);
   // Waiting requests answer UNAVAILABLE, since nothing will wake them any more, and the shutdown below can end.
   impl_->state->Stop();
+  impl_->connections->Stop();
   impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + grace));
   impl_->server->Wait();
 }

@@ -19,6 +19,8 @@ struct RpcServerOptions {
   // Bytes of memory that clients on this host may share with the server, all clients together. 0: none may.
   uint64_t shared_memory_bytes = uint64_t{4} << 30;
   uint32_t protocol_version = model::kProtocolVersion;  // another one: for tests of versions to come
+  uint64_t connections_max = 0;                         // 0: as many as the process's descriptors allow
+  bool reflection = false;                              // server reflection, for whoever the guard knows
 };
 
 // Threads: any.
@@ -33,6 +35,12 @@ class RpcServer {
   const std::string& address() const;
   // OK, or why clients on this host have to send all bytes over the wire.
   const absl::Status& shared_memory_status() const;
+
+  // Whether a client could connect and call now: connects to its own port, and calls itself. Blocks for up to twice
+  // `patience`.
+  absl::Status Try(absl::Duration patience);
+  // From now on gRPC's lines go to the program's log.
+  static void TakeLogOfGrpc();
 
   // Turns health to NOT_SERVING, stops `state` (waiting requests are answered SERVER_DOWN), and gives further calls
   // `grace` to end. Blocks.

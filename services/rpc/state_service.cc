@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/services/rpc/call_reactor.h"
+#include "ballast/services/rpc/calls/call_reactor.h"
 #include "ballast/services/rpc/known_fields.h"
 
 namespace ballast::services {

@@ -8,9 +8,9 @@
 #include <memory>
 #include <utility>
 
+#include "ballast/services/rpc/calls/methods.h"
+#include "ballast/services/rpc/door/parse_room.h"
 #include "ballast/services/rpc/gate.h"
-#include "ballast/services/rpc/methods.h"
-#include "ballast/services/rpc/parse_room.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/services/shared_memory/shared_memory.h"
 #include "ballast/storage/memory/slabs.h"

@@ -41,7 +41,8 @@ absl::Status AuditLog::Open() {
                         absl::StrCat("audit_log: expected a path that can be written, stderr or none; came '", target_,
                                      "' (", error.what(), ")"));
   }
-  auto logger = std::make_shared<spdlog::logger>("audit", std::move(sink));
+  if (queue_ == nullptr) queue_ = std::make_unique<LogQueue>(LogKind::kAudit);
+  auto logger = queue_->MakeLogger("audit", std::move(sink));
   logger->set_formatter(
       std::make_unique<spdlog::pattern_formatter>("%Y-%m-%dT%H:%M:%S.%eZ audit %v", spdlog::pattern_time_type::utc));
   logger->flush_on(spdlog::level::info);
@@ -49,6 +50,8 @@ absl::Status AuditLog::Open() {
   logger_ = std::move(logger);
   return absl::OkStatus();
 }
+
+bool AuditLog::Drain(absl::Duration patience) { return queue_ == nullptr || queue_->Drain(patience); }
 
 void AuditLog::Ended(const AuditedCall& call, const absl::Status& status) {
   std::string verdict = "verdict=ok";

@@ -10,6 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "ballast/services/logs/log_queue.h"
 
 namespace spdlog {
 class logger;
@@ -25,7 +26,7 @@ struct AuditedCall {
   std::string job;       // empty: the whole server's
 };
 
-// Threads: any.
+// Threads: any. None waits for whoever reads the log.
 class AuditLog {
  public:
   // A path, "stderr", or "none".
@@ -40,12 +41,16 @@ class AuditLog {
   // A refusal. At most kDenialsPerSecond are written; the next line of a later second tells how many were left out.
   void Denied(const AuditedCall& call, absl::string_view why, absl::string_view message);
 
+  // Waits until all lines so far are written; false if that takes longer than `patience`.
+  bool Drain(absl::Duration patience);
+
   static constexpr int kDenialsPerSecond = 100;
 
  private:
   void Write(const AuditedCall& call, const std::string& verdict) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const std::string target_;
+  std::unique_ptr<LogQueue> queue_;  // null: none. Made by the first Open, before there are threads
   absl::Mutex mu_;
   std::shared_ptr<spdlog::logger> logger_ ABSL_GUARDED_BY(mu_);  // null: none
   int64_t second_ ABSL_GUARDED_BY(mu_) = 0;

@@ -110,6 +110,8 @@ class Guard {
   // Writes a line about the end of a call, if it is a fence, an Open, a drop or a new budget.
   void Audit(const Identity& identity, const CallerShown& shown, const AskedCall& asked, const absl::Status& status);
   static bool IsAudited(Call call);
+  // Waits until the audit log's lines so far are written; false if that takes longer than `patience`.
+  bool DrainAudit(absl::Duration patience) { return audit_.Drain(patience); }
 
   const GuardOptions& options() const { return options_; }
   // Null: no TLS. Before Watch the copy of the HTTP port alone is there.

@@ -3,6 +3,7 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/services/server/budgets.h"
 #include "ballast/services/server/job_steps.h"
@@ -248,6 +249,19 @@ v1::GetServerStatusResponse StateServer::Status() const {
   for (auto& tier : impl_->TierStatuses(jobs)) *status.add_tiers() = std::move(tier);
   for (auto& job : jobs) *status.add_jobs() = std::move(job);
   return status;
+}
+
+absl::Status StateServer::TryCatalog() const {
+  BALLAST_RETURN_IF_ERROR(impl_->catalog->status());
+  return impl_->catalog->Get(kCatalogServerId).status();
+}
+
+absl::Status StateServer::TryClock(absl::Duration patience) const {
+  // The callback may run after this has given up.
+  const auto passed = std::make_shared<absl::Notification>();
+  impl_->deadlines.Add(absl::Now(), [passed] { passed->Notify(); });
+  if (passed->WaitForNotificationWithTimeout(patience)) return absl::OkStatus();
+  return absl::UnavailableError("no deadline passes");
 }
 
 ServerFigures StateServer::Figures() const {

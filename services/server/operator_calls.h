@@ -86,7 +86,9 @@ void OperatorCalls::Begin(uint64_t bytes, const CallLimit& limit, std::string wh
   Replies refused;
   {
     absl::MutexLock lock(&state_->mu);
-    if (const absl::Status refusal = Refusal(); !refusal.ok()) {
+    absl::Status refusal = Refusal();
+    if (refusal.ok()) refusal = threads_->Prepare();
+    if (!refusal.ok()) {
       waiter.refuse(refusal, &refused);
     } else {
       state_->waiting.Submit(std::move(waiter), &state_->queue, &refused);

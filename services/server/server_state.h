@@ -130,7 +130,7 @@ struct StateServer::Impl {
     return [this, name, promised, reply = std::move(reply)](absl::StatusOr<Response> response) {
       const bool over = !response.ok() && !absl::IsUnavailable(response.status()) &&
                         !absl::IsDeadlineExceeded(response.status()) && !absl::IsCancelled(response.status());
-      if (!over || !MayForget(name, promised)) return reply(std::move(response));
+      if (!over || !MayForget(name, promised) || !forgetting->Prepare().ok()) return reply(std::move(response));
       forgetting->Post([this, name, promised, reply, response = std::move(response)] {
         Forget(name, promised);
         reply(response);

@@ -164,6 +164,7 @@ uint64_t StagingBytes(const StateServerOptions& options) {
 absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServerOptions& options) {
   auto impl = std::make_unique<Impl>(options);
   BALLAST_RETURN_IF_ERROR(storage::CheckDirectoryFormat(options.data_directory));  // first of all
+  BALLAST_RETURN_IF_ERROR(impl->answers->Prepare());
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(impl->machine, ReadMachineProfile(options));
   BALLAST_ASSIGN_OR_RETURN(const std::vector<storage::NvmeDevice> devices, DevicesOf(options));
@@ -401,8 +402,10 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
       continue;
     }
     const std::shared_ptr<Job> job = MakeJob(name);
-    absl::Status status;
-    if (!entry.unreadable.empty()) {
+    absl::Status status = job->MakeThreads();
+    if (!status.ok()) {
+      // Refused by itself, as a job without room is.
+    } else if (!entry.unreadable.empty()) {
       // Where only pins are left, nothing else tells their content.
       const absl::string_view remedy =
           entry.every_k() ? "Put a copy of the catalog back, or drop the job" : "Run `ballastctl verify --rebuild`";

@@ -155,6 +155,7 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
                                      " jobs, which is all that it may; drop one: ", model::kHowToDrop));
   }
   const std::shared_ptr<Job> job = MakeJob(name);
+  BALLAST_RETURN_IF_ERROR(job->MakeThreads());
   Entry& entry = jobs[name];
   entry.job = job;
   entry.made = next_made++;
@@ -169,7 +170,11 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Planner(const std::strin
                         absl::StrCat("server '", server_id, "' is stopping"));
   }
   BALLAST_RETURN_IF_ERROR(CheckAllBack());
-  if (planner == nullptr) planner = MakeJob("");
+  if (planner == nullptr) {
+    std::shared_ptr<Job> made = MakeJob("");
+    BALLAST_RETURN_IF_ERROR(made->MakeThreads());
+    planner = std::move(made);
+  }
   return planner;
 }
 
@@ -227,7 +232,8 @@ void StateServer::Fence(const v1::FenceRequest& request, const CallLimit& limit,
     (*job)->Fence(request, limit, impl->ForgetAfterError(request.job(), v1::Epoch(), reply));
   };
   const auto job = impl_->FindOrMake(request.job());
-  if (!absl::IsResourceExhausted(job.status())) return fence(job);
+  if (model::ReasonOf(job.status()) != model::kBudget) return fence(job);
+  if (const absl::Status ready = impl_->forgetting->Prepare(); !ready.ok()) return reply(ready);
   impl_->forgetting->Post([impl = impl_.get(), name = request.job(), fence] {
     impl->ForgetOldest();
     fence(impl->FindOrMake(name));

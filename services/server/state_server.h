@@ -176,6 +176,10 @@ class StateServer {
   const ServerCounters& counters() const;
   // For metrics, beside Status() and counters().
   ServerFigures Figures() const;
+  // Whether the catalog can be read and still takes writes; waits for the disk at worst.
+  absl::Status TryCatalog() const;
+  // Whether deadlines of requests still pass: within `patience`.
+  absl::Status TryClock(absl::Duration patience) const;
   // Bytes read from and written to each tier since start.
   storage::TierTraffic traffic() const;
 

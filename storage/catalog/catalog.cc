@@ -89,6 +89,18 @@ class RocksCatalog : public Catalog {
   absl::Status Open(Access access);
   absl::Status Put(absl::string_view key, absl::string_view value, Sync sync) override;
   absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) override;
+  absl::Status status() const override {
+    {
+      absl::MutexLock guard(&mutex_);
+      BALLAST_RETURN_IF_ERROR(failed_);
+    }
+    uint64_t errors = 0;  // of RocksDB's own threads, after which it takes no writes
+    if (!db_->GetIntProperty(rocksdb::DB::Properties::kBackgroundErrors, &errors) || errors == 0) {
+      return absl::OkStatus();
+    }
+    return model::Error(absl::StatusCode::kInternal, model::kIo,
+                        absl::StrCat("RocksDB's threads had ", errors, " errors in ", path_, "; see the log"));
+  }
   absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const override;
   absl::Status ErasePrefix(absl::string_view prefix) override;
   absl::Status Replace(absl::Span<const std::string> prefixes,
@@ -116,7 +128,7 @@ class RocksCatalog : public Catalog {
   const FileLock lock_;  // released after the database is closed
   const std::string path_;
   std::unique_ptr<rocksdb::DB> db_;
-  absl::Mutex mutex_;
+  mutable absl::Mutex mutex_;
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);
 };
 

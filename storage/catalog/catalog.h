@@ -32,6 +32,8 @@ class Catalog {
   enum class Sync { kSynced, kUnsynced, kTwice };
   // After a failed write every later write returns the same error.
   virtual absl::Status Put(absl::string_view key, absl::string_view value, Sync sync = Sync::kSynced) = 0;
+  // The error of the first failed write, which every later one returns.
+  virtual absl::Status status() const { return absl::OkStatus(); }
   // Puts all pairs or none.
   virtual absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) = 0;
   virtual absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const = 0;

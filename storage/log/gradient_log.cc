@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/memory/arena.h"
@@ -141,10 +142,12 @@ absl::Status GradientLog::Extend(uint64_t segment_count, Interrupt interrupt) {
 
 absl::Status GradientLog::SyncFile() const { return transient_ ? absl::OkStatus() : file_->Sync(); }
 
-void GradientLog::Start(std::function<void()> progress) {
+absl::Status GradientLog::Start(std::function<void()> progress) {
   queue_.set_progress(std::move(progress));
-  thread_ = std::thread([this] { PumpUntilStopped(); });
-  ahead_ = std::thread([this] { WriteAhead(); });
+  BALLAST_ASSIGN_OR_RETURN(thread_, model::MakeThread([this] { PumpUntilStopped(); }));
+  // Without it, segments that records reach first are only slower.
+  if (auto ahead = model::MakeThread([this] { WriteAhead(); }); ahead.ok()) ahead_ = *std::move(ahead);
+  return absl::OkStatus();
 }
 
 void GradientLog::PumpUntilStopped() {

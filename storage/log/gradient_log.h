@@ -59,8 +59,9 @@ class GradientLog {
   // For a caller that calls Pump itself instead of Start.
   void set_progress(std::function<void()> progress) { queue_.set_progress(std::move(progress)); }
   // From now on a thread pumps, and another writes segments ahead of their first use. The first calls `progress`, no
-  // lock held, when something became durable or failed.
-  void Start(std::function<void()> progress);
+  // lock held, when something became durable or failed. RESOURCE_EXHAUSTED (LIMIT) if the system makes no thread; the
+  // log then only waits for its end.
+  absl::Status Start(std::function<void()> progress);
 
   const BlockFile& file() const { return *file_; }
   uint64_t segment_bytes() const { return segment_bytes_; }

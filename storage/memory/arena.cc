@@ -15,6 +15,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/memory/memory_nodes.h"
 #include "ballast/storage/memory/page_lock.h"
@@ -36,7 +37,14 @@ void TouchParts(absl::Span<std::byte> bytes, absl::FunctionRef<void(absl::Span<s
     touch(bytes.subspan(std::min<uint64_t>(i * part_bytes, bytes.size()), part_bytes));
   };
   std::vector<std::thread> others;
-  for (uint64_t i = 1; i < threads; ++i) others.emplace_back(part, i);
+  for (uint64_t i = 1; i < threads; ++i) {
+    absl::StatusOr<std::thread> other = model::MakeThread([&part, i] { part(i); });
+    if (other.ok()) {
+      others.push_back(*std::move(other));
+    } else {
+      part(i);  // slower
+    }
+  }
   part(0);
   for (std::thread& other : others) other.join();
 }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/store/chunk_move.h"
 #include "ballast/storage/store/store_core.h"
@@ -292,7 +293,13 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
   }
   std::thread settling;  // beside the reads that fill the memory
   if (restores && !fresh.empty()) {
-    settling = std::thread([&core, block = fresh.front()->shared] { core.tiers->dram()->Settle(block); });
+    const auto settle = [&core, block = fresh.front()->shared] { core.tiers->dram()->Settle(block); };
+    absl::StatusOr<std::thread> made = model::MakeThread(settle);
+    if (made.ok()) {
+      settling = *std::move(made);
+    } else {
+      settle();  // slower
+    }
   }
   core.failed = core.RestoreAll(added, fresh, interrupt);  // on an error the chunks are there, and nobody may use them
   if (settling.joinable()) settling.join();

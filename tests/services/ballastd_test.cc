@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "absl/strings/str_cat.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
@@ -71,6 +72,32 @@ TEST(Ballastd, ALimitOfItsAddressSpaceIsNamed) {
     EXPECT_NE(limited.code, 0) << limited.err;
     EXPECT_NE(limited.err.find("ulimit -v"), std::string::npos) << limited.err;
   }
+TEST(Ballastd, SighupEndsNoServer) {
+  ScratchDirectory directory;
+  Daemon daemon(directory.path(), DaemonConfig(directory.path() + "/data", "one"));
+  ASSERT_TRUE(daemon.ready()) << daemon.ready_line();
+  daemon.Signal(SIGHUP);
+  EXPECT_TRUE(LookAt({daemon.listen()}, {absl::Seconds(30), {}})[0].error.ok());
+  EXPECT_EQ(daemon.End(SIGTERM), 0);
+}
+
+// What the reader of standard error does not take is lost, and nothing else is.
+TEST(Ballastd, AStuckReaderOfStandardErrorHoldsNothingUp) {
+  ScratchDirectory directory;
+  const std::string config = DaemonConfig(directory.path() + "/data", "one") + "\nlog_level: trace\n";
+  std::ofstream(directory.path() + "/stuck.yaml") << config;
+  // A pipe of one page that is full from the start, and that somebody holds open without reading.
+  const std::string script = absl::StrCat(
+      "import fcntl, os, subprocess, sys, time, signal\n"
+      "r, w = os.pipe(); fcntl.fcntl(w, 1031, 4096); os.write(w, b'x' * 4096)\n"
+      "p = subprocess.Popen(['",
+      DaemonPath(), "', '--config', '", directory.path(),
+      "/stuck.yaml'], stderr=w, stdout=subprocess.PIPE, text=True)\n"
+      "assert p.stdout.readline().startswith('ballastd ready')\n"
+      "p.send_signal(signal.SIGHUP); time.sleep(0.2); p.send_signal(signal.SIGTERM)\n"
+      "sys.exit(p.wait(60))\n");
+  const Finished finished = RunProcess({"/usr/bin/env", "python3", "-c", script});
+  EXPECT_EQ(finished.code, 0) << finished.err;
 }
 
 TEST(Ballastd, SurvivesRandomBytesOnBothPorts) {

@@ -21,8 +21,8 @@ class ThisMachine : public Foundation {
     return SystemFoundation()->OpenCatalog(directory);
   }
   std::unique_ptr<Executor> MakeExecutor(int threads) override { return SystemFoundation()->MakeExecutor(threads); }
-  void Pump(storage::GradientLog* log, std::function<void()> progress) override {
-    SystemFoundation()->Pump(log, std::move(progress));
+  absl::Status Pump(storage::GradientLog* log, std::function<void()> progress) override {
+    return SystemFoundation()->Pump(log, std::move(progress));
   }
   void StopPumping(storage::GradientLog* log) override { SystemFoundation()->StopPumping(log); }
 };

@@ -46,9 +46,10 @@ std::unique_ptr<services::Executor> SimFoundation::MakeExecutor(int threads) {
   return std::make_unique<ManualExecutor>(this, threads);
 }
 
-void SimFoundation::Pump(storage::GradientLog* log, std::function<void()> progress) {
+absl::Status SimFoundation::Pump(storage::GradientLog* log, std::function<void()> progress) {
   log->set_progress(std::move(progress));
   if (!dead_) logs_.push_back(log);
+  return absl::OkStatus();
 }
 
 void SimFoundation::StopPumping(storage::GradientLog* log) { std::erase(logs_, log); }

@@ -28,7 +28,7 @@ class SimFoundation : public services::Foundation {
     return catalog_->Open();
   }
   std::unique_ptr<services::Executor> MakeExecutor(int threads) override;
-  void Pump(storage::GradientLog* log, std::function<void()> progress) override;
+  absl::Status Pump(storage::GradientLog* log, std::function<void()> progress) override;
   void StopPumping(storage::GradientLog* log) override;
 
   // Runs the next task of some thread. False if no thread has a task.

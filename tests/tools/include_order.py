@@ -54,6 +54,7 @@ LINES = {
     ],
     'services': [
         ['counters', 'page', 'step', 'view'],
+        ['logs'],
         ['foundation', 'top'],
         ['records'],
         ['slices'],
@@ -88,7 +89,8 @@ NARROWER = {
     'services/page': [],
     'services/top': ['services/view'],
     'services/discovery': [],
-    'services/security': ['services/counters'],
+    'services/logs': ['services/counters'],
+    'services/security': ['services/counters', 'services/logs'],
     'services/shared_memory': ['services/counters'],
     'client/session.h': ['client/collective', 'client/transport.h', 'client/session_types.h'],
     'client/tensors.h': ['client/session.h', 'client/session_types.h'],

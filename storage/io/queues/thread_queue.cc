@@ -1,11 +1,19 @@
 #include "ballast/storage/io/queues/thread_queue.h"
 
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 
 namespace ballast::storage {
 
 ThreadQueue::ThreadQueue(uint32_t threads) {
-  for (uint32_t i = 0; i < threads; ++i) threads_.emplace_back([this] { Work(); });
+  for (uint32_t i = 0; i < threads && made_.ok(); ++i) {
+    absl::StatusOr<std::thread> thread = model::MakeThread([this] { Work(); });
+    if (thread.ok()) {
+      threads_.push_back(*std::move(thread));
+    } else if (threads_.empty()) {
+      made_ = thread.status();  // else fewer do
+    }
+  }
 }
 
 ThreadQueue::~ThreadQueue() {
@@ -17,6 +25,7 @@ ThreadQueue::~ThreadQueue() {
 }
 
 absl::Status ThreadQueue::Submit(const IoRequest& request) {
+  BALLAST_RETURN_IF_ERROR(made_);
   absl::MutexLock lock(&mutex_);
   return table_.Add(request);
 }

@@ -28,6 +28,7 @@ class ThreadQueue : public IoQueue {
   mutable absl::Mutex mutex_;
   RequestTable table_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status made_;  // no thread could be made: the answer to each request
   std::vector<std::thread> threads_;
 };
 

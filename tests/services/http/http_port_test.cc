@@ -77,6 +77,18 @@ TEST_F(HttpPortTest, TurnsReadyAndThenStops) {
   EXPECT_THAT(Get(address(), "/metrics").body, Not(HasSubstr("ballast_tier_capacity_bytes")));
 }
 
+TEST_F(HttpPortTest, IsNotReadyWhileSomethingKeepsTrainersOut) {
+  std::string fault;
+  port_->Serve(server_.get(), "127.0.0.1:7070", [&] { return fault; });
+  EXPECT_EQ(Get(address(), "/readyz").status, 200);
+  fault = "the catalog: \"no space\"";
+  const HttpAnswer ready = Get(address(), "/readyz");
+  EXPECT_EQ(ready.status, 503);
+  EXPECT_THAT(ready.body, HasSubstr(R"("state":"ready")"));
+  EXPECT_THAT(ready.body, HasSubstr(R"("fault":"the catalog: \"no space\"")"));
+  EXPECT_EQ(Get(address(), "/livez").status, 200);
+}
+
 TEST_F(HttpPortTest, ServesThePageWithoutInlineCode) {
   const HttpAnswer page = Get(address(), "/");
   EXPECT_THAT(page.head, HasSubstr("Content-Type: text/html"));

@@ -4,9 +4,9 @@
 #include <deque>
 #include <fstream>
 
-#include "ballast/services/rpc/message_size.h"
-#include "ballast/services/rpc/parse_room.h"
-#include "ballast/services/rpc/reads.h"
+#include "ballast/services/rpc/door/message_size.h"
+#include "ballast/services/rpc/door/parse_room.h"
+#include "ballast/services/rpc/door/reads.h"
 #include "ballast/services/security/guard.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/rpc/rpc_fixture.h"

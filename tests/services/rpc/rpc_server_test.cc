@@ -1,9 +1,14 @@
 #include "ballast/services/rpc/rpc_server.h"
 
+#include <grpcpp/generic/generic_stub.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <thread>
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/services/counters/counters.h"
+#include "ballast/services/counters/process_counters.h"
 #include "ballast/tests/services/rpc/rpc_fixture.h"
 
 namespace ballast::services {
@@ -26,6 +31,96 @@ TEST_F(RpcServerTest, HealthAnswersForEachService) {
     EXPECT_EQ(answer, "\x08\x01") << service;
   }
   EXPECT_EQ(CheckHealth(channel_, "no.such.Service", &answer).error_code(), grpc::StatusCode::NOT_FOUND);
+}
+
+grpc::ByteBuffer BytesOf(const std::string& bytes) {
+  const grpc::Slice slice(bytes);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+// Asks for the list of services; `listed` is the answer's bytes.
+grpc::Status AskReflection(const std::shared_ptr<grpc::Channel>& channel, std::string* listed) {
+  // ServerReflectionRequest{list_services = 7: ""}.
+  const std::string request("\x3a\x00", 2);
+  grpc::CompletionQueue queue;
+  grpc::GenericStub stub(channel);
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
+  const auto call =
+      stub.PrepareCall(&context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &queue);
+  void* tag = nullptr;
+  bool ok = false;
+  const auto next = [&] { return queue.Next(&tag, &ok) && ok; };
+  call->StartCall(nullptr);
+  next();
+  call->Write(BytesOf(request), nullptr);
+  next();
+  grpc::ByteBuffer response;
+  call->Read(&response, nullptr);
+  if (next()) {
+    grpc::Slice slice;
+    (void)response.DumpToSingleSlice(&slice);
+    listed->assign(reinterpret_cast<const char*>(slice.begin()), slice.size());
+    call->WritesDone(nullptr);
+    next();
+  }
+  grpc::Status status;
+  call->Finish(&status, nullptr);
+  next();
+  return status;
+}
+
+TEST_F(RpcServerTest, ReflectionIsOffUnlessConfigured) {
+  std::string listed;
+  EXPECT_EQ(AskReflection(channel_, &listed).error_code(), grpc::StatusCode::UNIMPLEMENTED);
+}
+
+TEST_F(RpcServerTest, ReflectionListsTheServices) {
+  RpcServerOptions options;
+  options.reflection = true;
+  const auto rpc = RpcServer::Start(options, server_.get());
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  std::string listed;
+  const grpc::Status status =
+      AskReflection(grpc::CreateChannel((*rpc)->address(), grpc::InsecureChannelCredentials()), &listed);
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  for (const char* service : {"ballast.v1.StateService", "ballast.v1.AdminService", "grpc.health.v1.Health"}) {
+    EXPECT_NE(listed.find(service), std::string::npos) << service;
+  }
+}
+
+TEST_F(RpcServerTest, KnowsThatItCanBeReached) { EXPECT_EQ(rpc_->Try(absl::Seconds(30)), absl::OkStatus()); }
+
+// Strangers beyond the bound give their places to whoever comes, and a client that was let in keeps its own.
+TEST_F(RpcServerTest, IdleConnectionsKeepNoClientOut) {
+  RpcServerOptions options;
+  options.connections_max = 8;
+  const auto rpc = RpcServer::Start(options, server_.get());
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  const auto connect = [&] {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    return grpc::CreateCustomChannel((*rpc)->address(), grpc::InsecureChannelCredentials(), arguments);
+  };
+  const auto identify = [](const std::shared_ptr<grpc::Channel>& channel) {
+    std::string answer;
+    return RawCall(channel, "/ballast.v1.StateService/Identify", "", &answer);
+  };
+  const auto first = connect();
+  ASSERT_TRUE(identify(first).ok());
+  std::vector<int> idle;
+  for (int i = 0; i < 100; ++i) {
+    idle.push_back(ConnectTo((*rpc)->address()));
+    // Some have shaken hands.
+    const std::string preface("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 33);
+    if (i % 2 == 0) (void)::send(idle.back(), preface.data(), preface.size(), MSG_NOSIGNAL);
+  }
+  EXPECT_TRUE(identify(connect()).ok());
+  EXPECT_EQ((*rpc)->Try(absl::Seconds(30)), absl::OkStatus());
+  EXPECT_LE(OfProcess().connections.load(), 8u);
+  EXPECT_TRUE(identify(first).ok());
+  EXPECT_EQ(first->GetState(false), GRPC_CHANNEL_READY);
+  for (const int fd : idle) ::close(fd);
 }
 
 TEST_F(RpcServerTest, PullCarriesPayloadAndChecksum) {

@@ -48,6 +48,7 @@ class GuardTest : public ::testing::Test {
   }
   uint64_t Denied(Denial why) const { return guard_->counters().denials[static_cast<size_t>(why)]; }
   std::string AuditText() const {
+    EXPECT_TRUE(guard_->DrainAudit(absl::Seconds(30)));
     std::ifstream file(options_.audit_log);
     std::ostringstream text;
     text << file.rdbuf();

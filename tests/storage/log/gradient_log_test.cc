@@ -282,7 +282,7 @@ TEST_F(GradientLogTest, RecoveriesOneAfterTheOther) {
 TEST_F(GradientLogTest, AThreadPumps) {
   Create();
   std::atomic<int> progress = 0;
-  caller_.log().Start([&] { ++progress; });
+  ASSERT_EQ(caller_.log().Start([&] { ++progress; }), absl::OkStatus());
   for (int64_t step = 0; step < 200; ++step) {
     ASSERT_TRUE(caller_.Append({.body_bytes = 20, .payload_bytes = 3 * kLogBlock + 7, .keep_for = step})) << step;
     caller_.log().Sync(caller_.last_lsn());
@@ -319,7 +319,7 @@ TEST_F(GradientLogTest, ATransientLogHasNoName) {
 
 TEST_F(GradientLogTest, AThreadIsStoppedWithWorkLeft) {
   Create();
-  caller_.log().Start([] {});
+  ASSERT_EQ(caller_.log().Start([] {}), absl::OkStatus());
   for (int i = 0; i < 20; ++i) ASSERT_TRUE(caller_.Append({.payload_bytes = 5 * kLogBlock, .keep_for = i}));
   caller_.log().Sync(caller_.last_lsn());
   Reopen();
@@ -452,7 +452,7 @@ TEST_F(GradientLogTest, SegmentsAreWrittenAheadOfTheirFirstUse) {
     absl::MutexLock lock(&mutex);
     EXPECT_LT(*begun.rbegin(), SegmentBegin(GradientLog::kWrittenSegments)) << "Create wrote segments of later use";
   }
-  (*log)->Start([] {});
+  ASSERT_EQ((*log)->Start([] {}), absl::OkStatus());
   absl::MutexLock lock(&mutex);
   for (uint64_t segment = GradientLog::kWrittenSegments; segment < options.segment_count; ++segment) {
     const auto written = [&] { return begun.contains(SegmentBegin(segment)); };
@@ -472,7 +472,7 @@ TEST_F(GradientLogTest, RecordsThatReachASegmentWhileItIsWrittenAheadStay) {
   auto log = GradientLog::Create(&disk, options);
   ASSERT_TRUE(log.ok()) << log.status();
   caller_.Use(*std::move(log));
-  caller_.log().Start([] {});
+  ASSERT_EQ(caller_.log().Start([] {}), absl::OkStatus());
   reached.WaitForNotification();
   for (uint64_t segment = 0; segment <= GradientLog::kWrittenSegments; ++segment) {
     ASSERT_TRUE(caller_.Roll());

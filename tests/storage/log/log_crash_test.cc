@@ -115,9 +115,10 @@ TEST_F(LogFaultTest, AFailedSyncOfAnExtension) {
 TEST_F(LogFaultTest, AThreadGivesPayloadsBackAfterAnError) {
   absl::Notification failed;
   disk_.FailNext(SimOperation::kSync, 1, SimFault::kEio);
-  caller_.log().Start([&] {
+  const absl::Status started = caller_.log().Start([&] {
     if (!caller_.log().status().ok() && !failed.HasBeenNotified()) failed.Notify();
   });
+  ASSERT_TRUE(started.ok()) << started;
   ASSERT_TRUE(caller_.Append({.payload_bytes = 5000, .keep_for = 1}));
   caller_.log().Sync(caller_.last_lsn());
   failed.WaitForNotification();

@@ -15,7 +15,7 @@ class ParseRoom {
  public:
   // A job's Open of 16 MiB takes five times its bytes at most; all that come at a time share this.
   static constexpr uint64_t kBytesMax = uint64_t{88} << 20;
-  // Smaller ones are let in beside it, so that nobody's Opens keep steps and status out; so many calls are bounded.
+  // Smaller ones need no room, so that no Opens keep steps and status out; calls are bounded elsewhere.
   static constexpr uint64_t kSmallBytesMax = uint64_t{64} << 10;
 
   class Lease {
@@ -37,7 +37,7 @@ class ParseRoom {
     uint64_t bytes_ = 0;
   };
 
-  // RESOURCE_EXHAUSTED (BAD_REQUEST) for what never fits, UNAVAILABLE (BUSY) for what does not fit now.
+  // RESOURCE_EXHAUSTED (BAD_REQUEST) for a message that never fits, UNAVAILABLE (BUSY) for one that does not fit now.
   absl::StatusOr<Lease> Take(uint64_t bytes);
   // True once after messages that are worth giving their memory back to the system.
   bool TakeReturned();

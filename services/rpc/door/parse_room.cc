@@ -1,4 +1,4 @@
-#include "ballast/services/rpc/parse_room.h"
+#include "ballast/services/rpc/door/parse_room.h"
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"

@@ -1,4 +1,4 @@
-// The methods of the services: what each takes at most, and who answers it.
+// The methods of the services, with their largest messages and their answers.
 #pragma once
 
 #include <google/protobuf/message.h>
@@ -13,10 +13,10 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/shared_message.h"
-#include "ballast/services/rpc/call_reactor.h"
+#include "ballast/services/rpc/calls/call_reactor.h"
+#include "ballast/services/rpc/door/message_size.h"
+#include "ballast/services/rpc/door/parse_room.h"
 #include "ballast/services/rpc/gate.h"
-#include "ballast/services/rpc/message_size.h"
-#include "ballast/services/rpc/parse_room.h"
 
 namespace ballast::services {
 

@@ -1,4 +1,4 @@
-#include "ballast/services/rpc/message_size.h"
+#include "ballast/services/rpc/door/message_size.h"
 
 #include <google/protobuf/io/coded_stream.h>
 #include <google/protobuf/message.h>

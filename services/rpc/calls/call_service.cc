@@ -1,4 +1,4 @@
-#include "ballast/services/rpc/call_service.h"
+#include "ballast/services/rpc/calls/call_service.h"
 
 #include <memory>
 #include <utility>
@@ -19,6 +19,7 @@ void Run(const Method& method, const Arrival& arrival, grpc::ByteBuffer* message
 }  // namespace
 
 grpc::ServerGenericBidiReactor* CallService::CreateReactor(grpc::GenericCallbackServerContext* context) {
+  if (reflection_ != nullptr && Reflection::Has(context->method())) return reflection_->MakeStream(*context);
   auto* const reactor = new CallReactor(reads_);
   const auto found = methods_->find(context->method());
   if (found == methods_->end()) {
@@ -32,6 +33,7 @@ grpc::ServerGenericBidiReactor* CallService::CreateReactor(grpc::GenericCallback
     reactor->Fail(visitor.status());
     return reactor;
   }
+  connections_->Know(visitor->peer);
   // Pushes are large, many at a time, and counted elsewhere (gRPC's quota, then the bound on waiting pushes).
   const bool in_turn = method->call != Call::kPush;
   const std::string turn = visitor->turn;

@@ -1,4 +1,4 @@
-#include "ballast/services/rpc/call_reactor.h"
+#include "ballast/services/rpc/calls/call_reactor.h"
 
 #include <algorithm>
 #include <chrono>

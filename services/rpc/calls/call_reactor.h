@@ -15,8 +15,8 @@
 #include "absl/time/time.h"
 #include "ballast/services/foundation/caller.h"
 #include "ballast/services/foundation/reply.h"
-#include "ballast/services/rpc/parse_room.h"
-#include "ballast/services/rpc/reads.h"
+#include "ballast/services/rpc/door/parse_room.h"
+#include "ballast/services/rpc/door/reads.h"
 
 namespace ballast::services {
 

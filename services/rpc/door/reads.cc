@@ -1,4 +1,4 @@
-#include "ballast/services/rpc/reads.h"
+#include "ballast/services/rpc/door/reads.h"
 
 #include "absl/time/clock.h"
 

@@ -1,5 +1,5 @@
-// Messages that the server is reading. gRPC tells a message's size only once it is there, so that how many are read at
-// a time bounds their memory.
+// Messages that the server is reading. gRPC tells the size only once a message is there, so the number of reads at a
+// time bounds the memory.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace ballast::services {
 
-// The message of one call. Owned by the call, which outlives it: whoever takes a read out of Reads ends the call.
+// The message of one call, owned by the call: whoever takes a read out of Reads ends the call.
 class Read {
  public:
   virtual ~Read() = default;
@@ -36,9 +36,9 @@ class Read {
 // Threads: any.
 class Reads {
  public:
-  // Of one caller, pushes aside: 32 MiB with the largest message.
+  // One caller's, pushes aside: 32 MiB with the largest message.
   static constexpr int kInTurnMax = 2;
-  static constexpr size_t kWaitingMax = 16384;  // calls of one caller that wait for their turn
+  static constexpr size_t kWaitingMax = 16384;  // waiting calls of one caller
   static constexpr absl::Duration kPatience = absl::Seconds(10);
 
   // Starts the read at once, or in its turn among those of `who`. False if too many wait already.

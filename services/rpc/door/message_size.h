@@ -1,4 +1,4 @@
-// What a message would take in memory once it is parsed, counted from its bytes alone.
+// The memory of a message once it is parsed, counted from its bytes alone.
 #pragma once
 
 #include <google/protobuf/descriptor.h>
@@ -9,7 +9,7 @@
 namespace ballast::services {
 
 // Bytes of heap that parsing `bytes` as a message of `type` takes at most, and the bytes themselves; stops counting
-// beyond `max`. What is no message counts up to the place where that shows.
+// beyond `max`. Bytes that are no message count up to the place where that shows.
 uint64_t ParsedBytes(const google::protobuf::Descriptor* type, const grpc::ByteBuffer& bytes, uint64_t max);
 
 }  // namespace ballast::services

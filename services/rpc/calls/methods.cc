@@ -1,4 +1,4 @@
-#include "ballast/services/rpc/methods.h"
+#include "ballast/services/rpc/calls/methods.h"
 
 #include "ballast/proto/model/status.h"
 

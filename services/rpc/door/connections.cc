@@ -1,0 +1,324 @@
+#include "ballast/services/rpc/door/connections.h"
+
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <spdlog/spdlog.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/model/listening_sockets.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
+#include "ballast/services/counters/process_counters.h"
+
+namespace ballast::services {
+namespace {
+
+// Connections that the kernel holds until they are accepted; they cost the process nothing.
+constexpr int kBacklog = 4096;
+// More than the ranks of a large job have; each that is idle takes 25 KiB in gRPC.
+constexpr uint64_t kConnectionsMax = 16384;
+// Kept free for jobs, their files, and the HTTP port.
+constexpr uint64_t kDescriptorsKept = 1024;
+constexpr int kLookMs = 1000;
+
+uint64_t OpenDescriptors() {
+  DIR* const directory = ::opendir("/proc/self/fd");
+  if (directory == nullptr) return 0;
+  uint64_t count = 0;
+  while (::readdir(directory) != nullptr) ++count;
+  ::closedir(directory);
+  return count;
+}
+
+uint64_t AllowedConnections() {
+  rlimit limit{};
+  (void)::getrlimit(RLIMIT_NOFILE, &limit);
+  const uint64_t open = OpenDescriptors();
+  const uint64_t free = limit.rlim_cur > open ? limit.rlim_cur - open : 0;
+  return std::clamp<uint64_t>(free - std::min(kDescriptorsKept, free / 2), 4, kConnectionsMax);
+}
+
+uint64_t CookieOf(int fd) {
+  uint64_t cookie = 0;
+  socklen_t length = sizeof cookie;
+  return ::getsockopt(fd, SOL_SOCKET, SO_COOKIE, &cookie, &length) == 0 ? cookie : 0;
+}
+
+// As gRPC spells a peer, but without a scope and without percent signs.
+std::string PeerOf(const sockaddr_storage& address) {
+  std::array<char, INET6_ADDRSTRLEN> text = {};
+  if (address.ss_family == AF_INET) {
+    const auto& in = reinterpret_cast<const sockaddr_in&>(address);
+    ::inet_ntop(AF_INET, &in.sin_addr, text.data(), text.size());
+    return absl::StrCat("ipv4:", text.data(), ":", ntohs(in.sin_port));
+  }
+  const auto& in6 = reinterpret_cast<const sockaddr_in6&>(address);
+  if (IN6_IS_ADDR_V4MAPPED(&in6.sin6_addr)) {
+    ::inet_ntop(AF_INET, &in6.sin6_addr.s6_addr[12], text.data(), text.size());
+    return absl::StrCat("ipv4:", text.data(), ":", ntohs(in6.sin6_port));
+  }
+  ::inet_ntop(AF_INET6, &in6.sin6_addr, text.data(), text.size());
+  return absl::StrCat("ipv6:[", text.data(), "]:", ntohs(in6.sin6_port));
+}
+
+std::string WithoutScope(const std::string& peer) {
+  if (peer.find('%') == std::string::npos) return peer;
+  std::string plain = absl::StrReplaceAll(peer, {{"%5B", "["}, {"%5D", "]"}, {"%25", "%"}});
+  const size_t scope = plain.find('%'), end = plain.find(']');
+  if (scope != std::string::npos && end != std::string::npos && scope < end) plain.erase(scope, end - scope);
+  return plain;
+}
+
+void Watch(int epoll, int fd, uint32_t events, int operation = EPOLL_CTL_ADD) {
+  epoll_event event{};
+  event.events = events;
+  event.data.fd = fd;
+  (void)::epoll_ctl(epoll, operation, fd, &event);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Connections>> Connections::Listen(const model::Address& address, uint64_t max) {
+  model::Address taken = address;
+  BALLAST_ASSIGN_OR_RETURN(std::vector<int> listeners, model::ListenOn(&taken, kBacklog));
+  return std::unique_ptr<Connections>(
+      new Connections(std::move(taken), std::move(listeners), max > 0 ? max : AllowedConnections()));
+}
+
+Connections::Connections(model::Address address, std::vector<int> listeners, uint64_t max)
+    : address_(std::move(address)),
+      listeners_(std::move(listeners)),
+      max_(max),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  Watch(epoll_, wake_, EPOLLIN);
+  for (const int listener : listeners_) Watch(epoll_, listener, EPOLLIN);
+  OfProcess().connections_max = max_;
+}
+
+Connections::~Connections() {
+  Stop();
+  for (const int listener : listeners_) ::close(listener);
+  ::close(wake_);
+  ::close(epoll_);
+  OfProcess().connections = 0;
+}
+
+absl::Status Connections::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> grpc,
+                                std::function<void()> tick) {
+  grpc_ = std::move(grpc);
+  tick_ = std::move(tick);
+  BALLAST_ASSIGN_OR_RETURN(thread_, model::MakeThread([this] { Run(); }));
+  return absl::OkStatus();
+}
+
+void Connections::Stop() {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+  }
+  const uint64_t one = 1;
+  (void)!::write(wake_, &one, sizeof one);
+  if (thread_.joinable()) thread_.join();
+  absl::MutexLock lock(&mu_);
+  for (const auto& [fd, connection] : connections_) {
+    if (connection.silent) ::close(fd);
+  }
+  connections_.clear();
+  by_peer_.clear();
+}
+
+void Connections::Run() {
+  absl::Time looked = absl::Now();
+  while (true) {
+    std::array<epoll_event, 64> events;
+    const int count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), kLookMs);
+    {
+      absl::MutexLock lock(&mu_);
+      if (stopping_) return;
+    }
+    for (int i = 0; i < count; ++i) {
+      const int fd = events[i].data.fd;
+      if (std::find(listeners_.begin(), listeners_.end(), fd) != listeners_.end()) {
+        Accept(fd);
+      } else if (fd != wake_) {
+        Greet(fd);
+      }
+    }
+    if (const absl::Time now = absl::Now(); now - looked >= absl::Milliseconds(kLookMs)) {
+      looked = now;
+      EndOld();
+      tick_();
+      if (!listening_) ListenAgain(true);
+    }
+  }
+}
+
+void Connections::ListenAgain(bool on) {
+  listening_ = on;
+  for (const int listener : listeners_) Watch(epoll_, listener, on ? uint32_t{EPOLLIN} : 0U, EPOLL_CTL_MOD);
+}
+
+void Connections::Accept(int listener) {
+  while (true) {
+    absl::MutexLock lock(&mu_);
+    if (connections_.size() >= max_ && !MakeRoom()) {
+      // Whoever comes waits in the kernel until a connection ends.
+      spdlog::warn("all {} connections are in use by clients that were let in; others wait", max_);
+      return ListenAgain(false);
+    }
+    sockaddr_storage from{};
+    socklen_t length = sizeof from;
+    const int fd = ::accept4(listener, reinterpret_cast<sockaddr*>(&from), &length, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
+    if (fd < 0 && errno != EAGAIN) {
+      spdlog::warn("cannot accept a connection: {}; {} are open, {} may be", std::strerror(errno), connections_.size(),
+                   max_);
+      (void)MakeRoom();
+      return ListenAgain(false);
+    }
+    if (fd < 0) return;
+    std::string peer = PeerOf(from);
+    if (peer == tried_) {
+      tried_.clear();
+      ::close(fd);
+      continue;
+    }
+    if (const auto old = connections_.find(fd); old != connections_.end()) Forget(old);  // gRPC closed it
+    Connection& connection = connections_[fd];
+    connection.cookie = CookieOf(fd);
+    connection.since = absl::Now();
+    connection.peer = std::move(peer);
+    by_peer_[connection.peer] = fd;
+    OfProcess().connections = connections_.size();
+    Watch(epoll_, fd, EPOLLIN | EPOLLRDHUP);
+  }
+}
+
+// Silent ones yield first, then strangers, the oldest of each; many at once, since finding them takes a look at all.
+bool Connections::MakeRoom() {
+  std::vector<ByDescriptor::iterator> yielding;
+  for (auto at = connections_.begin(); at != connections_.end();) {
+    const auto next = std::next(at);
+    if (!at->second.silent && CookieOf(at->first) != at->second.cookie) {
+      Forget(at);
+    } else if (!at->second.known) {
+      yielding.push_back(at);
+    }
+    at = next;
+  }
+  if (connections_.size() < max_) return true;
+  const auto end = yielding.begin() + static_cast<ptrdiff_t>(std::min<size_t>(yielding.size(), max_ / 16 + 1));
+  std::partial_sort(yielding.begin(), end, yielding.end(), [](const auto& a, const auto& b) {
+    return std::pair(!a->second.silent, a->second.since) < std::pair(!b->second.silent, b->second.since);
+  });
+  for (auto at = yielding.begin(); at != end; ++at) {
+    OfProcess().ended_strangers.fetch_add(1, std::memory_order_relaxed);
+    End(*at);
+  }
+  return !yielding.empty();
+}
+
+void Connections::Forget(ByDescriptor::iterator at) {
+  if (const auto peer = by_peer_.find(at->second.peer); peer != by_peer_.end() && peer->second == at->first) {
+    by_peer_.erase(peer);
+  }
+  connections_.erase(at);
+}
+
+void Connections::End(ByDescriptor::iterator at) {
+  // gRPC closes the descriptors that it was given, once it sees their end.
+  if (at->second.silent) {
+    ::close(at->first);
+  } else if (CookieOf(at->first) == at->second.cookie) {
+    (void)::shutdown(at->first, SHUT_RDWR);
+  }
+  Forget(at);
+}
+
+void Connections::Greet(int fd) {
+  grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto at = connections_.find(fd);
+    if (at == connections_.end() || !at->second.silent) return;
+    char first = 0;
+    if (::recv(fd, &first, 1, MSG_PEEK) <= 0) {
+      if (errno != EAGAIN && errno != EINTR) End(at);
+      return;
+    }
+    at->second.silent = false;
+    (void)::epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+    const int on = 1;
+    (void)::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    connection.listener_fd = listeners_[0];
+    connection.fd = fd;
+  }
+  grpc_->HandleNewConnection(&connection);
+}
+
+void Connections::EndOld() {
+  absl::MutexLock lock(&mu_);
+  const absl::Time now = absl::Now();
+  for (auto at = connections_.begin(); at != connections_.end();) {
+    const auto next = std::next(at);
+    const Connection& connection = at->second;
+    if (!connection.silent && CookieOf(at->first) != connection.cookie) {
+      Forget(at);
+    } else if (!connection.known && now - connection.since > (connection.silent ? kSilentMax : kStrangerMax)) {
+      OfProcess().ended_strangers.fetch_add(1, std::memory_order_relaxed);
+      End(at);
+    }
+    at = next;
+  }
+  OfProcess().connections = connections_.size();
+}
+
+void Connections::Know(const std::string& peer) {
+  const std::string plain = WithoutScope(peer);
+  absl::MutexLock lock(&mu_);
+  if (const auto at = by_peer_.find(plain); at != by_peer_.end()) connections_.at(at->second).known = true;
+}
+
+absl::Status Connections::Try(absl::Duration patience) {
+  // The wildcard address leads to this machine.
+  sockaddr_storage to{};
+  socklen_t length = sizeof to;
+  if (::getsockname(listeners_[0], reinterpret_cast<sockaddr*>(&to), &length) != 0) {
+    return absl::UnavailableError("the listening socket is gone");
+  }
+  const int fd = ::socket(to.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) return absl::UnavailableError(absl::StrCat("cannot make a socket: ", std::strerror(errno)));
+  {
+    absl::MutexLock lock(&mu_);  // so that the accepting thread knows the peer before it comes
+    (void)::connect(fd, reinterpret_cast<sockaddr*>(&to), length);
+    sockaddr_storage own{};
+    socklen_t own_length = sizeof own;
+    (void)::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &own_length);
+    tried_ = PeerOf(own);
+    const auto accepted = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return tried_.empty(); };
+    (void)mu_.AwaitWithTimeout(absl::Condition(&accepted), patience);
+  }
+  ::close(fd);
+  absl::MutexLock lock(&mu_);
+  if (std::exchange(tried_, "").empty()) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("the port accepts no connection; ", connections_.size(), " of ", max_, " are open"));
+}
+
+}  // namespace ballast::services
