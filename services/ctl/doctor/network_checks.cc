@@ -1,6 +1,7 @@
 // Ports of a server, and its peers.
 #include <arpa/inet.h>
 #include <netdb.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -190,6 +191,20 @@ Checks CheckPeers(const Subject& subject) {
 
 }  // namespace
 
+// A server raises its soft limit to the hard one, keeps 1024 for files, and gives the rest to connections.
+Check CheckDescriptors() {
+  constexpr uint64_t kWanted = 4096;
+  rlimit limit = {};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  Check check{Verdict::kOk, "descriptors", absl::StrCat(limit.rlim_max), absl::StrCat("at least ", kWanted)};
+  if (limit.rlim_max == RLIM_INFINITY) check.found = "unlimited";
+  if (limit.rlim_max >= kWanted) return check;
+  check.verdict = Verdict::kNote;
+  absl::StrAppend(&check.found, ": fewer trainers can connect, one connection each");
+  check.mend = "ulimit -Hn 524288; systemd: LimitNOFILE=524288; podman, docker: --ulimit nofile=524288";
+  return check;
+}
+
 Checks CheckNetwork(const Subject& subject) {
   Checks checks;
   if (subject.config.has_value()) {
@@ -200,6 +215,7 @@ Checks CheckNetwork(const Subject& subject) {
     if (subject.config->guard.tls.enabled()) checks.push_back(CheckCertificates(subject.config->guard.tls));
     if (!subject.config->discovery.empty()) checks.push_back(CheckRegistry(subject));
   }
+  checks.push_back(CheckDescriptors());
   const Checks peers = CheckPeers(subject);
   checks.insert(checks.end(), peers.begin(), peers.end());
   return checks;

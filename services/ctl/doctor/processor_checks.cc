@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/services/config/machine_files.h"
 #include "ballast/services/ctl/doctor/checks.h"
 
@@ -45,6 +46,19 @@ Check CheckThreads(const Subject& subject) {
   return check;
 }
 
+// A job takes some 6 threads, a server without jobs some 40.
+Check CheckThreadLimit() {
+  constexpr uint64_t kWanted = 512;
+  const model::ThreadLimit limit = model::ThreadsAllowed();
+  Check check{Verdict::kOk, "thread limit", absl::StrCat(limit.max, " (", limit.name, ")"),
+              absl::StrCat("at least ", kWanted)};
+  if (limit.max >= kWanted) return check;
+  check.verdict = Verdict::kNote;
+  absl::StrAppend(&check.found, "; at the limit new jobs are refused");
+  check.mend = "systemd: TasksMax=4096; podman, docker: --pids-limit 4096; Kubernetes: podPidsLimit of the kubelet";
+  return check;
+}
+
 Check CheckClock(const Subject& subject) {
   Check check{Verdict::kOk, "clock", "", "synchronised; tsc, kvm-clock or arch_sys_counter"};
   const std::string file = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
@@ -70,6 +84,7 @@ Check CheckClock(const Subject& subject) {
 Checks CheckProcessor(const Subject& subject, const kernels::Processor& kernels) {
   Checks checks = {CheckVectors(), CheckKernels(kernels)};
   if (subject.config.has_value()) checks.push_back(CheckThreads(subject));
+  checks.push_back(CheckThreadLimit());
   checks.push_back(CheckClock(subject));
   return checks;
 }
