@@ -57,6 +57,43 @@ CASES = [
         [series('ballast_server_info', '1x90', version='1.0'), series('ballast_server_info', '1x90', version='1.0', instance='b')],
         {62: []},
     ),
+    (
+        'BallastLimitNear',
+        30,
+        [series('process_open_fds', '81x40'), series('process_max_fds', '100x40')],
+        {4: [], 6: [{'severity': 'warning', 'limit': 'descriptors', **SERVER}]},
+    ),
+    (
+        'BallastLimitNear',
+        30,
+        [series('process_threads', '81x40'), series('ballast_threads_limit', '100x40')],
+        {6: [{'severity': 'warning', 'limit': 'threads', **SERVER}]},
+    ),
+    (
+        'BallastLimitNear',
+        30,
+        [series('ballast_connections', '81x40'), series('ballast_connections_limit', '100x40')],
+        {6: [{'severity': 'warning', 'limit': 'connections', **SERVER}]},
+    ),
+    (
+        'BallastLimitNear',
+        30,
+        [
+            series('process_open_fds', '79x40'),
+            series('process_max_fds', '100x40'),
+            series('process_threads', '79x40'),
+            series('ballast_threads_limit', '100x40'),
+            series('ballast_connections', '79x40'),
+            series('ballast_connections_limit', '100x40'),
+        ],
+        {6: []},
+    ),
+    (
+        'BallastLogLinesDropped',
+        30,
+        [series('ballast_log_lines_dropped_total', '0x4 1x30', log='audit'), series('ballast_log_lines_dropped_total', '7x40', log='program')],
+        {1: [], 5: [{'severity': 'warning', 'log': 'audit', **SERVER}]},
+    ),
     # Every bound of BallastBusy by itself, and just below.
     (
         'BallastBusy',
