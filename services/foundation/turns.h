@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/services/foundation/executor.h"
 
@@ -21,6 +22,8 @@ class Turns {
   // Queue `number` modulo the queues' count. Its closures begin in the order of Post, and several may run at a time.
   // Valid as long as the Turns; Join does nothing.
   Executor* queue(size_t number) { return &queues_[number % queues_.size()]; }
+  // As Executor's: the threads can be made.
+  absl::Status Prepare() { return threads_->Prepare(); }
   // Runs the queued closures, then ends the threads. Closures posted later never run.
   void Join() ABSL_LOCKS_EXCLUDED(mu_);
 

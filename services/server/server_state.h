@@ -39,6 +39,10 @@ struct AnswerQueues {
   }
   AnswerQueues(const StateServerOptions& options, Foundation* foundation)
       : pulls(foundation->MakeExecutor(PullThreads(options)), kQueues), steps(foundation->MakeExecutor(1), kQueues) {}
+  absl::Status Prepare() {
+    BALLAST_RETURN_IF_ERROR(pulls.Prepare());
+    return steps.Prepare();
+  }
   void Join() {
     pulls.Join();
     steps.Join();

@@ -164,7 +164,7 @@ uint64_t StagingBytes(const StateServerOptions& options) {
 absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServerOptions& options) {
   auto impl = std::make_unique<Impl>(options);
   BALLAST_RETURN_IF_ERROR(storage::CheckDirectoryFormat(options.data_directory));  // first of all
-  BALLAST_RETURN_IF_ERROR(impl->answers->Prepare());
+  BALLAST_RETURN_IF_ERROR(impl->answers.Prepare());
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(impl->machine, ReadMachineProfile(options));
   BALLAST_ASSIGN_OR_RETURN(const std::vector<storage::NvmeDevice> devices, DevicesOf(options));

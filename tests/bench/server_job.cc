@@ -230,9 +230,10 @@ absl::Status ServerJob::Finish(const v1::StepHeader& header) {
   *seal.mutable_header() = header;
   seal.add_blobs(blobs[0]);
   seal.set_wait_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(kTimeout)));
-  Answer<v1::SealResponse> sealed;
+  Answer<model::SealAnswer> sealed;
   server_->Seal(seal, absl::Now() + kTimeout, sealed.reply());
-  BALLAST_ASSIGN_OR_RETURN(const v1::SealResponse response, sealed.Wait());
+  BALLAST_ASSIGN_OR_RETURN(const model::SealAnswer answer, sealed.Wait());
+  const v1::SealResponse& response = **answer;
   if (!response.has_prepared()) return absl::InternalError(absl::StrCat("not prepared: ", response.DebugString()));
   const std::vector<v1::PreparedRecord> records = {response.prepared()};
   v1::CommitRequest commit;

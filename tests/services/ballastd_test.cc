@@ -72,6 +72,8 @@ TEST(Ballastd, ALimitOfItsAddressSpaceIsNamed) {
     EXPECT_NE(limited.code, 0) << limited.err;
     EXPECT_NE(limited.err.find("ulimit -v"), std::string::npos) << limited.err;
   }
+}
+
 TEST(Ballastd, SighupEndsNoServer) {
   ScratchDirectory directory;
   Daemon daemon(directory.path(), DaemonConfig(directory.path() + "/data", "one"));
