@@ -244,6 +244,12 @@ std::optional<absl::Status> Job::ReadyToSeal(const v1::SealRequest& request) {
 
 namespace {
 
+// What the step waits for, as the rank hears it; made when the answer is sent.
+model::SealAnswer TellPending(uint32_t rank, const JobCore& core) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+  ++core.around.counters->told_pending;
+  return std::make_shared<model::SealAnswer::element_type>(core.machine->Pending(rank));
+}
+
 // A trainer's clock may say anything: a day is more than a step takes.
 TrainerTimes TimesOf(const v1::SealRequest& request) {
   const auto time = [](uint64_t us) {
@@ -261,11 +267,6 @@ void Job::NoteSealed(const v1::SealRequest& request) {
   const uint32_t world_size = core_.plan->open().tiling().world_size();
   if (request.rank() >= world_size) return;
   core_.counters.steps.Sealed(request.step(), request.attempt(), request.rank(), world_size, TimesOf(request));
-}
-
-model::SealAnswer Job::Pending(uint32_t rank) {
-  ++core_.around.counters->told_pending;
-  return std::make_shared<model::SealAnswer::element_type>(core_.machine->Pending(rank));
 }
 
 bool Job::TrySeal(Sealing* sealing, Replies* replies) {
@@ -291,7 +292,7 @@ bool Job::TrySeal(Sealing* sealing, Replies* replies) {
     }
     return false;
   }
-  if (*answer == nullptr) answer = Pending(request.rank());
+  if (*answer == nullptr) answer = TellPending(request.rank(), core_);
   if ((**answer)->has_prepared()) core_.counters.steps.Prepared();
   replies->push_back([reply = sealing->reply, answer = *std::move(answer)] { reply(answer); });
   return true;
@@ -311,7 +312,7 @@ void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<mod
     if (late) {
       replies->push_back([sealing] { sealing->reply(DeadlinePassed("the step to be prepared")); });
     } else {
-      replies->push_back([sealing, answer = Pending(sealing->request.rank())] { sealing->reply(answer); });
+      replies->push_back([sealing, answer = TellPending(sealing->request.rank(), core_)] { sealing->reply(answer); });
     }
   };
   waiter.refuse = [sealing](const absl::Status& status, Replies* replies) {

@@ -128,8 +128,6 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   };
   v1::StepInFlight DescribeStepInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void NoteSealed(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Tells the rank what the step waits for: made when it is sent.
-  model::SealAnswer Pending(uint32_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Evaluates the seal: false if it has to wait.
   bool TrySeal(Sealing* sealing, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Why the server cannot take the seal now, apart from what the machine says. None: it has to wait for that.

@@ -81,25 +81,28 @@ Says MustSay(Call call) {
 
 }  // namespace
 
-absl::Status Gate::CheckMeant(const grpc::CallbackServerContext& context, Call call) const {
+absl::Status Gate::CheckVersion(const std::optional<std::string>& version, Call call) const {
   const Says must = MustSay(call);
-  if (must == Says::kNothing) return absl::OkStatus();
-  const auto version = ValueOf(context, model::kVersionMetadata), server = ValueOf(context, model::kServerMetadata);
-  if (version.has_value() ? *version != absl::StrCat(version_) : must >= Says::kVersion) {
-    return model::Error(
-        absl::StatusCode::kUnavailable, model::kVersionsDiffer,
-        absl::StrCat("server ", name_, " speaks protocol version ", version_, ", and this call is from ",
-                     version.has_value() ? absl::StrCat("version ", *version) : "version 4 or before, which do not say",
-                     "; run the same version of Ballast on all servers and trainers: this group goes on once a server ",
-                     "of its version is back here"));
+  if (must == Says::kNothing || (version.has_value() ? *version == absl::StrCat(version_) : must < Says::kVersion)) {
+    return absl::OkStatus();
   }
-  if (server.has_value() && *server != name_) {
+  return model::Error(
+      absl::StatusCode::kUnavailable, model::kVersionsDiffer,
+      absl::StrCat("server ", name_, " speaks protocol version ", version_, ", and this call is from ",
+                   version.has_value() ? absl::StrCat("version ", *version) : "version 4 or before, which do not say",
+                   "; run the same version of Ballast on all servers and trainers: this group goes on once a server ",
+                   "of its version is back here"));
+}
+
+absl::Status Gate::CheckTarget(const std::optional<std::string>& server, Call call) const {
+  const Says must = MustSay(call);
+  if (must == Says::kNothing || (server.has_value() ? *server == name_ : must != Says::kAll)) return absl::OkStatus();
+  if (server.has_value()) {
     return model::Error(absl::StatusCode::kUnavailable, model::kOtherServer,
                         absl::StrCat("this call is meant for server ", *server, ", and came to server ", name_,
                                      " (an id and the number of its data directory): another server is at this address "
                                      "now, or this one's directory was replaced. Start the right one here"));
   }
-  if (server.has_value() || must != Says::kAll) return absl::OkStatus();
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                       absl::StrCat("expected the metadata '", model::kServerMetadata,
                                    "' with the server that the call is meant for, as its Identify tells, such as ",
@@ -116,12 +119,15 @@ absl::StatusOr<Visitor> Gate::Know(const grpc::CallbackServerContext& context, C
     BALLAST_ASSIGN_OR_RETURN(visitor.identity, guard_->Know(visitor.shown, {call, ""}));
     visitor.turn = visitor.identity.name().empty() ? HostOf(visitor.peer) : visitor.identity.name();
   }
-  BALLAST_RETURN_IF_ERROR(CheckMeant(context, call));
+  // Before the message is read, which another version may have written in another way.
+  BALLAST_RETURN_IF_ERROR(CheckVersion(ValueOf(context, model::kVersionMetadata), call));
+  visitor.target = ValueOf(context, model::kServerMetadata);
   return visitor;
 }
 
 absl::StatusOr<Visit> Gate::Admit(const Visitor& visitor, AskedCall asked) const {
   if (guard_ != nullptr) BALLAST_RETURN_IF_ERROR(guard_->Allow(visitor.identity, visitor.shown, asked));
+  BALLAST_RETURN_IF_ERROR(CheckTarget(visitor.target, asked.call));
   return Visit{visitor.identity, std::move(asked), visitor.shown};
 }
 

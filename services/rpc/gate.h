@@ -4,6 +4,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -19,9 +20,10 @@ namespace ballast::services {
 // A caller, known before the call's message is read.
 struct Visitor {
   Identity identity;
-  CallerShown shown;  // filled where there is a guard
-  std::string peer;   // as gRPC spells it
-  std::string turn;   // whose reads take turns with this one's: the identity's, else the host's
+  CallerShown shown;                  // filled where there is a guard
+  std::string peer;                   // as gRPC spells it
+  std::string turn;                   // whose reads take turns with this one's: the identity's, else the host's
+  std::optional<std::string> target;  // the server that the call is meant for, if it says so
 };
 
 // A call that was let in.
@@ -60,10 +62,11 @@ class Gate {
   void Open(const Visit& visit, v1::OpenRequest* request, const CallLimit& limit, Reply<v1::OpenResponse> reply) const;
 
  private:
-  // UNAVAILABLE (VERSIONS_DIFFER, OTHER_SERVER), with both sides, for a call of another version or for another server:
-  // the trainer sends the call again, and goes on once the right server is back. INVALID_ARGUMENT (BAD_REQUEST) for a
-  // call that changes something and does not say for whom.
-  absl::Status CheckMeant(const grpc::CallbackServerContext& context, Call call) const;
+  // UNAVAILABLE (VERSIONS_DIFFER; OTHER_SERVER), with both sides, for a call of another version, and for another
+  // server: the trainer sends the call again, and goes on once the right server is back. INVALID_ARGUMENT (BAD_REQUEST)
+  // for a call that changes something and does not say for whom. Arguments: as the call's metadata tells.
+  absl::Status CheckVersion(const std::optional<std::string>& version, Call call) const;
+  absl::Status CheckTarget(const std::optional<std::string>& server, Call call) const;
 
   // REQUIRES: the identity has a quota. `time`: before `asked` was planned.
   absl::StatusOr<Quotas::Lease> AskQuota(const Visit& visit, const TierUse& asked, uint64_t time) const;

@@ -55,13 +55,14 @@ grpc::ByteBuffer EncodePullResponse(uint32_t crc, const grpc::Slice& payload) {
 
 template <typename Request, typename Response>
 Method StateServiceImpl::OfJob(Call call, size_t bytes_max,
-                               std::function<void(const Visit&, Request*, const CallLimit&, Reply<Response>)> run) {
+                               std::function<void(const Visit&, Request*, const CallLimit&, Reply<Response>)> run,
+                               Needed needed) {
   return MakeMethod<Request, Response>(
       call, bytes_max, gate_, room_,
       [call](const Request& request) -> AskedCall {
         return {call, request.job()};
       },
-      std::move(run));
+      std::move(run), needed);
 }
 
 void StateServiceImpl::AddTo(Methods* methods) {
@@ -104,8 +105,8 @@ void StateServiceImpl::AddTo(Methods* methods) {
       Call::kSeal, kWholeBytesMax,
       [this](const Visit&, v1::SealRequest* request, const CallLimit& limit, Reply<model::SealAnswer> reply) {
         state_->Seal(*request, limit, std::move(reply));
-        v1::SealRequest().Swap(request);  // the job has what it needs, and thousands of seals may wait
-      }));
+      },
+      Needed::kWhileItRuns));  // thousands of seals may wait
   add(OfJob<v1::CommitRequest, v1::CommitResponse>(
       Call::kCommit, kWholeBytesMax,
       [this](const Visit&, v1::CommitRequest* request, const CallLimit&, Reply<v1::CommitResponse> reply) {

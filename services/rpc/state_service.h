@@ -33,7 +33,8 @@ class StateServiceImpl final {
   // A method whose request names its job.
   template <typename Request, typename Response>
   Method OfJob(Call call, size_t bytes_max,
-               std::function<void(const Visit&, Request*, const CallLimit&, Reply<Response>)> run);
+               std::function<void(const Visit&, Request*, const CallLimit&, Reply<Response>)> run,
+               Needed needed = Needed::kUntilTheAnswer);
   void AddPins(const std::function<void(Method)>& add);
   void Identify(v1::IdentifyRequest* request, Reply<v1::IdentifyResponse> reply);
   // Push and Pull parse for themselves, so that their payloads are neither zeroed nor copied more than needed.

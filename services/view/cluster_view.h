@@ -55,9 +55,10 @@ struct ClusterView {
   // Empty: healthy.
   std::vector<std::string> problems;
 };
-// Degraded: a server down, two of one id, a job failed, a job's state lost or missing on one of its servers, or versions
-// more than one apart, or one apart for a while.
-// `asked`: with kOne, nothing is said about a job's servers that were not asked.
+
+// Degraded: a server down, two of one id, a job failed, a job's state lost or missing on one of its servers, or
+// versions more than one apart, or one apart for a while. `asked`: with kOne, nothing is said about a job's servers
+// that were not asked.
 enum class Asked { kAll, kOne };
 ClusterView Judge(std::vector<ServerView> servers, Asked asked = Asked::kAll);
 

@@ -91,7 +91,10 @@ CASES = [
     (
         'BallastLogLinesDropped',
         30,
-        [series('ballast_log_lines_dropped_total', '0x4 1x30', log='audit'), series('ballast_log_lines_dropped_total', '7x40', log='program')],
+        [
+            series('ballast_log_lines_dropped_total', '0x4 1x30', log='audit'),
+            series('ballast_log_lines_dropped_total', '7x40', log='program'),
+        ],
         {1: [], 5: [{'severity': 'warning', 'log': 'audit', **SERVER}]},
     ),
     # Every bound of BallastBusy by itself, and just below.

@@ -8,6 +8,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/tests/services/machine_with_disk.h"
 #include "ballast/tests/services/trainer_group.h"
@@ -62,6 +63,7 @@ TEST(KeptLock, KeepsNoCall) {
   v1::FenceRequest fence;
   fence.set_job("job");
   fence.mutable_epoch()->set_counter(9);
+  fence.set_protocol_version(model::kProtocolVersion);
   Answer<v1::FenceResponse> fenced;
   std::thread keeper([&] { server->Fence(fence, patience, fenced.reply()); });
   machine.AwaitTask();  // under the job's lock

@@ -64,6 +64,7 @@ class ManyRanksTest : public RpcTest {
   };
   Sealing* BeginSeal(const v1::SealRequest& request) {
     Sealing& sealing = sealings_.emplace_back();
+    NameTarget(*server_.get(), &sealing.context);
     sealing.call = state_->AsyncSeal(&sealing.context, request, &queue_);
     sealing.call->Finish(&sealing.response, &sealing.status, &sealing);
     return &sealing;

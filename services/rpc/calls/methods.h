@@ -55,7 +55,7 @@ Reply<Response> AnswerWith(CallReactor* reactor) {
     reactor->Fail(absl::InternalError(written.error_message()));
   };
 }
-// Of an answer that all ranks get: its bytes are there once, whatever the number of calls.
+// All ranks get the same answer: its bytes are there once, whatever the number of calls.
 template <>
 inline Reply<model::SealAnswer> AnswerWith<model::SealAnswer>(CallReactor* reactor) {
   return [reactor](absl::StatusOr<model::SealAnswer> answer) {
@@ -69,26 +69,31 @@ inline Reply<model::SealAnswer> AnswerWith<model::SealAnswer>(CallReactor* react
   };
 }
 
+// How long a call's message is needed, and counted: its answer's maker may look at it, or `run` has all it needs once
+// it returns. gRPC ends no call whose read is being looked at.
+enum class Needed { kUntilTheAnswer, kWhileItRuns };
+
 // A method with a message and an answer: run(visit, request, limit, reply). `asked`: what the message asks for.
 template <typename Request, typename Response>
 Method MakeMethod(Call call, size_t bytes_max, const Gate* gate, ParseRoom* room,
                   std::function<AskedCall(const Request&)> asked,
-                  std::function<void(const Visit&, Request*, const CallLimit&, Reply<Response>)> run) {
-  return {
-      call, bytes_max,
-      [gate, room, asked = std::move(asked), run = std::move(run)](const Arrival& arrival, grpc::ByteBuffer* message) {
-        CallReactor* const reactor = arrival.reactor;
-        auto request = std::make_shared<Request>();
-        absl::StatusOr<ParseRoom::Lease> lease =
-            room->Take(ParsedBytes(Request::descriptor(), *message, ParseRoom::kBytesMax));
-        if (!lease.ok()) return reactor->Fail(lease.status());
-        if (!ParseMessage(reactor, *message, request.get())) return;
-        message->Clear();
-        reactor->Keep(request, *std::move(lease));
-        const absl::StatusOr<Visit> visit = gate->Admit(arrival.visitor, asked(*request));
-        if (!visit.ok()) return reactor->Fail(visit.status());
-        run(*visit, request.get(), arrival.limit(), gate->Audited(*visit, AnswerWith<Response>(reactor)));
-      }};
+                  std::function<void(const Visit&, Request*, const CallLimit&, Reply<Response>)> run,
+                  Needed needed = Needed::kUntilTheAnswer) {
+  return {call, bytes_max,
+          [gate, room, needed, asked = std::move(asked), run = std::move(run)](const Arrival& arrival,
+                                                                               grpc::ByteBuffer* message) {
+            CallReactor* const reactor = arrival.reactor;
+            auto request = std::make_shared<Request>();
+            absl::StatusOr<ParseRoom::Lease> lease =
+                room->Take(ParsedBytes(Request::descriptor(), *message, ParseRoom::kBytesMax));
+            if (!lease.ok()) return reactor->Fail(lease.status());
+            if (!ParseMessage(reactor, *message, request.get())) return;
+            message->Clear();
+            if (needed == Needed::kUntilTheAnswer) reactor->Keep(request, *std::move(lease));
+            const absl::StatusOr<Visit> visit = gate->Admit(arrival.visitor, asked(*request));
+            if (!visit.ok()) return reactor->Fail(visit.status());
+            run(*visit, request.get(), arrival.limit(), gate->Audited(*visit, AnswerWith<Response>(reactor)));
+          }};
 }
 
 }  // namespace ballast::services

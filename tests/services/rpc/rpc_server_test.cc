@@ -115,7 +115,8 @@ TEST_F(RpcServerTest, IdleConnectionsKeepNoClientOut) {
     const std::string preface("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 33);
     if (i % 2 == 0) (void)::send(idle.back(), preface.data(), preface.size(), MSG_NOSIGNAL);
   }
-  EXPECT_TRUE(identify(connect()).ok());
+  const grpc::Status late = identify(connect());
+  EXPECT_TRUE(late.ok()) << late.error_message();
   EXPECT_EQ((*rpc)->Try(absl::Seconds(30)), absl::OkStatus());
   EXPECT_LE(OfProcess().connections.load(), 8u);
   EXPECT_TRUE(identify(first).ok());

@@ -69,6 +69,7 @@ v1::OpenRequest SlowDryRun(const std::string& job) {
   *open.mutable_tiling() = model::EvenTiling(1);
   open.set_base(-1);
   open.set_dry_run(true);
+  open.set_protocol_version(model::kProtocolVersion);
   for (int i = 0; i < 256; ++i) {
     v1::Member* const member = open.add_members();
     member->set_server_id(i == 0 ? "s" : absl::StrCat("s", i));
