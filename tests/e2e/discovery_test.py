@@ -68,7 +68,7 @@ class Etcd:
 
     def start(self):
         self.process = start(*self.command, log=self.folder / 'etcd.log')
-        wait_for(lambda: self.ctl('endpoint', 'health'), 'etcd answers')
+        wait_for(lambda: self.ctl('endpoint', 'health'), 'etcd answers', seconds=240)  # its first syncs, beside other tests' disks
 
     def kill(self):
         self.process.kill()
