@@ -69,6 +69,9 @@ def test_reasons():
         'RANK_TAKEN',
         'UNSUPPORTED',
         'BUSY',  # has its own alert
+        'LIMIT',  # BallastLimitNear
+        'OTHER_SERVER', 'TLS',  # a client at the wrong door
+        'LATER_VERSION',  # ends a start
         'NO_IDENTITY', 'NO_RIGHT', 'QUOTA',
     }
     assert counted <= known, counted - known
