@@ -4,10 +4,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <limits>
+#include <memory>
 
 #include "absl/strings/match.h"
+#include "absl/synchronization/mutex.h"
 #include "ballast/tests/services/gated_disk.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
@@ -57,14 +60,23 @@ class LogLengthTest : public ::testing::Test {
   }
   ~LogLengthTest() override { server_.End(); }
 
-  // Syncs of state take so long that steps wait for little else.
+  // Syncs of state take so long that steps wait for little else: longer than the work between two of them, on a
+  // machine of any speed.
   void SlowFlushes() {
-    disk_.Hold([](const std::string& path, GatedOperation operation, uint64_t) {
-      if (absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kSync)
-        absl::SleepFor(absl::Milliseconds(50));
+    disk_.Hold([last = std::make_shared<SyncEnd>()](const std::string& path, GatedOperation operation, uint64_t) {
+      if (absl::EndsWith(path, "/nvme.tier") && operation == GatedOperation::kSync) last->SleepLonger();
       return false;
     });
   }
+  struct SyncEnd {
+    void SleepLonger() {
+      absl::MutexLock lock(&mu);
+      absl::SleepFor(std::clamp(2 * (absl::Now() - time), absl::Milliseconds(50), absl::Seconds(2)));
+      time = absl::Now();
+    }
+    absl::Mutex mu;
+    absl::Time time ABSL_GUARDED_BY(mu) = absl::Now();
+  };
   void Restart(uint64_t log_steps) {
     server_.options().log_steps = log_steps;
     server_.Restart();
