@@ -161,13 +161,17 @@ TEST_F(ManyRanksTest, EachRankHearsOfItsOwnSlices) {
 
 // 4,096 ranks wait for one another, with blobs of no bytes and of 16. Their seals come over the wire's bytes, and the
 // calls are direct: what gRPC takes for a call follows the ranks anyway.
-void WaitWithBlobs(TestServer* server, size_t blob_bytes, uint64_t epoch) {
+void WaitWithBlobs(TestServer* server, const std::vector<TestTensor>& model, size_t blob_bytes, uint64_t epoch) {
   constexpr uint32_t kMost = 4096;
-  TrainerGroup group({server->get()}, MakeSpec("job", SmallModel()), kMost, epoch);
+  const auto tensors = static_cast<uint32_t>(model.size());
+  TrainerGroup group({server->get()}, MakeSpec("job", model), kMost, epoch);
   ASSERT_EQ(group.Start(), absl::OkStatus());
-  ASSERT_EQ(group.PushAll(v1::SLICE_KIND_VALUE, AllTensors(4), Ones), absl::OkStatus());
+  if (group.step() == 0) {
+    ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
+  }
+  ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(tensors), Ones), absl::OkStatus());
   const std::vector<std::string> blobs(kMost, std::string(blob_bytes, 'b'));
-  v1::SealRequest seal = group.SealOf(1, ValuesHeader(4), /*wait_ms=*/600'000);
+  v1::SealRequest seal = group.SealOf(1, UpdateHeader(tensors), /*wait_ms=*/600'000);
   seal.set_plan_hash(model::PlanHash(group.plan(), group.step(), 0, seal.header(), blobs));
   std::vector<std::string> sent(kMost);
   for (uint32_t rank = 0; rank < kMost; ++rank) {
@@ -198,8 +202,12 @@ void WaitWithBlobs(TestServer* server, size_t blob_bytes, uint64_t epoch) {
   const absl::Time patience = absl::Now() + absl::Minutes(1);
   while (answered < kMost && absl::Now() < patience) absl::SleepFor(absl::Milliseconds(1));
   ASSERT_EQ(answered, kMost);
-  std::cout << kMost << " ranks with blobs of " << blob_bytes << " bytes: heap of waiting seals " << heap_of_waiting
-            << " bytes, CPU of the step's seals " << CpuOfProcess() - cpu << "\n";
+  const auto one_answer = answers[1]->bytes().size() + (*answers[1])->SpaceUsedLong();
+  const size_t heap_of_answers = mallinfo2().uordblks - heap;
+  std::cout << kMost << " ranks, " << tensors << " tensors, blobs of " << blob_bytes << " bytes: heap of waiting seals "
+            << heap_of_waiting << " bytes, with all answers " << heap_of_answers << " bytes, of which one takes "
+            << one_answer << ", CPU of the step's seals " << CpuOfProcess() - cpu << "\n";
+  EXPECT_LT(heap_of_answers, (size_t{64} << 20) + 4 * one_answer) << "an answer is held once, not by each rank";
   EXPECT_LT(heap_of_waiting, size_t{64} << 20);
   ASSERT_TRUE((*answers[0])->has_prepared());
   EXPECT_EQ((*answers[0])->prepared().blobs_size(), static_cast<int>(kMost));
@@ -209,8 +217,16 @@ void WaitWithBlobs(TestServer* server, size_t blob_bytes, uint64_t epoch) {
 
 TEST(ManyRanks, SealsAreNotQuadratic) {
   TestServer server("s");
-  WaitWithBlobs(&server, 0, 1);
-  WaitWithBlobs(&server, 16, 2);
+  WaitWithBlobs(&server, SmallModel(), 0, 1);
+  WaitWithBlobs(&server, SmallModel(), 16, 2);
+}
+
+TEST(ManyRanks, AnswersOfManyTensorsAreHeldOnce) {
+  std::vector<TestTensor> tensors;
+  for (uint32_t i = 0; i < 32'768; ++i)
+    tensors.push_back({absl::StrCat("t", i), absl::StrCat("u", i / 1024), 256, i % 2});
+  TestServer server("s", {0, uint64_t{1} << 30, 0});
+  WaitWithBlobs(&server, tensors, 0, 1);
 }
 
 // Scrapes and fences with a quota ask for the status of all jobs: it copies nothing of a job's size.
