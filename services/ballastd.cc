@@ -194,6 +194,10 @@ int Serve(const Config& config, const sigset_t& signals) {
   options.serve_while_recovering = true;
   RecoveryProgress progress;
   options.progress = &progress;
+  options.may_grow = [&](const std::string& job, const storage::TierBytes& more,
+                         const std::function<std::vector<v1::JobStatus>()>& taken) {
+    return (*guard)->AskGrowth(job, {more.hbm, more.dram, more.nvme}, taken);
+  };
   // Before anything else, so that a server which recovers for minutes does not look dead.
   auto http =
       HttpPort::Start(config.metrics_listen, &progress,

@@ -3,6 +3,7 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <memory>
 #include <random>
 #include <variant>
 #include <vector>
@@ -228,8 +229,8 @@ absl::StatusOr<JobJournal::Growth> JobJournal::TakeBudget(const JournalSize& siz
     JobMutexLock lock(&core_->mu);
     growth.bytes = size.bytes() - (journal_ == nullptr ? 0 : journal_->log().file_bytes());
   }
-  BALLAST_RETURN_IF_ERROR(
-      core_->around.tiers->Take(storage::TierKind::kNvme, growth.bytes, "the gradient log", storage::TierPart::kLog));
+  BALLAST_RETURN_IF_ERROR(core_->around.tiers->Take(storage::TierKind::kNvme, growth.bytes, "the gradient log",
+                                                    storage::TierPart::kLog, core_->around.account.get()));
   return growth;
 }
 
@@ -244,7 +245,8 @@ absl::Status JobJournal::Grow(const Growth& growth) {
     if (status.ok()) status = Start(*std::move(log), growth.logged);
   }
   if (!status.ok()) {
-    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes, storage::TierPart::kLog);
+    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes, storage::TierPart::kLog,
+                                core_->around.account.get());
     return status;
   }
   bytes_ += growth.bytes;
@@ -259,6 +261,10 @@ absl::Status JobJournal::Lengthen(uint64_t steps) {
     size.segment_bytes = journal_->log().segment_bytes();
     size.segment_count = journal_->log().segments() + SegmentsFor(steps * step_bytes_, size.segment_bytes);
   }
+  // Before the lock below: this may take locks of the server's.
+  std::shared_ptr<void> lease;
+  BALLAST_RETURN_IF_ERROR(
+      core_->MayGrow(storage::TierKind::kNvme, size.bytes() - std::min(size.bytes(), bytes()), &lease));
   Growth growth;
   {
     // An Open that plans with the free space must find it; a step waits for no Open.
@@ -345,7 +351,9 @@ void JobJournal::Stop() {
   }
   if (journal != nullptr) core_->around.foundation->StopPumping(&journal->log());
   journal.reset();
-  if (spilt) core_->around.tiers->Return(storage::TierKind::kNvme, std::exchange(bytes_, 0), storage::TierPart::kLog);
+  if (!spilt) return;
+  core_->around.tiers->Return(storage::TierKind::kNvme, std::exchange(bytes_, 0), storage::TierPart::kLog,
+                              core_->around.account.get());
 }
 
 absl::Status JobJournal::Remove() {
@@ -359,15 +367,16 @@ absl::Status JobJournal::Remove() {
   }
   if (journal != nullptr) core_->around.foundation->StopPumping(&journal->log());
   journal.reset();
-  core_->around.tiers->Return(storage::TierKind::kNvme, std::exchange(bytes_, 0), storage::TierPart::kLog);
+  core_->around.tiers->Return(storage::TierKind::kNvme, std::exchange(bytes_, 0), storage::TierPart::kLog,
+                              core_->around.account.get());
   BALLAST_RETURN_IF_ERROR(RemoveLog(*core_->around.tiers, core_->name));
   storage::Pass("drop/log_removed");
   return core_->around.catalog->ErasePrefix(absl::StrCat(CatalogPrefix(core_->name), kCatalogLog));
 }
 
 absl::Status JobJournal::TakeRecovered(uint64_t life, uint64_t file_bytes) {
-  BALLAST_RETURN_IF_ERROR(
-      core_->around.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log", storage::TierPart::kLog));
+  BALLAST_RETURN_IF_ERROR(core_->around.tiers->Take(storage::TierKind::kNvme, file_bytes, "the gradient log",
+                                                    storage::TierPart::kLog, core_->around.account.get()));
   life_ = life;
   bytes_ = file_bytes;
   return absl::OkStatus();
@@ -381,14 +390,14 @@ absl::Status JobJournal::ExtendForRestart() {
   if (free >= kFreeForRestart) return absl::OkStatus();
   const uint64_t bytes = (kFreeForRestart - free) * journal->log().segment_bytes();
   absl::Status status = core_->around.tiers->Take(storage::TierKind::kNvme, bytes, "segments of the gradient log",
-                                                  storage::TierPart::kLog);
+                                                  storage::TierPart::kLog, core_->around.account.get());
   if (status.ok()) {
     status = journal->log().Extend(kFreeForRestart - free, [this] { return core_->Interrupted(); });
     if (status.ok()) {
       bytes_ += bytes;
       return absl::OkStatus();
     }
-    core_->around.tiers->Return(storage::TierKind::kNvme, bytes, storage::TierPart::kLog);
+    core_->around.tiers->Return(storage::TierKind::kNvme, bytes, storage::TierPart::kLog, core_->around.account.get());
     if (!absl::IsResourceExhausted(status) || !journal->log().status().ok()) return status;
   }
   if (free == 0) return status;  // nothing more can be written

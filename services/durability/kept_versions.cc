@@ -1,6 +1,7 @@
 #include "ballast/services/durability/kept_versions.h"
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -126,7 +127,9 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
   bool harmless = true;  // the job can go on after an error
   std::string remedy = "Look after the disk, then restart the server, which recovers the job";
   if (status.ok()) {
-    auto kept = store->PinDurably(pin.version(), pin.automatic(), interrupt);
+    std::shared_ptr<void> lease;
+    const auto admit = [&](uint64_t bytes) { return core_->MayGrow(storage::TierKind::kNvme, bytes, &lease); };
+    auto kept = store->PinDurably(pin.version(), pin.automatic(), interrupt, admit);
     status =
         model::Annotate(kept.status(), absl::StrCat("version ", pin.version(), " of job '", core_->name,
                                                     "' cannot be pinned on server '", core_->around.server_id, "'"));
@@ -308,7 +311,11 @@ void KeptVersions::RunAdoption(int64_t version, const std::shared_ptr<Pinning>& 
   }
   bool harmless = true;
   if (status.ok() && !pin.has_value()) status = GivenUp(version);
-  if (status.ok()) status = store->AdoptPin(version);
+  if (status.ok()) {
+    std::shared_ptr<void> lease;
+    status = store->AdoptPin(version,
+                             [&](uint64_t bytes) { return core_->MayGrow(storage::TierKind::kNvme, bytes, &lease); });
+  }
   if (status.ok()) {
     pin->set_requested(true);
     status = WriteWants(*pin);

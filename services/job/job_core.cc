@@ -135,6 +135,14 @@ absl::Status JobCore::Interrupted() const {
   return Refusal();
 }
 
+absl::Status JobCore::MayGrow(storage::TierKind tier, uint64_t bytes, std::shared_ptr<void>* lease) const {
+  if (bytes == 0 || !around.may_grow) return absl::OkStatus();
+  storage::TierBytes more;
+  more[tier] = bytes;
+  BALLAST_ASSIGN_OR_RETURN(*lease, around.may_grow(name, more));
+  return absl::OkStatus();
+}
+
 void JobCore::Fail(const absl::Status& cause, absl::string_view remedy, Replies* replies) {
   if (!failure.ok()) return;
   failure = model::Error(

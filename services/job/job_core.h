@@ -67,6 +67,9 @@ class JobCore {
   // Ends work that may take minutes, as storage::Interrupt: an error once the job takes no requests any more, or the
   // server ends while it starts.
   absl::Status Interrupted() const ABSL_LOCKS_EXCLUDED(job_lock);
+  // JobSurroundings::may_grow, for bytes of one tier. Takes locks of the server's.
+  absl::Status MayGrow(storage::TierKind tier, uint64_t bytes, std::shared_ptr<void>* lease) const
+      ABSL_LOCKS_EXCLUDED(job_lock);
   void Fail(const absl::Status& cause, absl::string_view remedy, Replies* replies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Advice for the operator after a disk error.

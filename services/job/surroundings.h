@@ -2,8 +2,10 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/thread_pool.h"
 #include "ballast/services/counters/counters.h"
@@ -19,6 +21,11 @@
 #include "ballast/storage/tier/tiers.h"
 
 namespace ballast::services {
+
+// Asked before a job takes `more` that no Open asked for: quotas may bound what jobs take. The lease is held until the
+// bytes are taken. RESOURCE_EXHAUSTED with the numbers.
+using MayGrow =
+    std::function<absl::StatusOr<std::shared_ptr<void>>(const std::string& job, const storage::TierBytes& more)>;
 
 struct JobSurroundings {
   std::string server_id;
@@ -46,6 +53,9 @@ struct JobSurroundings {
   WaitingBounds waiting;
   SharedBound* push_bytes = nullptr;  // payloads of pushes that wait
   AnswerRoom* answer_room = nullptr;
+  MayGrow may_grow;  // empty: nobody asks
+  // This job's alone: all that it takes of the tiers.
+  std::shared_ptr<storage::Account> account = std::make_shared<storage::Account>();
 };
 
 }  // namespace ballast::services

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -36,6 +37,9 @@
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::services {
+
+// A job's bytes of each tier, by part, for the status and for quotas.
+std::vector<v1::TierStatus> DescribeTaken(const storage::PartBytes& taken);
 
 class Job : public std::enable_shared_from_this<Job>, private StepHost {
  public:
@@ -77,6 +81,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
                     Reply<v1::CommitResponse> reply);
 
   v1::JobStatus Status() const;
+  // All that the job takes; the tiers count it. On any thread.
+  const storage::Account& account() const { return *core_.around.account; }
   const JobCounters& counters() const { return core_.counters; }
   // As the methods of ChunkMoves.
   std::optional<storage::JobHolding> Holding() const { return moves_.Holding(); }
@@ -102,8 +108,6 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void ScrubNext(absl::Span<std::byte> buffer, std::shared_ptr<void> lease);
   // End of the last complete pass of the scrub; InfinitePast before the first.
   absl::Time last_scrubbed() const;
-  // After Stop: bytes of the NVMe budget that the log holds until it is removed.
-  uint64_t journal_bytes() const { return journal_.bytes(); }
 
  private:
   Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire);

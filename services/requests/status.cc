@@ -36,6 +36,24 @@ v1::StepInFlight Job::DescribeStepInFlight() const {
   return out;
 }
 
+std::vector<v1::TierStatus> DescribeTaken(const storage::PartBytes& taken) {
+  std::vector<v1::TierStatus> tiers(storage::kTierKinds);
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    v1::TierStatus& tier = tiers[static_cast<size_t>(i)];
+    tier.set_tier(storage::TierName(kind));
+    for (size_t part = 0; part < storage::kTierParts; ++part) {
+      const uint64_t bytes = taken[part][kind];
+      if (bytes == 0) continue;
+      tier.set_used_bytes(tier.used_bytes() + bytes);
+      v1::TierPart* const out = tier.add_parts();
+      out->set_part(storage::kTierPartNames[part]);
+      out->set_bytes(bytes);
+    }
+  }
+  return tiers;
+}
+
 v1::JobStatus Job::Status() const {
   std::shared_ptr<storage::ChunkStore> store;
   v1::JobStatus status;
@@ -94,13 +112,11 @@ v1::JobStatus Job::Status() const {
     store = core_.store;
   }
   const auto residency = store != nullptr ? store->residency() : storage::ChunkStore::Residency{};
-  for (int i = 0; i < storage::kTierKinds; ++i) {
-    const auto kind = static_cast<storage::TierKind>(i);
-    v1::TierStatus* tier = status.add_tiers();
-    tier->set_tier(storage::TierName(kind));
-    tier->set_state_bytes(residency.state[kind]);
-    tier->set_working_bytes(residency.working[kind]);
-    tier->set_used_bytes(tier->state_bytes() + tier->working_bytes());
+  int kind = 0;
+  for (v1::TierStatus& tier : DescribeTaken(core_.around.tiers->taken(account()))) {
+    tier.set_state_bytes(residency.state[static_cast<storage::TierKind>(kind)]);
+    tier.set_working_bytes(residency.working[static_cast<storage::TierKind>(kind++)]);
+    *status.add_tiers() = std::move(tier);
   }
   return status;
 }

@@ -311,6 +311,33 @@ absl::StatusOr<Quotas::Lease> Guard::AskQuota(const Identity& identity, const Ca
   return Refuse(identity.name(), shown, call, Denial::kQuota, lease.status());
 }
 
+absl::StatusOr<Quotas::Lease> Guard::AskGrowth(const std::string& job, const TierUse& more,
+                                               const std::function<std::vector<v1::JobStatus>()>& jobs) {
+  std::vector<std::shared_ptr<const Rights>> all;
+  {
+    absl::MutexLock lock(&mu_);
+    all.assign(rights_.begin(), rights_.end());
+  }
+  const auto leases = std::make_shared<std::vector<Quotas::Lease>>();
+  for (const std::shared_ptr<const Rights>& rights : all) {
+    if (rights == nullptr) continue;
+    for (const auto& [identity, quota] : rights->quotas()) {
+      const auto mine = [&, &identity = identity](absl::string_view name) {
+        return rights->MayAny(identity, static_cast<RightSet>(Right::kTrain), name);
+      };
+      if (!mine(job)) continue;
+      absl::StatusOr<Quotas::Lease> lease;
+      do {
+        const uint64_t time = quotas_.Now();
+        lease = quotas_.Ask(identity, quota, job, more, {time, jobs()}, mine);
+      } while (absl::IsAborted(lease.status()));
+      if (!lease.ok()) return lease;
+      leases->push_back(*std::move(lease));
+    }
+  }
+  return leases;
+}
+
 absl::Status Guard::Refuse(const std::string& identity, const CallerShown& shown, const AskedCall& asked, Denial why,
                            absl::Status status) {
   counters_.Count(why);

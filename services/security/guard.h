@@ -107,6 +107,13 @@ class Guard {
   absl::StatusOr<Quotas::Lease> AskQuota(const Identity& identity, const CallerShown& shown, const AskedCall& call,
                                          const TierUse& asked, const JobsAsOf& seen);
 
+  // May `job` take `more`, without an Open: for a longer log, a kept version, copies of a pin? All quotas that count
+  // the job have to allow growth, since nobody knows after a restart whose the job is. `jobs`: as in JobsAsOf, `job`
+  // among them. Errors as Quotas::Ask's.
+  absl::StatusOr<Quotas::Lease> AskGrowth(const std::string& job, const TierUse& more,
+                                          const std::function<std::vector<v1::JobStatus>()>& jobs)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
   // Writes a line about the end of a call, if it is a fence, an Open, a drop or a new budget.
   void Audit(const Identity& identity, const CallerShown& shown, const AskedCall& asked, const absl::Status& status);
   static bool IsAudited(Call call);

@@ -61,7 +61,8 @@ class Rights {
   bool MayAny(const std::string& identity, RightSet rights, absl::string_view job) const;
   // Some of `rights`, for whatever job.
   bool MayAnywhere(const std::string& identity, RightSet rights) const;
-  const Quota* QuotaOf(const std::string& identity) const;  // null: none
+  const Quota* QuotaOf(const std::string& identity) const;                // null: none
+  const std::map<std::string, Quota>& quotas() const { return quotas_; }  // by identity
 
  private:
   struct Grant {

@@ -17,10 +17,10 @@
 
 namespace ballast::services {
 
-// State and working copies of an opened job in each tier, durable copies on nvme included; neither slices in flight nor
-// logs and pins.
+// All that a job takes of each tier, as the ledger counts it: state, working copies, slices, staging, log, kept
+// versions and reserves.
 TierUse HeldBytes(const v1::JobStatus& job);
-// The bytes that an Open would take, as its dry run answered; counted alike.
+// The bytes that an Open would take, as its dry run answered: as much more as HeldBytes shows afterwards.
 TierUse AskedBytes(const v1::OpenResponse& dry_run);
 
 // The server's jobs, and the time on the clock of Quotas before anybody looked at them.
@@ -29,19 +29,19 @@ struct JobsAsOf {
   std::vector<v1::JobStatus> jobs;
 };
 
-// Counts Opens under way, so that two at a time do not both take what is left. Threads: any.
+// Counts Opens and growth under way, so that two at a time do not both take what is left. Threads: any.
 class Quotas {
  public:
-  // An Open under way counts until its lease ends.
+  // An Open under way, or growth, counts until its lease ends.
   using Lease = std::shared_ptr<void>;
 
   // A clock that goes on whenever a lease ends: then the jobs hold more than they did.
   uint64_t Now() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // May `identity` fence or open `job`, which takes `asked` more than the job has? `seen` and `asked` are as of one
-  // time; `mine`: whether a job counts as the identity's. RESOURCE_EXHAUSTED (QUOTA), with the numbers asked and held,
-  // and the quota. ABORTED: an Open has ended since; look again. The job of that Open would be overlooked, or what it
-  // took would count twice.
+  // May `identity` fence or open `job`, or may it grow, which takes `asked` more than the job has? `seen` and `asked`
+  // are as of one time; `mine`: whether a job counts as the identity's. RESOURCE_EXHAUSTED (QUOTA), with the numbers
+  // asked and held, the parts of the latter, and the quota. ABORTED: an Open has ended since; look again. The job of
+  // that Open would be overlooked, or what it took would count twice.
   absl::StatusOr<Lease> Ask(const std::string& identity, const Quota& quota, const std::string& job,
                             const TierUse& asked, const JobsAsOf& seen,
                             const std::function<bool(absl::string_view job)>& mine) ABSL_LOCKS_EXCLUDED(mu_);

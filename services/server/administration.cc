@@ -211,9 +211,11 @@ std::vector<v1::TierStatus> StateServer::Impl::TierStatuses(const std::vector<v1
       out_device.set_used_bytes(device.used);
     }
     for (const v1::JobStatus& job : job_statuses) {
-      if (job.tiers_size() <= i) continue;
-      tier.set_state_bytes(tier.state_bytes() + job.tiers(i).state_bytes());
-      tier.set_working_bytes(tier.working_bytes() + job.tiers(i).working_bytes());
+      for (const v1::TierStatus& of : job.tiers()) {
+        if (of.tier() != tier.tier()) continue;
+        tier.set_state_bytes(tier.state_bytes() + of.state_bytes());
+        tier.set_working_bytes(tier.working_bytes() + of.working_bytes());
+      }
     }
   }
   return out;
@@ -240,6 +242,7 @@ v1::GetServerStatusResponse StateServer::Status() const {
     *lost.mutable_epoch() = entry.lost->promised();
     lost.set_world_size(entry.lost->open().tiling().world_size());
     for (const v1::Member& member : entry.lost->open().members()) lost.add_member_ids(member.server_id());
+    *lost.add_tiers() = entry.OnDisk();
   }
   v1::GetServerStatusResponse status;
   status.set_server_id(impl_->server_id);

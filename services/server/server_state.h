@@ -89,6 +89,9 @@ struct StateServer::Impl {
     std::optional<v1::GetJobResponse> lost;
     absl::Status cause;       // why the job did not come back
     uint64_t log_bytes = 0;   // of the NVMe budget, held by its log
+    uint64_t kept_bytes = 0;  // by the extents that the catalog names
+    // The disk that a job takes which did not come back.
+    v1::TierStatus OnDisk() const;
     bool recovering = false;  // `lost` describes the job until it is back
     uint64_t made = 0;        // numbers the jobs in the order in which they were made since the start
   };
@@ -113,6 +116,9 @@ struct StateServer::Impl {
   // Frees what a lost job has on the disk, once the catalog has forgotten the job.
   void FreeLost(const Entry& entry, const std::vector<storage::DurableChunk>& chunks);
   std::shared_ptr<Job> MakeJob(const std::string& name);
+  MayGrow GrowthCheck();
+  // Names and tiers of all jobs. Takes no lock of theirs.
+  std::vector<v1::JobStatus> Taken() const;
   absl::Status LostToDurabilityNone(const std::string& name) const;
   absl::StatusOr<std::shared_ptr<Job>> Find(const std::string& name) const;
   bool full() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);  // all places are taken

@@ -300,6 +300,8 @@ void StateServer::Impl::Lose(const std::string& name, const JobEntry& stored, co
   entry.cause = cause;
   entry.recovering = false;
   entry.log_bytes = log_bytes;
+  entry.kept_bytes = 0;
+  for (const storage::DurableChunk& chunk : stored.ChunksAndPinned()) entry.kept_bytes += chunk.bytes;
   v1::GetJobResponse& lost = entry.lost.emplace();
   lost.set_server_id(server_id);
   lost.set_exists(true);
@@ -325,7 +327,8 @@ absl::Status StateServer::Impl::LoadJobs(const std::map<std::string, JobEntry>& 
     }
     spdlog::error("job '{}' cannot be recovered: {}", name, std::string(status.message()));
     job.Stop(status);
-    Lose(name, stored.at(name), status, job.journal_bytes());
+    const storage::PartBytes held = tiers->taken(job.account());
+    Lose(name, stored.at(name), status, held[static_cast<size_t>(storage::TierPart::kLog)].nvme);
     whole = false;
   };
   // The same for a job that is not even tried.

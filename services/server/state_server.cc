@@ -80,7 +80,47 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .progress = options.progress,
                           .waiting = {&bounds.requests, &bounds.request_bytes},
                           .push_bytes = &bounds.push_bytes,
-                          .answer_room = &answer_room});
+                          .answer_room = &answer_room,
+                          .may_grow = GrowthCheck()});
+}
+
+MayGrow StateServer::Impl::GrowthCheck() {
+  if (!options.may_grow) return nullptr;
+  return [this](const std::string& job, const storage::TierBytes& more) {
+    return options.may_grow(job, more, [this] { return Taken(); });
+  };
+}
+
+v1::TierStatus StateServer::Impl::Entry::OnDisk() const {
+  v1::TierStatus tier;
+  tier.set_tier(storage::TierName(storage::TierKind::kNvme));
+  tier.set_used_bytes(log_bytes + kept_bytes);
+  for (const auto& [part, bytes] :
+       {std::pair(storage::TierPart::kLog, log_bytes), {storage::TierPart::kState, kept_bytes}}) {
+    if (bytes == 0) continue;
+    tier.add_parts()->set_part(storage::kTierPartNames[static_cast<size_t>(part)]);
+    tier.mutable_parts()->rbegin()->set_bytes(bytes);
+  }
+  return tier;
+}
+
+std::vector<v1::JobStatus> StateServer::Impl::Taken() const {
+  std::map<std::string, Entry> entries;
+  {
+    absl::MutexLock lock(&mu);
+    entries.insert(jobs.begin(), jobs.end());
+  }
+  std::vector<v1::JobStatus> out;
+  for (const auto& [name, entry] : entries) {
+    v1::JobStatus& job = out.emplace_back();
+    job.set_name(name);
+    if (entry.job == nullptr) {
+      *job.add_tiers() = entry.OnDisk();
+      continue;
+    }
+    for (v1::TierStatus& tier : DescribeTaken(tiers->taken(entry.job->account()))) *job.add_tiers() = std::move(tier);
+  }
+  return out;
 }
 
 absl::Status StateServer::Impl::LostToDurabilityNone(const std::string& name) const {

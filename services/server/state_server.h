@@ -69,6 +69,11 @@ struct StateServerOptions {
   // the error, and the next start finds the jobs as this start did. Long work of a job and pulls from the disk ask too,
   // as long as the server lives: an error refuses the pull, or ends the work and fails the job until a restart.
   std::function<absl::Status()> interrupt;
+  // As MayGrow (job/surroundings.h). `taken` tells what the server's jobs take at this moment: names and tiers alone.
+  // Empty: jobs grow as the budgets allow.
+  std::function<absl::StatusOr<std::shared_ptr<void>>(const std::string& job, const storage::TierBytes& more,
+                                                      const std::function<std::vector<v1::JobStatus>()>& taken)>
+      may_grow;
   // Called by Start once the server knows its id and Member.disk, before its jobs come back: an error ends Start, which
   // returns the error. May be empty.
   std::function<absl::Status(const std::string& server_id, uint64_t disk)> named;

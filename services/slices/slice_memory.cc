@@ -19,16 +19,16 @@ constexpr uint64_t kSlabBytesMax = uint64_t{256} << 20;
 
 SliceMemory::~SliceMemory() {
   slabs_.Shrink(0);
-  tiers_->Return(storage::TierKind::kDram, reserved_bytes_ + extra_bytes_, storage::TierPart::kSlices);
+  tiers_->Return(storage::TierKind::kDram, reserved_bytes_ + extra_bytes_, storage::TierPart::kSlices, account_.get());
 }
 
 absl::Status SliceMemory::Reserve(uint64_t bytes) {
-  BALLAST_RETURN_IF_ERROR(
-      tiers_->Take(storage::TierKind::kDram, bytes, "slices of the step in flight", storage::TierPart::kSlices));
+  BALLAST_RETURN_IF_ERROR(tiers_->Take(storage::TierKind::kDram, bytes, "slices of the step in flight",
+                                       storage::TierPart::kSlices, account_.get()));
   if (tiers_->dram()->beside_gpu()) {
     absl::StatusOr<storage::Arena> slab = tiers_->dram()->Map(bytes);
     if (!slab.ok()) {
-      tiers_->Return(storage::TierKind::kDram, bytes, storage::TierPart::kSlices);
+      tiers_->Return(storage::TierKind::kDram, bytes, storage::TierPart::kSlices, account_.get());
       return slab.status();
     }
     slabs_.Add(*std::move(slab));
@@ -42,7 +42,7 @@ void SliceMemory::Unreserve(uint64_t bytes) {
   absl::MutexLock lock(&mu_);
   reserved_bytes_ -= bytes;
   slabs_.Shrink(reserved_bytes_);
-  tiers_->Return(storage::TierKind::kDram, bytes, storage::TierPart::kSlices);
+  tiers_->Return(storage::TierKind::kDram, bytes, storage::TierPart::kSlices, account_.get());
 }
 
 uint64_t SliceMemory::reserved_bytes() const {
@@ -60,7 +60,7 @@ absl::Status SliceMemory::Acquire(uint64_t bytes) {
   const uint64_t held = reserved_bytes_ + extra_bytes_, needed = used_bytes_ + bytes;
   if (needed > held) {
     BALLAST_RETURN_IF_ERROR(tiers_->Take(storage::TierKind::kDram, needed - held, "value slices beside gradients",
-                                         storage::TierPart::kSlices));
+                                         storage::TierPart::kSlices, account_.get()));
     extra_bytes_ += needed - held;
   }
   used_bytes_ = needed;
@@ -73,7 +73,7 @@ void SliceMemory::Release(uint64_t bytes, bool apart) {
   if (apart) apart_bytes_ -= bytes;
   const uint64_t needed_extra = used_bytes_ > reserved_bytes_ ? used_bytes_ - reserved_bytes_ : 0;
   if (needed_extra < extra_bytes_) {
-    tiers_->Return(storage::TierKind::kDram, extra_bytes_ - needed_extra, storage::TierPart::kSlices);
+    tiers_->Return(storage::TierKind::kDram, extra_bytes_ - needed_extra, storage::TierPart::kSlices, account_.get());
     extra_bytes_ = needed_extra;
   }
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
@@ -22,7 +23,8 @@ namespace ballast::services {
 class SliceMemory {
  public:
   // Borrows `tiers`. The destructor returns the reservation.
-  explicit SliceMemory(storage::Tiers* tiers) : tiers_(tiers) {}
+  explicit SliceMemory(storage::Tiers* tiers, std::shared_ptr<storage::Account> account = nullptr)
+      : tiers_(tiers), account_(std::move(account)) {}
   ~SliceMemory();
 
   // RESOURCE_EXHAUSTED (BUDGET).
@@ -63,8 +65,9 @@ class SliceMemory {
   absl::StatusOr<storage::Arena> MapApart(uint64_t bytes);
 
   storage::Tiers* const tiers_;
-  storage::Slabs slabs_;  // at most the reservation; beside a GPU: all of it, from the start
-  absl::Mutex growing_;   // held while a slab is mapped
+  const std::shared_ptr<storage::Account> account_;  // whose the reservation is
+  storage::Slabs slabs_;                             // at most the reservation; beside a GPU: all of it, from the start
+  absl::Mutex growing_;                              // held while a slab is mapped
   mutable absl::Mutex mu_;
   uint64_t reserved_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t used_bytes_ ABSL_GUARDED_BY(mu_) = 0;

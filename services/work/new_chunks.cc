@@ -161,7 +161,8 @@ storage::PlanRequest ChunkPlans::RequestFor(const NewChunks& wanted, const stora
   return plan;
 }
 
-void ChunkPlans::Note(const storage::Plan& plan, const storage::PlanRequest& request, v1::OpenResponse* answer) {
+void ChunkPlans::Note(const NewChunks& wanted, const storage::Plan& plan, const storage::PlanRequest& request,
+                      v1::OpenResponse* answer) {
   if (answer == nullptr) {
     spdlog::info("job '{}': {}", core_->name, plan.Explain());
     JobMutexLock lock(&core_->mu);
@@ -176,12 +177,27 @@ void ChunkPlans::Note(const storage::Plan& plan, const storage::PlanRequest& req
     tier->set_state_bytes(plan.state[kind] + (kind == storage::TierKind::kNvme ? plan.durable_bytes : 0));
     tier->set_working_bytes(plan.working[kind]);
     if (kind == storage::TierKind::kDram) {
-      tier->set_other_bytes(plan.slice_bytes + plan.pull.bytes() + (plan.state.nvme > 0 ? request.staging_bytes : 0));
+      const uint64_t staging = plan.state.nvme > 0                     ? request.staging_bytes
+                               : request.durable && plan.state.hbm > 0 ? request.flush_buffer_bytes
+                                                                       : 0;
+      tier->set_other_bytes(plan.slice_bytes + plan.pull.bytes() + staging + wanted.retiled.slice_bytes);
     } else if (kind == storage::TierKind::kNvme) {
-      tier->set_other_bytes(request.nvme_fixed_bytes + plan.spill_bytes);
+      const bool counted = wanted.logged() || plan.spill_bytes > 0;
+      tier->set_other_bytes(request.nvme_fixed_bytes + (counted ? plan.spill_bytes : wanted.retiled.journal_bytes));
     }
   }
   if (plan.prediction.has_value()) *answer->mutable_prediction() = PredictionMessage(*plan.prediction);
+}
+
+void ChunkPlans::NoteHeld(const NewChunks& wanted, v1::OpenResponse* answer) {
+  answer->set_plan("All of the job's chunks have their places here already.");
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    v1::PlannedTier* tier = answer->add_tiers();
+    tier->set_tier(storage::TierName(kind));
+    if (kind == storage::TierKind::kDram) tier->set_other_bytes(wanted.retiled.slice_bytes);
+    if (kind == storage::TierKind::kNvme) tier->set_other_bytes(wanted.retiled.journal_bytes);
+  }
 }
 
 }  // namespace ballast::services

@@ -50,9 +50,15 @@ struct NewChunks {
   // By slice: those that will, or may, be read back; sizes the spill of a job without a log.
   Logged spilt;
   uint64_t shared_elements = 0;  // of `elements`, trained, in chunks of more than one slice
-  uint64_t snapshot_bytes = 0;   // SnapshotBytesMax with the new chunks
-  uint64_t log_steps = 0;        // of gradients, that a log holds
-  uint64_t log_steps_max = 0;    // as many once it has become longer
+  // Dry run: further bytes for the job's present chunks, by this epoch's tiling.
+  struct Retiled {
+    uint64_t slice_bytes = 0;    // of DRAM
+    uint64_t journal_bytes = 0;  // of NVMe, for the log or the spill; if chunks are new, their plan counts a log
+  };
+  Retiled retiled;
+  uint64_t snapshot_bytes = 0;  // SnapshotBytesMax with the new chunks
+  uint64_t log_steps = 0;       // of gradients, that a log holds
+  uint64_t log_steps_max = 0;   // as many once it has become longer
   bool dry_run = false;
 
   void AddSpilt(const model::EpochPlan& plan, uint64_t chunk);
@@ -87,8 +93,10 @@ class ChunkPlans {
                                   const std::vector<storage::ChunkToAdd>& missing,
                                   const storage::TierBytes& returned) const ABSL_LOCKS_EXCLUDED(job_lock);
   // Logs the plan and keeps its prediction, or fills the plan in as a dry run's answer.
-  void Note(const storage::Plan& plan, const storage::PlanRequest& request, v1::OpenResponse* answer)
-      ABSL_LOCKS_EXCLUDED(job_lock);
+  void Note(const NewChunks& wanted, const storage::Plan& plan, const storage::PlanRequest& request,
+            v1::OpenResponse* answer) ABSL_LOCKS_EXCLUDED(job_lock);
+  // A dry run's answer where the job has all chunks.
+  static void NoteHeld(const NewChunks& wanted, v1::OpenResponse* answer);
 
  private:
   JobCore* const core_;

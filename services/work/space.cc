@@ -107,8 +107,12 @@ absl::StatusOr<Space::Chunks> Space::Take(const model::EpochPlan& plan, v1::Open
     BALLAST_RETURN_IF_ERROR(journal_->CheckFits(wanted.snapshot_bytes, spec.chunk_elements() * sizeof(float)));
   }
   BALLAST_RETURN_IF_ERROR(CheckContinues(plan, mine, chunks));
+  if (answer != nullptr) wanted.retiled = RetiledBy(plan, chunks, wanted);
   absl::Status status = Add(wanted, &chunks, answer);
-  if (status.ok() && answer == nullptr) status = GrowSpill(plan, chunks, std::move(wanted));
+  if (status.ok() && answer == nullptr) {
+    const std::optional<JournalSize> size = SpillFor(plan, chunks, std::move(wanted));
+    if (size.has_value()) status = GrowJournal(*size, /*logged=*/false);
+  }
   if (status.ok() && answer == nullptr) {
     uint64_t needed_bytes = 0;
     {
@@ -177,7 +181,8 @@ std::shared_ptr<storage::ChunkStore> Space::MakeStore(const NewChunks& wanted) c
     };
   }
   const storage::StateLayout layout(wanted.optimizer, core_->around.working_copies);
-  return std::make_shared<storage::ChunkStore>(core_->around.tiers, layout, core_->around.compute, std::move(durable));
+  return std::make_shared<storage::ChunkStore>(core_->around.tiers, layout, core_->around.compute, std::move(durable),
+                                               core_->around.account);
 }
 
 absl::Status Space::GrowJournal(const JournalSize& size, bool logged) {
@@ -196,21 +201,36 @@ absl::Status Space::GrowJournal(const JournalSize& size, bool logged) {
   return journal_->Grow(*growth);
 }
 
-// For the slices as this epoch cuts them.
-absl::Status Space::GrowSpill(const model::EpochPlan& plan, const Chunks& chunks, NewChunks wanted) {
-  if (wanted.logged()) return absl::OkStatus();
+// For the slices as this epoch cuts them. None: there are none to spill.
+std::optional<JournalSize> Space::SpillFor(const model::EpochPlan& plan, const Chunks& chunks, NewChunks wanted) const {
+  if (wanted.logged()) return std::nullopt;
   const std::vector<uint64_t> mine = ChunksOf(plan, core_->around.server_id);
   wanted.spilt = {};
   for (size_t i = 0; i < chunks.size(); ++i) {
     if (chunks[i]->logged) wanted.AddSpilt(plan, mine[i]);
   }
-  if (wanted.spilt.trained.empty() && wanted.spilt.frozen.empty()) return absl::OkStatus();
-  uint64_t segment_bytes = 0;
-  {
-    JobMutexLock lock(&core_->mu);
-    segment_bytes = journal_->segment_bytes();
+  if (wanted.spilt.trained.empty() && wanted.spilt.frozen.empty()) return std::nullopt;
+  JobMutexLock lock(&core_->mu);
+  return wanted.journal_size(journal_->segment_bytes());
+}
+
+NewChunks::Retiled Space::RetiledBy(const model::EpochPlan& plan, const Chunks& held, const NewChunks& wanted) const {
+  NewChunks::Retiled retiled;
+  std::optional<JournalSize> size = SpillFor(plan, held, wanted);
+  JobMutexLock lock(&core_->mu);
+  if (AllHeld(plan).has_value()) return {};
+  if (room_->memory() != nullptr) {
+    const uint64_t needed = slices_.NeededBytes(plan, held, spares_);
+    const uint64_t missing = needed - std::min(needed, room_->memory()->reserved_bytes());
+    // Beyond the budget the job's own state and working copies make room.
+    const uint64_t budget = core_->around.tiers->budget().dram, used = core_->around.tiers->used().dram;
+    retiled.slice_bytes = std::min(missing, budget - std::min(budget, used));
   }
-  return GrowJournal(wanted.journal_size(segment_bytes), /*logged=*/false);
+  const uint64_t segment_bytes = journal_->segment_bytes();
+  // As Add does where all chunks are there.
+  if (wanted.logged() && (!wanted.elements.empty() || segment_bytes == 0)) size = wanted.journal_size(segment_bytes);
+  if (size.has_value()) retiled.journal_bytes = size->bytes() - std::min(size->bytes(), journal_->bytes());
+  return retiled;
 }
 
 void Space::NoteLeastDram(uint64_t more) {
@@ -255,7 +275,7 @@ absl::StatusOr<Space::Ground> Space::Prepare(const NewChunks& wanted) {
   }
   if (present == nullptr || other) {
     ground.store = MakeStore(wanted);
-    ground.memory = std::make_shared<SliceMemory>(core_->around.tiers);
+    ground.memory = std::make_shared<SliceMemory>(core_->around.tiers, core_->around.account);
   } else {
     ground.store = core_->store;
     ground.memory = room_->memory();
@@ -330,7 +350,7 @@ absl::StatusOr<Space::PlannedPlaces> Space::PlanPlaces(const NewChunks& wanted, 
                                                        const Addition& add, v1::OpenResponse* answer) {
   storage::PlanRequest request = plans_.RequestFor(wanted, *ground.store, add.missing, ground.freed);
   BALLAST_ASSIGN_OR_RETURN(storage::Plan plan, storage::MakePlan(request));
-  plans_.Note(plan, request, answer);
+  plans_.Note(wanted, plan, request, answer);
   if (answer != nullptr && wanted.logged()) answer->set_plan(absl::StrCat(answer->plan(), " ", wanted.ExplainLog()));
   return PlannedPlaces{std::move(request), std::move(plan)};
 }
@@ -349,7 +369,8 @@ absl::StatusOr<JobJournal::Growth> Space::PlanAndTake(const NewChunks& wanted, c
   }
   const absl::Status taken = TakePlaces(wanted, ground, add, planned.plan, planned.request);
   if (!taken.ok()) {
-    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes, storage::TierPart::kLog);
+    core_->around.tiers->Return(storage::TierKind::kNvme, growth.bytes, storage::TierPart::kLog,
+                                core_->around.account.get());
     return taken;
   }
   add->least_dram = storage::LeastDram(planned.request);
@@ -404,7 +425,7 @@ absl::Status Space::Add(const NewChunks& wanted, Chunks* chunks, v1::OpenRespons
   if (!add.missing.empty()) {
     status = Place(wanted, ground, &add, answer);
   } else if (wanted.dry_run) {
-    answer->set_plan("All of the job's chunks have their places here already.");
+    ChunkPlans::NoteHeld(wanted, answer);
   } else if (wanted.logged()) {
     // Chunks of an Open whose log could not grow come back as spares. A server without chunks of the job keeps promises
     // and decisions all the same.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -103,7 +104,12 @@ class Space {
   absl::Status TakePlaces(const NewChunks& wanted, const Ground& ground, Addition* add, const storage::Plan& plan,
                           const storage::PlanRequest& request);
   absl::Status GrowJournal(const JournalSize& size, bool logged);
-  absl::Status GrowSpill(const model::EpochPlan& plan, const Chunks& chunks, NewChunks wanted);
+  std::optional<JournalSize> SpillFor(const model::EpochPlan& plan, const Chunks& chunks, NewChunks wanted) const
+      ABSL_LOCKS_EXCLUDED(job_lock);
+  // For a dry run: the bytes that a real Open takes for the job's present chunks, cut by `plan`; at most these, where
+  // the DRAM budget is short and state or working copies make room.
+  NewChunks::Retiled RetiledBy(const model::EpochPlan& plan, const Chunks& held, const NewChunks& wanted) const
+      ABSL_LOCKS_EXCLUDED(job_lock);
   void Hold(const NewChunks& wanted, const Ground& ground, Addition* add);
   std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;
 

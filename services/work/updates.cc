@@ -6,6 +6,7 @@
 #include <array>
 #include <bit>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -287,11 +288,16 @@ absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const stor
                                                                    Stage::kStateWrite, Stage::kPin};
     clock->SetUpdate(kOf[static_cast<size_t>(stage)]);
   };
+  const storage::TierKind copies =
+      core_->around.tiers->nvme() != nullptr ? storage::TierKind::kNvme : storage::TierKind::kDram;
   for (;;) {
     if (finished == work->updates.size()) return absl::OkStatus();
-    const absl::Status status =
-        store->Run(absl::MakeConstSpan(work->updates).subspan(finished), done, read_back, interrupt, entered);
+    const auto left = absl::MakeConstSpan(work->updates).subspan(finished);
     // Without space for a pinned copy, the chunk and all later chunks are untouched: the pin yields, not the training.
+    std::shared_ptr<void> lease;
+    const absl::Status may = core_->MayGrow(copies, store->CopyBytes(left), &lease);
+    if (!may.ok() && pins_->GiveUpOldest(store, may)) continue;
+    const absl::Status status = store->Run(left, done, read_back, interrupt, entered);
     if (!absl::IsResourceExhausted(status) || !pins_->GiveUpOldest(store, status)) return status;
   }
 }

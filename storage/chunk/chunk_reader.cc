@@ -55,6 +55,7 @@ absl::Status ChunkReader::Prepare(DramTier::Limit limit) {
   absl::MutexLock lock(&mutex_);
   BALLAST_ASSIGN_OR_RETURN(staging_, tiers_->dram()->Allocate(kStagingBytes, "the buffer for reads of nvme state",
                                                               limit, TierPart::kStaging));
+  staging_.Charge(account_);
   buffers_.push_back(staging_.bytes().data());
   prepared_ = true;
   return absl::OkStatus();

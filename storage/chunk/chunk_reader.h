@@ -32,7 +32,8 @@ class ChunkReader {
   // then fails, the bytes received so far are void.
   using Sink = absl::FunctionRef<void(uint64_t at, absl::Span<const std::byte> bytes)>;
 
-  explicit ChunkReader(Tiers* tiers) : tiers_(tiers) {}
+  explicit ChunkReader(Tiers* tiers, std::shared_ptr<Account> account = nullptr)
+      : tiers_(tiers), account_(std::move(account)) {}
 
   // Takes the buffer for NVMe, once. RESOURCE_EXHAUSTED (BUDGET). Once prepared, neither call waits for a read: callers
   // hold locks that other jobs need.
@@ -65,6 +66,7 @@ class ChunkReader {
   class Buffer;
 
   Tiers* const tiers_;
+  const std::shared_ptr<Account> account_;
   absl::Mutex mutex_;
   DramBlock staging_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::byte*> buffers_ ABSL_GUARDED_BY(mutex_);  // that no read uses

@@ -41,6 +41,12 @@ struct ChunkMemory {
   DramBlock dram;
   HbmBlock hbm_working;
   DramBlock dram_working;
+  void Charge(const std::shared_ptr<Account>& account) {
+    hbm.Charge(account);
+    dram.Charge(account);
+    hbm_working.Charge(account);
+    dram_working.Charge(account);
+  }
 };
 
 struct StoredChunk {

@@ -13,6 +13,7 @@ absl::StatusOr<NvmeRoom> KeptExtents::Reserve(uint64_t bytes, bool automatic) {
   if (bytes > there) {
     BALLAST_ASSIGN_OR_RETURN(room, nvme_->Promise(bytes - there, "a durable pin of all chunks' state"));
     room.Mark(TierPart::kPins);
+    room.Charge(account_);
   }
   if (there > 0) room.Join(aside_.Split(there));
   return room;
@@ -78,6 +79,7 @@ absl::Status KeptExtents::TakeBack(int64_t pin, uint64_t chunk, const DurableChu
   kept->entry = entry;
   kept->extent = *std::move(extent);
   kept->extent.Mark(TierPart::kPins);
+  kept->extent.Charge(account_);
   kept->aside = automatic;
   pins_[pin][chunk] = std::move(kept);
   return absl::OkStatus();

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -19,7 +20,9 @@ namespace ballast::storage {
 // Threads: the store's thread. `chunk`: the store's own index.
 class KeptExtents {
  public:
-  explicit KeptExtents(NvmeTier* nvme) : nvme_(nvme) {}
+  // `account`: whose all that the pins take is.
+  explicit KeptExtents(NvmeTier* nvme, std::shared_ptr<Account> account = nullptr)
+      : nvme_(nvme), account_(std::move(account)) {}
 
   // Sets room aside for automatic pins only. Dropping an automatic pin returns its room here, so that automatic
   // pins always find room.
@@ -74,6 +77,7 @@ class KeptExtents {
   void Pay(Kept* kept, NvmeRoom* reserve);
 
   NvmeTier* const nvme_;
+  const std::shared_ptr<Account> account_;
   NvmeRoom aside_;
   std::map<int64_t, std::map<uint64_t, std::shared_ptr<Kept>>> pins_;  // by pin and chunk
   std::map<uint64_t, std::weak_ptr<Kept>> newest_;                     // by chunk: its newest extent, while kept

@@ -72,7 +72,8 @@ absl::Status Fill(Tiers* tiers, const StoredChunk& chunk, const StateMove& move,
 
 }  // namespace
 
-absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, StateMove& move) {
+absl::Status MoveState(Tiers* tiers, const std::shared_ptr<Account>& account, ChunkReader* reader, StoredChunk& chunk,
+                       StateMove& move) {
   const TierKind from = chunk.placement.state;
   bool zero = false;
   OldExtent extent;
@@ -85,6 +86,7 @@ absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, St
   }
   ArrayDigests digests = extent.digests;
   BALLAST_ASSIGN_OR_RETURN(ChunkMemory memory, MemoryIn(tiers, chunk, move.to));
+  memory.Charge(account);
   if (!zero && move.to != TierKind::kNvme) {
     BALLAST_RETURN_IF_ERROR(Fill(tiers, chunk, move, extent, memory));
   } else if (!zero && move.extent.bytes() > 0) {

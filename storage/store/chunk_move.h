@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
@@ -28,8 +29,10 @@ struct StateMove {
 
 // On OK a new place on NVMe has become the chunk's; without `keep_extent`, a place that the chunk left on NVMe is in
 // `move.extent`, for the caller.
+// `account`: whose the new memory is.
 // Errors: RESOURCE_EXHAUSTED (BUDGET), DATA_LOSS (CHECKSUM), INTERNAL (IO); then nothing has changed.
 // Threads: the store's thread. Blocks for the transfer.
-absl::Status MoveState(Tiers* tiers, ChunkReader* reader, StoredChunk& chunk, StateMove& move);
+absl::Status MoveState(Tiers* tiers, const std::shared_ptr<Account>& account, ChunkReader* reader, StoredChunk& chunk,
+                       StateMove& move);
 
 }  // namespace ballast::storage

@@ -37,8 +37,8 @@ StoreCore::~StoreCore() {
 }
 
 ChunkStore::ChunkStore(Tiers* tiers, const StateLayout& layout, kernels::ThreadPool* compute,
-                       std::optional<DurableOptions> durable)
-    : core_(std::make_unique<StoreCore>(tiers, layout, compute, std::move(durable))) {}
+                       std::optional<DurableOptions> durable, std::shared_ptr<Account> account)
+    : core_(std::make_unique<StoreCore>(tiers, layout, compute, std::move(durable), std::move(account))) {}
 ChunkStore::~ChunkStore() = default;
 void ChunkStore::Discard() {
   core_->discarded = true;
@@ -122,6 +122,7 @@ absl::Status StoreCore::TakeStaging(uint64_t state_bytes, DramTier::Limit limit)
     BALLAST_ASSIGN_OR_RETURN(DramBlock memory,
                              tiers->dram()->Allocate(tiers->staging_bytes() - ChunkReader::kStagingBytes,
                                                      "buffers for moving nvme state", limit, TierPart::kStaging));
+    memory.Charge(account);
     staging.Take(std::move(memory));
   }
   staging.slot_bytes = slot_bytes;
@@ -134,6 +135,7 @@ absl::Status StoreCore::TakePullMemory(const PullMemory& wanted, DramTier::Limit
   BALLAST_ASSIGN_OR_RETURN(
       pull_memory, tiers->dram()->Allocate(wanted.bytes(), "memory for pulls of chunks without a working copy", limit,
                                            TierPart::kStaging));
+  pull_memory.Charge(account);
   reader.AddBuffers(pull_memory.bytes().subspan(0, wanted.buffer_bytes));
   pulled.Take(pull_memory.bytes().subspan(wanted.buffer_bytes), wanted.slot_bytes);
   return absl::OkStatus();
@@ -164,7 +166,9 @@ absl::StatusOr<StoreCore::NvmeSpace> StoreCore::TakeNvme(absl::Span<const ChunkT
     if (!added[i].durable.has_value()) continue;
     absl::StatusOr<NvmeExtent> kept = tiers->nvme()->TakeKept(added[i].durable->offset, added[i].durable->file);
     status = kept.status();
-    if (kept.ok()) space.extents[i] = *std::move(kept);
+    if (!kept.ok()) continue;
+    space.extents[i] = *std::move(kept);
+    space.extents[i].Charge(account);
   }
   if (status.ok()) status = TakeFreshNvme(added, plan, &space);
   if (status.ok()) return space;
@@ -181,6 +185,7 @@ absl::Status StoreCore::TakeFreshNvme(absl::Span<const ChunkToAdd> added, const 
     if (added[i].durable.has_value()) continue;
     if (plan.chunks[i].state == TierKind::kNvme) {
       BALLAST_ASSIGN_OR_RETURN(space->extents[i], tiers->nvme()->Allocate(bytes, "chunk state"));
+      space->extents[i].Charge(account);
     } else {
       room += bytes;
     }
@@ -194,6 +199,7 @@ absl::Status StoreCore::TakeFreshNvme(absl::Span<const ChunkToAdd> added, const 
   space->spare_bytes = versions->SpareBytesMissing(count, largest);
   if (const uint64_t bytes = room + space->spare_bytes + space->aside_bytes; bytes > 0) {
     BALLAST_ASSIGN_OR_RETURN(space->room, tiers->nvme()->Promise(bytes, "durable versions of chunks", largest));
+    space->room.Charge(account);
   }
   return absl::OkStatus();
 }
@@ -211,6 +217,7 @@ absl::StatusOr<ChunkMemory> StoreCore::OwnMemory(const ChunkToAdd& added, const 
     BALLAST_ASSIGN_OR_RETURN(own.hbm_working, tiers->hbm()->Allocate(layout.WorkingBytes(added.elements), kWhat));
     own.hbm_working.Mark(TierPart::kWorking);
   }
+  own.Charge(account);
   return own;
 }
 
@@ -240,6 +247,7 @@ absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& pla
     constexpr char kWhat[] = "chunk state and working copies";
     BALLAST_ASSIGN_OR_RETURN(dram, restores ? tier.AllocateToFill(bytes, kWhat) : tier.Allocate(bytes, kWhat));
     dram.MarkRest(working_bytes.dram, TierPart::kWorking);
+    dram.Charge(core.account);
   }
   std::vector<ChunkMemory> own(added.size());
   for (size_t i = 0; i < added.size() && !shares; ++i) {
@@ -470,7 +478,7 @@ absl::Status StoreCore::Move(StoredChunk& chunk, TierKind to) {
   if (to == TierKind::kHbm && versions.has_value()) BALLAST_RETURN_IF_ERROR(reader.Prepare());
   // A chunk that goes to NVMe leaves its memory, and the extent has everything.
   if (to == TierKind::kHbm) BALLAST_RETURN_IF_ERROR(LoadMoments(chunk));
-  const absl::Status moved = MoveState(tiers, &reader, chunk, move);
+  const absl::Status moved = MoveState(tiers, account, &reader, chunk, move);
   // The extent was part of the room.
   if (!moved.ok() && versions.has_value() && move.extent.bytes() > 0) versions->AddRoom(move.extent.TakeRoom(), 0);
   return moved;
@@ -478,7 +486,11 @@ absl::Status StoreCore::Move(StoredChunk& chunk, TierKind to) {
 
 absl::StatusOr<NvmeExtent> StoreCore::ExtentToMoveTo(const StoredChunk& chunk) {
   const uint64_t bytes = chunk.state_bytes();
-  if (!versions.has_value()) return tiers->nvme()->Allocate(bytes, "chunk state that moves to nvme");
+  if (!versions.has_value()) {
+    BALLAST_ASSIGN_OR_RETURN(NvmeExtent extent, tiers->nvme()->Allocate(bytes, "chunk state that moves to nvme"));
+    extent.Charge(account);
+    return extent;
+  }
   if (chunk.dirty) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
                         absl::StrCat("chunk ", chunk.index, " has changed since it was flushed: flush it first"));

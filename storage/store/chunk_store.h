@@ -32,6 +32,10 @@ struct ChunkToAdd {
   Frozen frozen = Frozen::kNo;
 };
 
+// Asked before bytes of NVMe are taken: an error refuses them.
+using Admit = absl::FunctionRef<absl::Status(uint64_t bytes)>;
+inline absl::Status Admitted(uint64_t) { return absl::OkStatus(); }
+
 struct StoreCore;
 
 // Threads: Run, Add, pins and unpins from one thread at a time; reads from any thread, at any time. A read sees a chunk
@@ -40,12 +44,12 @@ struct StoreCore;
 class ChunkStore {
  public:
   // Borrows `tiers` and `compute`, both of which must outlive the store; without `compute`, Run computes on its
-  // caller's thread alone. Add takes space, the destructor returns the space.
+  // caller's thread alone. Add takes space, the destructor returns the space. `account`: whose the space is.
   // REQUIRES: kernels::Unsupported(layout.optimizer()) is empty. Without working copies no state can be in HBM. Nor can
   // chunks that keep a remainder; and Add refuses these in a durable store. Add refuses chunks with lent masters in a
   // durable store and beside working copies; reads of such a master are UNIMPLEMENTED (UNSUPPORTED).
   ChunkStore(Tiers* tiers, const StateLayout& layout, kernels::ThreadPool* compute = nullptr,
-             std::optional<DurableOptions> durable = std::nullopt);
+             std::optional<DurableOptions> durable = std::nullopt, std::shared_ptr<Account> account = nullptr);
   ChunkStore(Tiers* tiers, const kernels::OptimizerSpec& optimizer, kernels::ThreadPool* compute = nullptr,
              std::optional<DurableOptions> durable = std::nullopt)
       : ChunkStore(tiers, StateLayout(optimizer), compute, std::move(durable)) {}
@@ -133,6 +137,8 @@ class ChunkStore {
   // Chunks added later do not exist under the pin: FAILED_PRECONDITION (VERSION_GONE). A restore replaces also a state
   // that cannot be read any more: the pin then has no copy of the chunk, and reads of it are DATA_LOSS (CHECKSUM, IO).
   absl::Status Pin(int64_t pin);
+  // Bytes of copies that Run would make of these chunks for pins: of NVMe where there is such a tier, else of DRAM.
+  uint64_t CopyBytes(absl::Span<const ChunkUpdate> updates) const;
   absl::Status ReadPinnedWorking(int64_t pin, uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
   absl::Status ReadPinnedState(int64_t pin, uint64_t chunk, StateArray array, uint64_t begin,
                                absl::Span<float> to) const;
@@ -145,11 +151,12 @@ class ChunkStore {
   // failed, as in Run. `automatic`: takes budget from what was set aside for automatic pins, and returns the budget
   // there.
   // `interrupt`: asked before each chunk that is written; after its error there is no pin, and the store goes on.
+  // `admit`: asked first, unless the pin is automatic.
   absl::StatusOr<std::vector<DurableChunk>> PinDurably(int64_t version, bool automatic = false,
-                                                       Interrupt interrupt = Uninterrupted);
+                                                       Interrupt interrupt = Uninterrupted, Admit admit = Admitted);
   // Somebody else wants an automatic pin too: takes ordinary budget for it. RESOURCE_EXHAUSTED (BUDGET, DISK_FULL):
   // nothing was done.
-  absl::Status AdoptPin(int64_t version);
+  absl::Status AdoptPin(int64_t version, Admit admit = Admitted);
   // After a restart: an earlier run of the server left this pin, perhaps without any chunk.
   void ExpectPin(int64_t version);
   // After Add, before any Run: the pin keeps this state of the chunk.

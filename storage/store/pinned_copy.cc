@@ -26,8 +26,9 @@ CopyOnWrite CopyOnWrite::Lost(const StoredChunk& chunk, uint64_t run, const absl
   return copy;
 }
 
-absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
-                                                 uint64_t run, const std::byte* loaded, bool extent_is_kept) {
+absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, const std::shared_ptr<Account>& account,
+                                                 ChunkReader* reader, const StoredChunk& chunk, uint64_t run,
+                                                 const std::byte* loaded, bool extent_is_kept) {
   CopyOnWrite copy(chunk, run);
   if (copy.copy_.from == 0) {
     copy.copy_.zero = true;
@@ -37,6 +38,7 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
   absl::Status no_extent;
   if (tiers->nvme() != nullptr && reader->Prepare().ok()) {
     absl::StatusOr<NvmeExtent> extent = tiers->nvme()->Allocate(copy.bytes(chunk), kWhat);
+    if (extent.ok()) extent->Charge(account);
     // The working copy of a remainder is about to change, so the chunk's extent is no copy.
     const bool whole = !chunk.layout.keeps_remainder() || Seeded(StorageBug::kPinInheritsRemainder);
     const bool inherits = chunk.placement.state == TierKind::kNvme && !extent_is_kept && whole;
@@ -47,13 +49,13 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, ChunkReader* read
     if (extent.ok()) {
       copy.copy_.extent = *std::move(extent);
       copy.copy_.extent.Mark(TierPart::kPins);
-      BALLAST_RETURN_IF_ERROR(copy.FillExtent(tiers, reader, chunk, loaded));
+      BALLAST_RETURN_IF_ERROR(copy.FillExtent(tiers, account, reader, chunk, loaded));
       return copy;
     }
     if (extent.status().code() != absl::StatusCode::kResourceExhausted) return extent.status();
     no_extent = extent.status();
   }
-  const absl::Status filled = copy.FillDram(tiers, chunk, loaded);
+  const absl::Status filled = copy.FillDram(tiers, account, chunk, loaded);
   if (filled.ok()) return copy;
   return no_extent.ok() ? filled : model::Annotate(filled, absl::StrCat(no_extent.message(), "; and in dram instead"));
 }
@@ -75,8 +77,8 @@ void CopyOnWrite::CopyWhole(const StoredChunk& chunk, const std::byte* from, std
   std::memcpy(moments, state.array(StateArray::kMoment1), static_cast<size_t>(to + bytes(chunk) - moments));
 }
 
-absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk,
-                                     const std::byte* loaded) {
+absl::Status CopyOnWrite::FillExtent(Tiers* tiers, const std::shared_ptr<Account>& account, ChunkReader* reader,
+                                     const StoredChunk& chunk, const std::byte* loaded) {
   if (chunk.placement.state == TierKind::kHbm) {
     BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent.home(), copy_.extent.offset()));
     return absl::OkStatus();
@@ -86,6 +88,7 @@ absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const St
   if (chunk.layout.keeps_remainder()) {
     BALLAST_ASSIGN_OR_RETURN(
         whole, tiers->dram()->Allocate(bytes(chunk), kWhat, DramTier::Limit::kBeyond, TierPart::kStaging));
+    whole.Charge(account);
     CopyWhole(chunk, state, whole.bytes().data());
     state = whole.bytes().data();
   }
@@ -96,9 +99,11 @@ absl::Status CopyOnWrite::FillExtent(Tiers* tiers, ChunkReader* reader, const St
   return copy_.extent.home()->Write(copy_.extent.offset(), {state, bytes(chunk)});
 }
 
-absl::Status CopyOnWrite::FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded) {
+absl::Status CopyOnWrite::FillDram(Tiers* tiers, const std::shared_ptr<Account>& account, const StoredChunk& chunk,
+                                   const std::byte* loaded) {
   BALLAST_ASSIGN_OR_RETURN(copy_.dram,
                            tiers->dram()->Allocate(bytes(chunk), kWhat, DramTier::Limit::kBudget, TierPart::kPins));
+  copy_.dram.Charge(account);
   tiers->CountMove(chunk.placement.state, TierKind::kDram, MoveReason::kPin, bytes(chunk));
   tiers->CountTraffic(TierKind::kDram, 0, bytes(chunk));
   if (chunk.placement.state == TierKind::kHbm) {

@@ -1,6 +1,7 @@
 // Copy on write for pins.
 #pragma once
 
+#include <memory>
 #include <optional>
 
 #include "absl/status/statusor.h"
@@ -16,13 +17,13 @@ namespace ballast::storage {
 // otherwise, is about to change.
 class CopyOnWrite {
  public:
-  // `run`: the run about to update the chunk. `loaded`: the chunk's state in memory if its tier is NVMe.
-  // `extent_is_kept`: a durable pin keeps the chunk's extent, so the extent cannot be inherited. The copy goes to free
-  // NVMe space, else to DRAM. RESOURCE_EXHAUSTED (BUDGET) if neither has room; the
-  // message also says what refused the extent, the budget or a full disk.
-  static absl::StatusOr<CopyOnWrite> Prepare(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, uint64_t run,
-                                             const std::byte* loaded, bool extent_is_kept)
-      ABSL_LOCKS_EXCLUDED(chunk.mutex);
+  // `account`: whose the copy is. `run`: the run about to update the chunk. `loaded`: the chunk's state in memory if
+  // its tier is NVMe. `extent_is_kept`: a durable pin keeps the chunk's extent, so the extent cannot be inherited. The
+  // copy goes to free NVMe space, else to DRAM. RESOURCE_EXHAUSTED (BUDGET) if neither has room; the message also says
+  // what refused the extent, the budget or a full disk.
+  static absl::StatusOr<CopyOnWrite> Prepare(Tiers* tiers, const std::shared_ptr<Account>& account, ChunkReader* reader,
+                                             const StoredChunk& chunk, uint64_t run, const std::byte* loaded,
+                                             bool extent_is_kept) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   // In place of a copy: the state cannot be read, and `lost` is what readers of the pins are told.
   static CopyOnWrite Lost(const StoredChunk& chunk, uint64_t run, const absl::Status& lost)
       ABSL_LOCKS_EXCLUDED(chunk.mutex);
@@ -32,8 +33,10 @@ class CopyOnWrite {
 
  private:
   CopyOnWrite(const StoredChunk& chunk, uint64_t run) ABSL_LOCKS_EXCLUDED(chunk.mutex);
-  absl::Status FillExtent(Tiers* tiers, ChunkReader* reader, const StoredChunk& chunk, const std::byte* loaded);
-  absl::Status FillDram(Tiers* tiers, const StoredChunk& chunk, const std::byte* loaded);
+  absl::Status FillExtent(Tiers* tiers, const std::shared_ptr<Account>& account, ChunkReader* reader,
+                          const StoredChunk& chunk, const std::byte* loaded);
+  absl::Status FillDram(Tiers* tiers, const std::shared_ptr<Account>& account, const StoredChunk& chunk,
+                        const std::byte* loaded);
   uint64_t bytes(const StoredChunk& chunk) const;  // of the copy
   void CopyWhole(const StoredChunk& chunk, const std::byte* from, std::byte* to) const ABSL_LOCKS_EXCLUDED(chunk.mutex);
 

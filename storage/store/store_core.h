@@ -28,11 +28,12 @@
 namespace ballast::storage {
 
 struct StoreCore {
-  StoreCore(Tiers* t, const StateLayout& l, kernels::ThreadPool* c, std::optional<DurableOptions> d)
-      : tiers(t), compute(c), layout(l), reader(t) {
+  StoreCore(Tiers* t, const StateLayout& l, kernels::ThreadPool* c, std::optional<DurableOptions> d,
+            std::shared_ptr<Account> a)
+      : tiers(t), account(std::move(a)), compute(c), layout(l), reader(t, account) {
     if (!d.has_value()) return;
     versions.emplace(t->nvme(), *std::move(d));
-    durable_pins.emplace(t->nvme());
+    durable_pins.emplace(t->nvme(), account);
   }
   ~StoreCore();
 
@@ -110,6 +111,7 @@ struct StoreCore {
                           ChunkReader::Sink sink);
 
   Tiers* const tiers;
+  const std::shared_ptr<Account> account;  // whose all that the store takes is
   kernels::ThreadPool* const compute;
   const StateLayout layout;  // of chunks that are not frozen
   ChunkReader reader;

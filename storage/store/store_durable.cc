@@ -264,7 +264,8 @@ absl::Status StoreCore::Harden() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version, bool automatic, Interrupt interrupt) {
+absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version, bool automatic, Interrupt interrupt,
+                                                                 Admit admit) {
   StoreCore& core = *core_;
   BALLAST_RETURN_IF_ERROR(core.failed);
   std::vector<StoredChunk*> chunks;
@@ -285,6 +286,7 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
     flush.version = version;
     flush.flush = true;
   }
+  if (!automatic) BALLAST_RETURN_IF_ERROR(admit(bytes));
   BALLAST_ASSIGN_OR_RETURN(NvmeRoom reserve, core.durable_pins->Reserve(bytes, automatic));
   if (!flushes.empty()) {
     // Space was taken, so a shortage now is an error of the store, not a refused pin.
@@ -308,9 +310,11 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
   return kept;
 }
 
-absl::Status ChunkStore::AdoptPin(int64_t version) {
+absl::Status ChunkStore::AdoptPin(int64_t version, Admit admit) {
   KeptExtents& pins = *core_->durable_pins;
-  BALLAST_ASSIGN_OR_RETURN(NvmeRoom reserve, pins.Reserve(pins.AsideBytes(version)));
+  const uint64_t bytes = pins.AsideBytes(version);
+  BALLAST_RETURN_IF_ERROR(admit(bytes));
+  BALLAST_ASSIGN_OR_RETURN(NvmeRoom reserve, pins.Reserve(bytes));
   pins.Adopt(version, std::move(reserve));
   return absl::OkStatus();
 }

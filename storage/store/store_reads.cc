@@ -189,6 +189,21 @@ std::vector<int64_t> StoreCore::PinsOf(const StoredChunk& chunk) const {
   return versions;
 }
 
+uint64_t ChunkStore::CopyBytes(absl::Span<const ChunkUpdate> updates) const {
+  {
+    absl::ReaderMutexLock lock(&core_->mutex);
+    if (core_->pins.empty()) return 0;
+  }
+  uint64_t bytes = 0;
+  for (const ChunkUpdate& update : updates) {
+    const absl::StatusOr<StoredChunk*> chunk = core_->Find(update.chunk);
+    // Of a chunk that was never updated a copy is zero, and takes nothing.
+    if (!chunk.ok() || !(*chunk)->has_state() || core_->PinsOf(**chunk).empty()) continue;
+    bytes += (*chunk)->layout.Whole().StateBytes((*chunk)->elements);
+  }
+  return bytes;
+}
+
 absl::Status StoreCore::ReadPinned(int64_t pin, const StoredChunk& chunk, StateArray array, uint64_t begin,
                                    uint64_t count, ChunkReader::Sink sink) {
   const absl::Status gone = model::Error(

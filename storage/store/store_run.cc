@@ -312,7 +312,7 @@ absl::StatusOr<CopyOnWrite> StoreRun::CopyForPins(Begun& next, absl::Span<const 
   const bool kept = core_.durable_pins.has_value() && core_.durable_pins->KeepsNewest(chunk.index);
   const std::byte* const loaded = chunk.placement.state == TierKind::kNvme ? next.state : nullptr;
   return As(RunStage::kPin,
-            [&] { return CopyOnWrite::Prepare(core_.tiers, &core_.reader, chunk, run_, loaded, kept); });
+            [&] { return CopyOnWrite::Prepare(core_.tiers, core_.account, &core_.reader, chunk, run_, loaded, kept); });
 }
 
 absl::Status StoreRun::ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy) {

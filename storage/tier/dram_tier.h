@@ -24,6 +24,11 @@ class DramBlock {
     rest_ = lease_.Split(bytes);
     rest_.Mark(part);
   }
+  // From now on the bytes are this account's.
+  void Charge(const std::shared_ptr<Account>& account) {
+    lease_.Charge(account);
+    rest_.Charge(account);
+  }
   // Returns a part's budget and memory; the part must not be used any more. REQUIRES: aligned to 4096; the memory is
   // not page-locked.
   void GiveBack(absl::Span<std::byte> part) {

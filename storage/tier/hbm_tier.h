@@ -47,6 +47,7 @@ class HbmBlock {
   ~HbmBlock() { Release(); }
   std::byte* data() const { return data_; }  // a device pointer
   void Mark(TierPart part) { lease_.Mark(part); }
+  void Charge(const std::shared_ptr<Account>& account) { lease_.Charge(account); }
 
  private:
   void Release();

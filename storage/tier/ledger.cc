@@ -17,19 +17,27 @@ BudgetLease& BudgetLease::operator=(BudgetLease&& other) noexcept {
     bytes_ = std::exchange(other.bytes_, 0);
     part_ = other.part_;
     share_ = other.share_;
+    account_ = std::move(other.account_);
   }
   return *this;
 }
 
 void BudgetLease::Release() {
-  if (ledger_ != nullptr) ledger_->Return(tier_, bytes_, part_, share_);
+  if (ledger_ != nullptr) ledger_->Return(tier_, bytes_, part_, share_, account_.get());
   ledger_ = nullptr;
+  account_.reset();
   bytes_ = 0;
 }
 
 void BudgetLease::Mark(TierPart part) {
-  if (ledger_ != nullptr) ledger_->Remark(tier_, bytes_, part_, part);
+  if (ledger_ != nullptr) ledger_->Remark(tier_, bytes_, part_, part, account_.get());
   part_ = part;
+}
+
+void BudgetLease::Charge(std::shared_ptr<Account> account) {
+  if (ledger_ == nullptr) return;
+  ledger_->Charge(tier_, bytes_, part_, account_.get(), account.get());
+  account_ = std::move(account);
 }
 
 TierBytes Ledger::budget() const {
@@ -83,7 +91,8 @@ TierUsage Ledger::usage() const {
   return usage;
 }
 
-absl::Status Ledger::Take(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part, size_t share) {
+absl::Status Ledger::Take(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part, size_t share,
+                          Account* account) {
   absl::MutexLock lock(&mutex_);
   const auto check = [&](uint64_t budget, uint64_t used, absl::string_view name) -> absl::Status {
     const uint64_t free = budget - std::min(budget, used);
@@ -101,10 +110,11 @@ absl::Status Ledger::Take(TierKind tier, uint64_t bytes, absl::string_view what,
   }
   used_[tier] += bytes;
   parts_[static_cast<size_t>(part)][tier] += bytes;
+  if (account != nullptr) account->parts[static_cast<size_t>(part)][tier] += bytes;
   return absl::OkStatus();
 }
 
-void Ledger::Return(TierKind tier, uint64_t bytes, TierPart part, size_t share) {
+void Ledger::Return(TierKind tier, uint64_t bytes, TierPart part, size_t share, Account* account) {
   absl::MutexLock lock(&mutex_);
   uint64_t& of_part = parts_[static_cast<size_t>(part)][tier];
   if (bytes > of_part) {
@@ -116,12 +126,28 @@ void Ledger::Return(TierKind tier, uint64_t bytes, TierPart part, size_t share) 
   used_[tier] -= bytes;
   of_part -= bytes;
   if (Shared(tier)) shares_[share].used -= bytes;
+  if (account != nullptr) account->parts[static_cast<size_t>(part)][tier] -= bytes;
 }
 
-void Ledger::Remark(TierKind tier, uint64_t bytes, TierPart from, TierPart to) {
+void Ledger::Remark(TierKind tier, uint64_t bytes, TierPart from, TierPart to, Account* account) {
   absl::MutexLock lock(&mutex_);
-  parts_[static_cast<size_t>(from)][tier] -= bytes;
-  parts_[static_cast<size_t>(to)][tier] += bytes;
+  const auto move = [&](PartBytes* parts) {
+    (*parts)[static_cast<size_t>(from)][tier] -= bytes;
+    (*parts)[static_cast<size_t>(to)][tier] += bytes;
+  };
+  move(&parts_);
+  if (account != nullptr) move(&account->parts);
+}
+
+void Ledger::Charge(TierKind tier, uint64_t bytes, TierPart part, Account* from, Account* to) {
+  absl::MutexLock lock(&mutex_);
+  if (from != nullptr) from->parts[static_cast<size_t>(part)][tier] -= bytes;
+  if (to != nullptr) to->parts[static_cast<size_t>(part)][tier] += bytes;
+}
+
+PartBytes Ledger::taken(const Account& account) const {
+  absl::MutexLock lock(&mutex_);
+  return account.parts;
 }
 
 BudgetLease Ledger::LeaseBeyond(TierKind tier, uint64_t bytes, TierPart part) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,20 +32,26 @@ class BudgetLease {
   ~BudgetLease() { Release(); }
   uint64_t bytes() const { return bytes_; }
   TierPart part() const { return part_; }
+  const std::shared_ptr<Account>& account() const { return account_; }
   // Splits `bytes` off into a lease of their own. REQUIRES: bytes <= bytes().
   BudgetLease Split(uint64_t bytes) {
     bytes_ -= bytes;
-    return {ledger_, tier_, bytes, part_, share_};
+    BudgetLease split(ledger_, tier_, bytes, part_, share_);
+    split.account_ = account_;
+    return split;
   }
   // From now on the bytes are of this part of the tier.
   void Mark(TierPart part);
-  // Adds a lease of the same budget and share, which becomes of the same part.
+  // From now on the bytes are this account's; null: the server's own.
+  void Charge(std::shared_ptr<Account> account);
+  // Adds a lease of the same budget and share, which becomes of the same part and account.
   void Join(BudgetLease other) {
     if (ledger_ == nullptr) {
       *this = std::move(other);
       return;
     }
     other.Mark(part_);
+    other.Charge(account_);
     bytes_ += std::exchange(other.bytes_, 0);
   }
 
@@ -55,6 +62,7 @@ class BudgetLease {
   uint64_t bytes_ = 0;
   TierPart part_ = TierPart::kState;
   size_t share_ = 0;
+  std::shared_ptr<Account> account_;
 };
 
 // A device's part of the NVMe budget.
@@ -80,9 +88,14 @@ class Ledger {
   // Bytes that share `share` of NVMe still has; of a ledger without shares, that the budget has.
   uint64_t NvmeFree(size_t share) const;
   // RESOURCE_EXHAUSTED (BUDGET) says what `what` needs and how many bytes are missing.
-  absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part, size_t share = 0);
-  void Return(TierKind tier, uint64_t bytes, TierPart part, size_t share = 0);
-  void Remark(TierKind tier, uint64_t bytes, TierPart from, TierPart to);
+  // `account`: whose the bytes are; null: the server's own. Return and Remark name the same.
+  absl::Status Take(TierKind tier, uint64_t bytes, absl::string_view what, TierPart part, size_t share = 0,
+                    Account* account = nullptr);
+  void Return(TierKind tier, uint64_t bytes, TierPart part, size_t share = 0, Account* account = nullptr);
+  void Remark(TierKind tier, uint64_t bytes, TierPart from, TierPart to, Account* account = nullptr);
+  // Bytes that are taken become another account's.
+  void Charge(TierKind tier, uint64_t bytes, TierPart part, Account* from, Account* to);
+  PartBytes taken(const Account& account) const;
   // Takes the bytes even beyond the budget.
   BudgetLease LeaseBeyond(TierKind tier, uint64_t bytes, TierPart part);
   absl::StatusOr<BudgetLease> Lease(TierKind tier, uint64_t bytes, absl::string_view what,
@@ -106,7 +119,7 @@ class Ledger {
   std::vector<Share> shares_ ABSL_GUARDED_BY(mutex_);  // of NVMe; empty: one device has all of it
   TierBytes budget_ ABSL_GUARDED_BY(mutex_);
   TierBytes used_ ABSL_GUARDED_BY(mutex_);
-  std::array<TierBytes, kTierParts> parts_ ABSL_GUARDED_BY(mutex_) = {};
+  PartBytes parts_ ABSL_GUARDED_BY(mutex_) = {};
   std::atomic<uint64_t> read_[kTierKinds] = {};
   std::atomic<uint64_t> written_[kTierKinds] = {};
   std::atomic<uint64_t> moved_[kTierKinds][kTierKinds][kMoveReasons] = {};

@@ -63,6 +63,10 @@ void NvmeRoom::Mark(TierPart part) {
   for (FileRoom& room : parts_) room.Mark(part);
 }
 
+void NvmeRoom::Charge(const std::shared_ptr<Account>& account) {
+  for (FileRoom& room : parts_) room.Charge(account);
+}
+
 NvmeRoom NvmeRoom::Split(uint64_t bytes) {
   const auto whole =
       std::find_if(parts_.begin(), parts_.end(), [bytes](const FileRoom& part) { return part.bytes() >= bytes; });
@@ -79,7 +83,10 @@ NvmeRoom NvmeRoom::Split(uint64_t bytes) {
 
 void NvmeRoom::Join(FileRoom part) {
   if (part.bytes() == 0) return;
-  if (!parts_.empty()) part.Mark(parts_.front().part());
+  if (!parts_.empty()) {
+    part.Mark(parts_.front().part());
+    part.Charge(parts_.front().account());
+  }
   const auto same =
       std::find_if(parts_.begin(), parts_.end(), [&](const FileRoom& other) { return other.file() == part.file(); });
   if (same != parts_.end()) return same->Join(std::move(part));
@@ -452,6 +459,7 @@ bool NvmeTier::Holds(const NvmeRoom& room, uint64_t bytes) const {
 
 absl::Status NvmeTier::Gather(NvmeRoom* room, uint64_t bytes, absl::string_view what) {
   BALLAST_ASSIGN_OR_RETURN(FileRoom part, PromiseAnywhere(bytes, what, FileSpace::Shape::kOnePiece));
+  if (!room->parts_.empty()) part.Charge(room->parts_.front().account());
   // The smallest parts go, those of failing devices first.
   std::vector<FileRoom*> parts;
   for (FileRoom& given : room->parts_) parts.push_back(&given);

@@ -38,9 +38,10 @@ class NvmeRoom {
   NvmeRoom(FileRoom part) { Join(std::move(part)); }  // NOLINT(google-explicit-constructor)
   uint64_t bytes() const;
   void Mark(TierPart part);
+  void Charge(const std::shared_ptr<Account>& account);
   // Splits `bytes` off into a room of their own, in one file if a part is so large. REQUIRES: bytes <= bytes().
   NvmeRoom Split(uint64_t bytes);
-  // Adds a room, which becomes of the part of the tier that this room is of.
+  // Adds a room, which becomes of the part of the tier, and of the account, that this room is of.
   void Join(NvmeRoom other);
   void Join(FileRoom part);
   // Ends the promise, and leaves the blocks to the next run of the server, which then finds them on a full disk too.

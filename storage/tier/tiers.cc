@@ -94,11 +94,15 @@ TierBytes Tiers::used() const { return impl_->ledger.used(); }
 TierUsage Tiers::usage() const { return impl_->ledger.usage(); }
 TierTraffic Tiers::traffic() const { return impl_->ledger.traffic(); }
 
-absl::Status Tiers::Take(TierKind tier, uint64_t bytes, const std::string& what, TierPart part) {
-  return impl_->ledger.Take(tier, bytes, what, part);
+PartBytes Tiers::taken(const Account& account) const { return impl_->ledger.taken(account); }
+
+absl::Status Tiers::Take(TierKind tier, uint64_t bytes, const std::string& what, TierPart part, Account* account) {
+  return impl_->ledger.Take(tier, bytes, what, part, /*share=*/0, account);
 }
 
-void Tiers::Return(TierKind tier, uint64_t bytes, TierPart part) { impl_->ledger.Return(tier, bytes, part); }
+void Tiers::Return(TierKind tier, uint64_t bytes, TierPart part, Account* account) {
+  impl_->ledger.Return(tier, bytes, part, /*share=*/0, account);
+}
 
 void Tiers::CountTraffic(TierKind tier, uint64_t read, uint64_t written) {
   impl_->ledger.CountTraffic(tier, read, written);

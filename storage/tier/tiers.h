@@ -109,11 +109,20 @@ struct TierTraffic {
   TierBytes written;
 };
 
+// Bytes of each tier by part.
+using PartBytes = std::array<TierBytes, kTierParts>;
+
+// The bytes of one holder, a job. The ledger, whose lock guards the figures, counts bytes as they are taken, marked and
+// returned. Bytes without an account are the server's own. A lease keeps its account alive.
+struct Account {
+  PartBytes parts = {};
+};
+
 // Budgets, and the bytes taken of them at the same moment.
 struct TierUsage {
   TierBytes budget;
   TierBytes used;
-  std::array<TierBytes, kTierParts> parts = {};  // each tier's sum to `used`
+  PartBytes parts = {};  // each tier's sum to `used`
   struct Device {
     std::string directory;
     uint64_t budget = 0, used = 0;
@@ -136,9 +145,12 @@ class Tiers {
   TierBytes used() const;
   TierUsage usage() const;
   TierTraffic traffic() const;
-  // Takes or returns budget without allocating, for memory held elsewhere (provisional slices).
-  absl::Status Take(TierKind tier, uint64_t bytes, const std::string& what, TierPart part);
-  void Return(TierKind tier, uint64_t bytes, TierPart part);
+  // The account's bytes at one moment.
+  PartBytes taken(const Account& account) const;
+  // Takes or returns budget without allocating, for memory held elsewhere (provisional slices). `account`: null for the
+  // server itself; the same for both.
+  absl::Status Take(TierKind tier, uint64_t bytes, const std::string& what, TierPart part, Account* account = nullptr);
+  void Return(TierKind tier, uint64_t bytes, TierPart part, Account* account = nullptr);
   // Adds to traffic(). Code that moves a tier's bytes must call this.
   void CountTraffic(TierKind tier, uint64_t read, uint64_t written);
   // Adds to moved().

@@ -135,6 +135,7 @@ absl::Status NvmeFile::Keep(std::vector<ExtentPlace> kept, bool unnamed_stays) {
 void NvmeFile::KeepAgain(NvmeExtent extent) {
   absl::MutexLock lock(&mutex_);
   const uint64_t offset = extent.offset();
+  extent.Charge(nullptr);
   kept_.emplace(offset, std::move(extent));
 }
 

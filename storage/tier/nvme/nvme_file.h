@@ -33,10 +33,12 @@ class FileRoom {
   NvmeFile* file() const { return file_; }
   uint64_t bytes() const { return lease_.bytes(); }
   TierPart part() const { return lease_.part(); }
+  const std::shared_ptr<Account>& account() const { return lease_.account(); }
   void Mark(TierPart part) { lease_.Mark(part); }
+  void Charge(const std::shared_ptr<Account>& account) { lease_.Charge(account); }
   // Splits `bytes` off into a room of their own. REQUIRES: bytes <= bytes().
   FileRoom Split(uint64_t bytes) { return {file_, lease_.Split(bytes)}; }
-  // Adds a room of the same file, which becomes of the same part.
+  // Adds a room of the same file, which becomes of the same part and account.
   void Join(FileRoom other);
   // Ends the promise, and leaves the blocks to the next run of the server, which then finds them on a full disk too.
   void Leave() { Release(FileSpace::Blocks::kStay); }
@@ -66,6 +68,7 @@ class NvmeExtent {
   uint64_t offset() const { return offset_; }
   uint64_t bytes() const { return lease_.bytes(); }
   void Mark(TierPart part) { lease_.Mark(part); }
+  void Charge(const std::shared_ptr<Account>& account) { lease_.Charge(account); }
   // Frees the extent; its space, blocks and budget, is promised to the caller.
   FileRoom TakeRoom();
   // Returns the extent to its file as a kept extent: the content stays, for the next run of the server.

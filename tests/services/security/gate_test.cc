@@ -187,8 +187,11 @@ class GateTest : public ::testing::Test {
     return names;
   }
   // Fences and opens a job with the token of "token-trainer".
-  absl::Status OpenByToken(const std::string& job, bool dry_run = false) {
-    TrainerGroup group({server_.get()}, MakeSpec(job, SmallModel()), 1);
+  absl::Status OpenByToken(const std::string& job, bool dry_run = false,
+                           v1::Durability durability = v1::DURABILITY_NONE) {
+    v1::JobSpec spec = MakeSpec(job, SmallModel());
+    spec.set_durability(durability);
+    TrainerGroup group({server_.get()}, spec, 1);
     const auto stub = v1::StateService::NewStub(Connect());
     v1::FenceRequest fence;
     fence.set_job(job);
@@ -317,7 +320,7 @@ TEST_F(GateTest, JobsThatAnIdentityMayNotSeeAreNotShown) {
 
 TEST_F(GateTest, AQuotaIsRefusedWithNumbers) {
   Start();
-  // The small model's state and working copies, in bytes; a quota of one byte less.
+  // All that the small model takes, in bytes; a quota of one byte less.
   ASSERT_EQ(OpenByToken("a-1"), absl::OkStatus());
   const uint64_t held = HeldBytes(server_->Status().jobs(0))[1];
   ASSERT_GT(held, 1u << 20);
@@ -337,7 +340,7 @@ TEST_F(GateTest, AQuotaIsRefusedWithNumbers) {
     const absl::Status bytes = OpenByToken("a-3", dry_run);
     EXPECT_EQ(model::ReasonOf(bytes), model::kQuota) << bytes;
     EXPECT_THAT(std::string(bytes.message()),
-                HasSubstr(absl::StrCat("asks for ", held, " bytes of dram, beside ", held, " that jobs of")));
+                HasSubstr(absl::StrCat("asks for ", held, " bytes of dram, beside ", held, " (slices ")));
   }
   WriteText(options_.rights,
             absl::StrCat("rights: [{identity: token-trainer, kind: token, jobs: 'a-*', can: [train]}]\n"
@@ -350,6 +353,36 @@ TEST_F(GateTest, AQuotaIsRefusedWithNumbers) {
   const v1::GetServerStatusResponse status = server_->Status();
   for (const v1::JobStatus& job : status.jobs()) left.insert(job.name());
   EXPECT_EQ(left, (std::set<std::string>{"a-1", "a-4"})) << "a group that is refused leaves no job behind";
+}
+
+// A job whose state fits the quota, and whose log, slices and reserves do not, was let in.
+TEST_F(GateTest, AQuotaCountsAllThatAJobTakes) {
+  server_.options().budget.nvme = uint64_t{512} << 20;
+  server_.Restart();
+  const auto set_quota = [&](uint64_t nvme) {
+    WriteText(options_.rights,
+              absl::StrCat("rights: [{identity: token-trainer, kind: token, jobs: 'a-*', can: [train]}]\n"
+                           "quotas: [{identity: token-trainer, kind: token, nvme: ",
+                           nvme, "}]\n"));
+    if (guard_ != nullptr) guard_->Reload();
+  };
+  set_quota(uint64_t{512} << 20);
+  Start();
+  ASSERT_EQ(OpenByToken("a-1", false, v1::DURABILITY_STEP), absl::OkStatus());
+  const v1::JobStatus first = server_->Status().jobs(0);
+  const uint64_t held = server_->Status().tiers(2).used_bytes(), state = first.tiers(1).state_bytes();
+  EXPECT_EQ(HeldBytes(first)[2], held) << "the server's only job";
+  ASSERT_GT(held, 2 * state) << "a log takes more than the state beside it";
+  set_quota(held + 2 * state);  // room for another job's state, twice
+  const absl::Status refused = OpenByToken("a-2", false, v1::DURABILITY_STEP);
+  EXPECT_EQ(model::ReasonOf(refused), model::kQuota) << refused;
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr(absl::StrCat("asks for ", held, " bytes of nvme, beside ", held, " (log ",
+                                     first.log_capacity_bytes(), ", spare ")));
+  EXPECT_EQ(OpenByToken("a-1", false, v1::DURABILITY_STEP), absl::OkStatus()) << "it goes on";
+  set_quota(2 * held);
+  EXPECT_EQ(OpenByToken("a-2", false, v1::DURABILITY_STEP), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(OpenByToken("a-3", false, v1::DURABILITY_STEP)), model::kQuota);
 }
 
 // A job takes one of the server's places as soon as it is fenced.

@@ -2,37 +2,40 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
+
 #include "ballast/proto/model/status.h"
 
 namespace ballast::services {
 namespace {
 
-v1::JobStatus Opened(const std::string& name, uint64_t dram_state, uint64_t dram_working, uint64_t nvme_state,
-                     v1::Durability durability) {
+void Take(const std::string& name, const std::map<std::string, uint64_t>& parts, v1::JobStatus* job) {
+  v1::TierStatus* const tier = job->add_tiers();
+  tier->set_tier(name);
+  for (const auto& [part, bytes] : parts) {
+    tier->set_used_bytes(tier->used_bytes() + bytes);
+    tier->add_parts()->set_part(part);
+    tier->mutable_parts()->rbegin()->set_bytes(bytes);
+  }
+}
+
+v1::JobStatus Opened(const std::string& name, uint64_t dram_state, uint64_t dram_slices = 0, uint64_t nvme_log = 0) {
   v1::JobStatus job;
   job.set_name(name);
   job.set_world_size(1);
-  job.set_durability(durability);
-  v1::TierStatus* dram = job.add_tiers();
-  dram->set_tier("dram");
-  dram->set_state_bytes(dram_state);
-  dram->set_working_bytes(dram_working);
-  v1::TierStatus* nvme = job.add_tiers();
-  nvme->set_tier("nvme");
-  nvme->set_state_bytes(nvme_state);
+  Take("dram", {{"state", dram_state}, {"slices", dram_slices}}, &job);
+  Take("nvme", {{"log", nvme_log}}, &job);
   return job;
 }
 
-TEST(Quotas, CountDurableCopiesAsOpensPlanThem) {
-  EXPECT_EQ(HeldBytes(Opened("a", 100, 20, 30, v1::DURABILITY_NONE)), (TierUse{0, 120, 30}));
-  EXPECT_EQ(HeldBytes(Opened("a", 100, 20, 30, v1::DURABILITY_STEP)), (TierUse{0, 120, 130}));
-  EXPECT_EQ(HeldBytes(Opened("a", 100, 20, 30, v1::DURABILITY_EVERY_K)), (TierUse{0, 120, 130}));
+TEST(Quotas, CountAllThatAJobTakesAsOpensPlanIt) {
+  EXPECT_EQ(HeldBytes(Opened("a", 100, 20, 30)), (TierUse{0, 120, 30}));
   v1::OpenResponse answer;
   v1::PlannedTier* tier = answer.add_tiers();
   tier->set_tier("nvme");
   tier->set_state_bytes(130);
   tier->set_other_bytes(7);
-  EXPECT_EQ(AskedBytes(answer), (TierUse{0, 0, 130}));
+  EXPECT_EQ(AskedBytes(answer), (TierUse{0, 0, 137}));
 }
 
 class QuotasTest : public ::testing::Test {
@@ -45,8 +48,7 @@ class QuotasTest : public ::testing::Test {
   }
   Quotas quotas_;
   Quota quota_;
-  std::vector<v1::JobStatus> jobs_ = {Opened("a1", 60, 0, 0, v1::DURABILITY_NONE),
-                                      Opened("b1", 1000, 0, 0, v1::DURABILITY_NONE)};
+  std::vector<v1::JobStatus> jobs_ = {Opened("a1", 50, 10), Opened("b1", 1000)};
 };
 
 TEST_F(QuotasTest, SaysAskedHeldAndQuota) {
@@ -57,7 +59,8 @@ TEST_F(QuotasTest, SaysAskedHeldAndQuota) {
   EXPECT_EQ(model::ReasonOf(refused.status()), model::kQuota);
   EXPECT_NE(
       std::string(refused.status().message())
-          .find("asks for 41 bytes of dram, beside 60 that jobs of 'a' hold on this server, and the quota is 100"),
+          .find("asks for 41 bytes of dram, beside 60 (slices 10, state 50) that jobs of 'a' hold on this server, and "
+                "the quota is 100"),
       std::string::npos)
       << refused.status();
   quota_.bytes[1] = 10;
@@ -68,9 +71,10 @@ TEST_F(QuotasTest, CountsJobsThatAreOpen) {
   quota_.jobs = 1;
   EXPECT_TRUE(Ask("a1", {}).ok());
   EXPECT_NE(std::string(Ask("a2", {}).status().message()).find("asks for 1 job, beside 1 "), std::string::npos);
-  jobs_.push_back(Opened("a2", 0, 0, 0, v1::DURABILITY_NONE));
+  jobs_.push_back(Opened("a2", 0));
   EXPECT_TRUE(Ask("a1", {}).ok()) << "a job goes on beside more than a new quota allows";
   jobs_.pop_back();
+  jobs_[0] = Opened("a1", 0);
   jobs_[0].set_world_size(0);  // fenced only
   EXPECT_TRUE(Ask("a2", {}).ok());
 }
@@ -88,6 +92,24 @@ TEST_F(QuotasTest, TwoOpensAtATimeDoNotBothTakeTheRest) {
   EXPECT_TRUE(Ask("a3", {0, 1, 0}).ok());
 }
 
+TEST_F(QuotasTest, SaysWhatIsBeingTaken) {
+  quota_.bytes[2] = 100;
+  const auto first = Ask("a2", {0, 0, 40});
+  ASSERT_TRUE(first.ok());
+  EXPECT_NE(std::string(Ask("a3", {0, 0, 61}).status().message()).find("beside 40 (being taken 40, log 0) that jobs"),
+            std::string::npos);
+}
+
+// A growing job has taken part of what it asked for, or all of it and more, when somebody looks.
+TEST_F(QuotasTest, AJobUnderWayCountsAtLeastWhatItHas) {
+  quota_.bytes[1] = 100;
+  const auto grows = Ask("a1", {0, 10, 0});
+  ASSERT_TRUE(grows.ok());
+  EXPECT_TRUE(Ask("a2", {0, 30, 0}).ok());
+  jobs_[0] = Opened("a1", 75);
+  EXPECT_FALSE(Ask("a2", {0, 30, 0}).ok());
+}
+
 // Between a look at the server's jobs and the question, another Open may have become a job.
 TEST_F(QuotasTest, AnOpenThatEndsMeanwhileIsNotOverlooked) {
   quota_.bytes[1] = 100;
@@ -96,7 +118,7 @@ TEST_F(QuotasTest, AnOpenThatEndsMeanwhileIsNotOverlooked) {
   const uint64_t looked = quotas_.Now();
   first->reset();
   EXPECT_EQ(AskAsOf(looked, "a3", {0, 1, 0}).status().code(), absl::StatusCode::kAborted);
-  jobs_.push_back(Opened("a2", 40, 0, 0, v1::DURABILITY_NONE));
+  jobs_.push_back(Opened("a2", 40));
   EXPECT_EQ(model::ReasonOf(Ask("a3", {0, 1, 0}).status()), model::kQuota);
 }
 
@@ -104,7 +126,7 @@ TEST_F(QuotasTest, JobsThatWereNeverOpenedAreBoundedToo) {
   quota_.jobs = 2;
   for (int i = 0; i < 16; ++i) {
     EXPECT_TRUE(Ask("a-new", {}).ok()) << i;
-    jobs_.push_back(Opened("a-" + std::to_string(i), 0, 0, 0, v1::DURABILITY_NONE));
+    jobs_.push_back(Opened("a-" + std::to_string(i), 0));
     jobs_.back().set_world_size(0);
   }
   EXPECT_TRUE(Ask("a-7", {}).ok());
