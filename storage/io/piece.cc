@@ -86,10 +86,13 @@ void CountOperation(IoRequest::Kind kind, uint64_t bytes, std::chrono::steady_cl
   }
 }
 
+absl::Status TransferPart(const Piece& piece) {
+  return Transfer(piece, Issue, [](std::chrono::microseconds rest) { std::this_thread::sleep_for(rest); });
+}
+
 absl::Status Transfer(Piece piece) {
   const auto began = std::chrono::steady_clock::now();
-  const absl::Status status =
-      Transfer(piece, Issue, [](std::chrono::microseconds rest) { std::this_thread::sleep_for(rest); });
+  const absl::Status status = TransferPart(piece);
   CountOperation(piece.kind, piece.bytes, began, status);
   return status;
 }

@@ -33,8 +33,10 @@ struct Piece {
 // `piece.rest`. Errors: as IoError; DATA_LOSS (IO) at the end of the file.
 absl::StatusOr<bool> Advance(Piece& piece, int64_t result);
 
-// Moves all of `piece` by pread or pwrite.
+// Moves all of `piece` by pread or pwrite, on this thread.
 absl::Status Transfer(Piece piece);
+// As Transfer, of a request that a RequestTable counts.
+absl::Status TransferPart(const Piece& piece);
 // `issue`: one system call, as Advance's result. `rest` waits.
 absl::Status Transfer(Piece piece, absl::FunctionRef<int64_t(const Piece&)> issue,
                       absl::FunctionRef<void(std::chrono::microseconds)> rest);

@@ -49,7 +49,7 @@ void ThreadQueue::Work() {
     // Buffers are borrowed until completion, so submitted requests are finished even when stopping.
     if (!table_.Cut(&piece)) return;
     mutex_.Unlock();
-    const absl::Status status = Transfer(piece);
+    const absl::Status status = TransferPart(piece);
     mutex_.Lock();
     table_.End(piece, status);
   }

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/descriptor.h"
@@ -158,6 +159,18 @@ class UringQueue : public IoQueue {
     std::abort();
   }
 
+  // None: the kernel has the rest of the piece.
+  std::optional<absl::Status> Continue(uint32_t index, int result) {
+    Piece& piece = pieces_[index];
+    // What may block, as each sync, has a thread of the kernel's, which counts as one of this process. Where it may not
+    // be made, the kernel cancels what it has not begun; nobody else does.
+    if (result == -ECANCELED) return TransferPart(piece);
+    const absl::StatusOr<bool> complete = Advance(piece, result);
+    if (!complete.ok() || *complete) return complete.status();
+    piece.rest.count() > 0 ? PrepareRest(index) : Prepare(index);
+    return std::nullopt;
+  }
+
   void Collect() {
     io_uring_cqe* cqe = nullptr;
     while (io_uring_peek_cqe(&ring_, &cqe) == 0) {
@@ -169,13 +182,10 @@ class UringQueue : public IoQueue {
         Prepare(index);
         continue;
       }
-      const absl::StatusOr<bool> complete = Advance(pieces_[index], result);
-      if (complete.ok() && !*complete) {
-        pieces_[index].rest.count() > 0 ? PrepareRest(index) : Prepare(index);
-        continue;
+      if (const std::optional<absl::Status> ended = Continue(index, result)) {
+        table_.End(pieces_[index], *ended);
+        free_.push_back(index);
       }
-      table_.End(pieces_[index], complete.status());
-      free_.push_back(index);
     }
     Fill();
     if (io_uring_sq_ready(&ring_) > 0) SubmitQueued();

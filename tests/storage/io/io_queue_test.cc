@@ -1,15 +1,21 @@
 // The contract of IoQueue, over both implementations.
 #include "ballast/storage/io/io_queue.h"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <cerrno>
+#include <cstdio>
 #include <set>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/storage/counters/disk_counters.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/piece.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/storage/in_child.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -228,6 +234,35 @@ TEST_P(BusyDeviceTest, GivesUpAfterItsBoundAndSaysSo) {
 
 INSTANTIATE_TEST_SUITE_P(Backends, IoQueueTest, ::testing::Values(IoBackend::kUring, IoBackend::kThreads),
                          [](const auto& info) { return info.param == IoBackend::kUring ? "Uring" : "Threads"; });
+
+TEST_P(IoQueueTest, EachRequestIsCountedOnce) {
+  const uint64_t before = ProcessDiskCounters().operations[static_cast<size_t>(IoRequest::Kind::kWrite)].bytes;
+  ASSERT_TRUE(Only({IoRequest::Kind::kWrite, file_.get(), 0, Buffer(0, 2 * kMiB), 1}).ok());
+  EXPECT_EQ(ProcessDiskCounters().operations[static_cast<size_t>(IoRequest::Kind::kWrite)].bytes, before + 2 * kMiB);
+}
+
+// At a limit of threads the kernel makes none for what blocks either, and cancels it.
+TEST(UringQueueTest, ASyncIsDoneWhereTheKernelMayMakeNoThread) {
+  const ScratchDirectory directory;
+  constexpr int kNoUring = 1, kFailed = 2;
+  const int code = InChild([&] {
+    auto queue = MakeIoQueue({.backend = IoBackend::kUring});
+    if (!queue.ok()) return kNoUring;
+    const auto file = *SystemDisk()->Open(directory / "file", Disk::Mode::kEmptied);
+    // A user with this process alone, since the superuser has no limit.
+    constexpr uid_t kNobodyElse = 64'999;
+    const rlimit one = {1, 1};
+    if (setrlimit(RLIMIT_NPROC, &one) != 0 || (geteuid() == 0 && setuid(kNobodyElse) != 0)) return kFailed;
+    if (!(*queue)->Submit({IoRequest::Kind::kSync, file.get(), 0, {}, 7}).ok()) return kFailed;
+    std::vector<IoCompletion> completions;
+    while ((*queue)->in_flight() > 0) (*queue)->Reap(/*wait=*/true, &completions);
+    if (completions.size() == 1 && completions[0].tag == 7 && completions[0].status.ok()) return 0;
+    if (!completions.empty()) std::fprintf(stderr, "%s\n", completions[0].status.ToString().c_str());
+    return kFailed;
+  });
+  if (code == kNoUring) GTEST_SKIP() << "no io_uring here";
+  EXPECT_EQ(code, 0);
+}
 
 TEST(IoBackendProbeTest, AutoIsWhatTheProbeSays) {
   const std::string name = (*MakeIoQueue({}))->name();
