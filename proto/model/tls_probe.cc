@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/model/broken_pipe.h"
 #include "ballast/proto/model/descriptor.h"
 #include "ballast/proto/model/status.h"
 
@@ -250,6 +251,7 @@ absl::Status Probe::Run(absl::Time deadline) {
 }  // namespace
 
 absl::Status ProbeTls(const Address& server, const AccessContent& access, absl::Time deadline) {
+  const BrokenPipeBlock block;  // for OpenSSL
   const absl::Status found = Probe(server, access).Run(deadline);
   ERR_clear_error();
   return found;

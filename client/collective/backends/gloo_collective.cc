@@ -5,13 +5,10 @@
 #include <gloo/transport/tcp/device.h>
 #include <net/if.h>
 #include <netdb.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <exception>
 #include <stdexcept>
@@ -20,6 +17,7 @@
 
 #include "absl/time/clock.h"
 #include "ballast/client/collective/backends/pairwise_collective.h"
+#include "ballast/proto/model/broken_pipe.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::client {
@@ -31,31 +29,6 @@ using std::chrono::milliseconds;
 milliseconds Left(absl::Time deadline) {
   return milliseconds(std::max<int64_t>(1, 1 + absl::ToInt64Milliseconds(deadline - absl::Now())));
 }
-
-// Gloo writes to sockets as to files: a write to a lost peer raises SIGPIPE, which would end the process. Blocks the
-// signal in the calling thread and, by inheritance, in threads started meanwhile; takes off a pending signal before the
-// mask is restored.
-class SigpipeBlock {
- public:
-  SigpipeBlock() {
-    sigemptyset(&sigpipe_);
-    sigaddset(&sigpipe_, SIGPIPE);
-    pthread_sigmask(SIG_BLOCK, &sigpipe_, &before_);
-  }
-  ~SigpipeBlock() {
-    if (sigismember(&before_, SIGPIPE) != 0) return;
-    const timespec at_once = {};
-    while (sigtimedwait(&sigpipe_, nullptr, &at_once) < 0 && errno == EINTR) {
-    }
-    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-  SigpipeBlock(const SigpipeBlock&) = delete;
-  SigpipeBlock& operator=(const SigpipeBlock&) = delete;
-
- private:
-  sigset_t sigpipe_;
-  sigset_t before_;
-};
 
 // Gloo's store over ours. Gloo hears of an error by exception only, so the status is kept for whoever catches it.
 class RendezvousStore : public gloo::rendezvous::Store {
@@ -95,7 +68,7 @@ class GlooCollective : public PairwiseCollective {
       : PairwiseCollective(context->rank, context->size), context_(std::move(context)), timeout_(timeout) {}
 
   ~GlooCollective() override {
-    const SigpipeBlock sigpipe;
+    const model::BrokenPipeBlock block;
     try {
       context_->closeConnections();
     } catch (const std::exception&) {
@@ -105,7 +78,7 @@ class GlooCollective : public PairwiseCollective {
 
  protected:
   absl::Status Transfer(absl::Span<const Source> to, absl::Span<const Target> from) override {
-    const SigpipeBlock sigpipe;
+    const model::BrokenPipeBlock block;
     const absl::Time deadline = absl::Now() + timeout_;
     // Messages are matched by (peer, slot): one slot a call.
     const uint64_t slot = ++slot_;
@@ -223,7 +196,7 @@ absl::StatusOr<std::unique_ptr<Collective>> MakeGloo(Rendezvous* rendezvous, int
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
                         absl::StrCat("rank ", rank, " of ", world_size, ": expected 0 <= rank < world size"));
   }
-  const SigpipeBlock sigpipe;
+  const model::BrokenPipeBlock block;
   const absl::Time deadline = absl::Now() + options.timeout;
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<gloo::transport::Device> device, Listen(rank, options));
   RendezvousStore store(rendezvous, deadline);
