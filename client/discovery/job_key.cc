@@ -80,11 +80,7 @@ absl::StatusOr<v1::Epoch> JobKey::Claim(const std::vector<v1::Member>& members, 
     epoch.set_counter(std::max(epoch.counter(), value_.claimed().counter() + 1));
     v1::JobKey next = ClaimedBy(epoch, members);
     const absl::StatusOr<bool> put = registry_->PutJob(job_, next, revision_, Soon(deadline));
-    if (!put.ok() && !absl::IsUnavailable(put.status())) {
-      return model::Annotate(
-          put.status(), absl::StrCat("the key of job '", job_, "' (trainers must be allowed to read ", "and write ",
-                                     registry_->JobKeyName(job_), ")"));
-    }
+    if (!put.ok() && !absl::IsUnavailable(put.status())) return put.status();
     // Read back in any case but the plain one: an answer may have been lost, and the key may be another group's now.
     absl::Status trouble = put.status();
     if (trouble.ok() && !*put) {

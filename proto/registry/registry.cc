@@ -304,12 +304,21 @@ absl::StatusOr<bool> Registry::Put(const v1::ServerEntry& entry, int64_t lease, 
 
 std::string Registry::JobKeyName(const std::string& job) const { return absl::StrCat("/", url_.prefix, "/jobs/", job); }
 
+// etcd says what it refuses, and not of which key.
+absl::Status Registry::OfJob(const std::string& job, const absl::Status& status) const {
+  if (status.ok() || absl::IsUnavailable(status)) return status;
+  return model::Annotate(status, absl::StrCat("the key of job '", job, "', which trainers must be allowed to read and ",
+                                              "to write (", JobKeyName(job), ")"));
+}
+
 absl::StatusOr<std::optional<Registry::Found<v1::JobKey>>> Registry::FindJob(const std::string& job,
                                                                              absl::Time deadline) {
-  BALLAST_ASSIGN_OR_RETURN(const auto pair, Read(JobKeyName(job), deadline));
-  if (!pair.has_value()) return std::nullopt;
-  Found<v1::JobKey> found{.value = {}, .revision = pair->mod_revision(), .lease = pair->lease()};
-  const auto parsed = FromJson(pair->value(), &found.value);
+  const auto read = Read(JobKeyName(job), deadline);
+  BALLAST_RETURN_IF_ERROR(OfJob(job, read.status()));
+  if (!read->has_value()) return std::nullopt;
+  const v1::EtcdKeyValue& pair = **read;
+  Found<v1::JobKey> found{.value = {}, .revision = pair.mod_revision(), .lease = pair.lease()};
+  const auto parsed = FromJson(pair.value(), &found.value);
   if (parsed.ok() && !found.value.table().members().empty()) return found;
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
                       absl::StrCat("etcd's key ", JobKeyName(job), " does not say which servers have job '", job, "': ",
@@ -324,13 +333,17 @@ absl::StatusOr<bool> Registry::PutJob(const std::string& job, const v1::JobKey& 
   v1::EtcdTxnRequest::Operation operation;
   operation.mutable_put()->set_key(JobKeyName(job));
   operation.mutable_put()->set_value(ToJson(key));
-  return Swap(operation.put().key(), revision, operation, deadline);
+  const auto put = Swap(operation.put().key(), revision, operation, deadline);
+  BALLAST_RETURN_IF_ERROR(OfJob(job, put.status()));
+  return *put;
 }
 
 absl::StatusOr<bool> Registry::EraseJob(const std::string& job, int64_t revision, absl::Time deadline) {
   v1::EtcdTxnRequest::Operation operation;
   operation.mutable_delete_range()->set_key(JobKeyName(job));
-  return Swap(operation.delete_range().key(), revision, operation, deadline);
+  const auto erased = Swap(operation.delete_range().key(), revision, operation, deadline);
+  BALLAST_RETURN_IF_ERROR(OfJob(job, erased.status()));
+  return *erased;
 }
 
 }  // namespace ballast::registry

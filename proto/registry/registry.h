@@ -68,6 +68,7 @@ class Registry {
   template <typename Response, typename Request>
   absl::StatusOr<Response> Call(const char* method, const Request& request, absl::Time deadline);
   absl::StatusOr<std::shared_ptr<Cluster>> Reach();
+  absl::Status OfJob(const std::string& job, const absl::Status& status) const;
   absl::StatusOr<std::optional<v1::EtcdKeyValue>> Read(const std::string& key, absl::Time deadline);
   // Does `operation` if `key` is still as it was at `revision`.
   absl::StatusOr<bool> Swap(const std::string& key, int64_t revision, const v1::EtcdTxnRequest::Operation& operation,

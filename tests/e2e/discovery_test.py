@@ -428,6 +428,12 @@ def test_by_tls_with_a_user(etcd, folder, bits):
     assert code == 1 and 'the URL needs ca=FILE' in text, text
     code, text = status(f'{plain}?{files}')
     assert code == 1 and 'permission denied' in text, 'the common name of our certificate is no user of etcd: ' + text
+    # A user from before there were jobs' keys.
+    for words in ('user add older --new-user-password=open_sesame', 'role add found',
+                  'role grant-permission found --prefix=true read /mine/servers/', 'user grant-role older found'):
+        etcd.ctl(*[word.replace('_', ' ') if 'password' in word else word for word in words.split()])
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('mine').replace('user=ballast', 'user=older'), '--job', 'new')
+    assert code == 1 and 'must be allowed to read and to write (/mine/jobs/new)' in text, text
     code, text = status(f'{plain}?{files.replace("us.crt", "none.crt")}')
     assert code == 1 and f'{folder}/none.crt' in text, text
     # New roles make old tokens stale, and the server's too.
