@@ -408,7 +408,9 @@ absl::StatusOr<Config> MakeConfig(const ConfigValues& file, const ConfigValues& 
                                   const ConfigValues& flags) {
   Config config;
   config.server.scrub_bytes_per_s = kScrubBytesPerSecond;
-  config.server.compute_threads = std::min(UsableProcessors(""), kThreadsMax);
+  const int processors = UsableProcessors("");
+  config.server.compute_threads = std::min(processors, kThreadsMax);
+  config.server.answer_threads = std::clamp(processors / 2, 1, kThreadsMax);
   std::map<std::string, std::string> where;  // by key: the source of its value
   for (const ConfigValues* source : {&file, &environment, &flags}) {
     for (const auto& [name, value] : *source) {

@@ -2,12 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
 
 #include "ballast/proto/model/byte_sizes.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/config/machine_files.h"
 
 namespace ballast::services {
 namespace {
@@ -47,6 +49,7 @@ TEST(Config, ReadsAFile) {
   EXPECT_EQ(config->server.budget.hbm, 0u);
   EXPECT_EQ(config->server.hbm_device, 0);
   EXPECT_EQ(config->server.compute_threads, 1024);
+  EXPECT_EQ(config->server.answer_threads, std::max(1, UsableProcessors("") / 2));
   EXPECT_EQ(config->server.read_threads, 3);
   EXPECT_EQ(config->log_level, "info");
 }
