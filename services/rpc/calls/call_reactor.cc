@@ -45,11 +45,20 @@ void CallReactor::BeLate() {
                                  " of when the server began to read it; less came")));
 }
 
+void CallReactor::DropMessage() {
+  message_.reset();
+  parse_room_ = ParseRoom::Lease();
+}
+
 void CallReactor::Answer(grpc::ByteBuffer answer) {
+  DropMessage();
   bytes_ = std::move(answer);
   StartWriteAndFinish(&bytes_, grpc::WriteOptions(), grpc::Status::OK);
 }
 
-void CallReactor::Fail(const absl::Status& status) { Finish(ToGrpc(status)); }
+void CallReactor::Fail(const absl::Status& status) {
+  DropMessage();
+  Finish(ToGrpc(status));
+}
 
 }  // namespace ballast::services

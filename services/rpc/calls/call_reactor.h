@@ -33,7 +33,8 @@ class CallReactor final : public grpc::ServerGenericBidiReactor, private Read {
   void ReadMessage(const std::string& who, bool in_turn, std::function<void(grpc::ByteBuffer*)> run);
 
   const std::shared_ptr<Caller>& caller() const { return caller_; }
-  // Kept until the call's end: room for an answer; the parsed message, and its room.
+  // Room for an answer stays until the call's end, the parsed message and its room until the answer: a client may take
+  // an answer at any time.
   void Hold(AnswerRoom::Lease room) { answer_room_ = std::move(room); }
   void Keep(std::shared_ptr<const google::protobuf::Message> message, ParseRoom::Lease room) {
     message_ = std::move(message);
@@ -49,6 +50,7 @@ class CallReactor final : public grpc::ServerGenericBidiReactor, private Read {
   void OnDone() override { delete this; }
   void Start() override { StartRead(&bytes_); }
   void BeLate() override;
+  void DropMessage();
 
   Reads* const reads_;
   const std::shared_ptr<Caller> caller_ = std::make_shared<Caller>();

@@ -96,6 +96,70 @@ TEST_F(DoorTest, EachMethodHasASize) {
       << status;
 }
 
+// A call whose answer its client does not take: the stream's window has room for five bytes.
+class UntakenAnswer {
+ public:
+  UntakenAnswer(const StateServer& server, const std::string& address, const std::string& method,
+                const std::string& message) {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 5);
+    arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    NameTarget(server, &context_);
+    grpc::GenericStub stub(grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
+    call_ = stub.PrepareCall(&context_, method, &queue_);
+    call_->StartCall(nullptr);
+    Await();
+    call_->WriteLast(MessageOf(message), grpc::WriteOptions(), nullptr);
+    Await();
+  }
+  ~UntakenAnswer() {
+    context_.TryCancel();
+    grpc::Status status;
+    call_->Finish(&status, nullptr);
+    Await();
+    queue_.Shutdown();
+  }
+
+ private:
+  void Await() {
+    void* tag = nullptr;
+    bool ok = false;
+    EXPECT_TRUE(queue_.Next(&tag, &ok));
+  }
+
+  grpc::CompletionQueue queue_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+};
+
+TEST_F(DoorTest, AnAnswerThatNobodyTakesKeepsNoRoom) {
+  std::deque<UntakenAnswer> untaken;
+  for (int i = 0; i < 12; ++i) {
+    v1::FenceRequest fence;
+    fence.set_job(absl::StrCat("job-", i));
+    fence.mutable_epoch()->set_counter(1);
+    fence.set_protocol_version(model::kProtocolVersion);
+    fence.GetReflection()->MutableUnknownFields(&fence)->AddLengthDelimited(1000)->assign(3 << 20, 'x');
+    untaken.emplace_back(*server_.get(), rpc_->address(), "/ballast.v1.StateService/Fence", fence.SerializeAsString());
+    v1::GetJobRequest ask;
+    ask.set_job(fence.job());
+    v1::GetJobResponse job;
+    const absl::Time until = absl::Now() + absl::Seconds(30);
+    while (!job.exists() && absl::Now() < until) {
+      ASSERT_EQ(Call(&v1::StateService::Stub::GetJob, ask, &job), absl::OkStatus());
+    }
+    ASSERT_TRUE(job.exists()) << i;
+  }
+  v1::OpenRequest open;
+  for (int i = 0; i < 400'000; ++i) open.mutable_tiling()->add_ranges();
+  const absl::Time until = absl::Now() + absl::Seconds(10);
+  absl::Status status;
+  do {
+    status = Send("/ballast.v1.StateService/Open", open.SerializeAsString());
+  } while (model::ReasonOf(status) == model::kBusy && absl::Now() < until);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+}
+
 TEST_F(DoorTest, MethodsThatAreNotThere) {
   const absl::Status status = Send("/ballast.v1.StateService/NoSuchMethod", "");
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << status;
