@@ -3,6 +3,7 @@
 #include <google/protobuf/io/coded_stream.h>
 
 #include <array>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -162,7 +163,9 @@ void StateServiceImpl::Push(const Arrival& arrival, const grpc::ByteBuffer& mess
   CallReactor* const reactor = arrival.reactor;
   auto header = std::make_shared<v1::PushRequest>();
   const uint64_t allowed = 2 * message.Length() + kPushFieldsMax;
-  if (ParsedBytes(v1::PushRequest::descriptor(), message, allowed) > allowed) {
+  const std::optional<uint64_t> counted = ParsedBytes(v1::PushRequest::descriptor(), message, allowed);
+  if (!counted.has_value()) return FailUnparsed(reactor, *header);
+  if (*counted > allowed) {
     return reactor->Fail(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                                       "a push is a few numbers and one payload; this one has more fields"));
   }

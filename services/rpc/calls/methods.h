@@ -40,6 +40,8 @@ using Methods = absl::flat_hash_map<std::string, Method>;  // by path: "/ballast
 inline constexpr size_t kFewBytesMax = 4096;
 inline constexpr size_t kWholeBytesMax = model::kMessageBytesMax + (size_t{64} << 10);
 
+// Ends the call because its bytes are no message of this type.
+void FailUnparsed(CallReactor* reactor, const google::protobuf::Message& type);
 // False after the call was ended, because `bytes` are no such message.
 bool ParseMessage(CallReactor* reactor, const grpc::ByteBuffer& bytes, google::protobuf::Message* to);
 
@@ -84,8 +86,9 @@ Method MakeMethod(Call call, size_t bytes_max, const Gate* gate, ParseRoom* room
                                                                                grpc::ByteBuffer* message) {
             CallReactor* const reactor = arrival.reactor;
             auto request = std::make_shared<Request>();
-            absl::StatusOr<ParseRoom::Lease> lease =
-                room->Take(ParsedBytes(Request::descriptor(), *message, ParseRoom::kBytesMax));
+            const auto bytes = ParsedBytes(Request::descriptor(), *message, ParseRoom::kBytesMax);
+            if (!bytes.has_value()) return FailUnparsed(reactor, *request);
+            absl::StatusOr<ParseRoom::Lease> lease = room->Take(*bytes);
             if (!lease.ok()) return reactor->Fail(lease.status());
             if (!ParseMessage(reactor, *message, request.get())) return;
             message->Clear();

@@ -26,6 +26,8 @@ constexpr uint64_t kText = sizeof(std::string) + kAllocation;
 constexpr uint64_t kUnknown = 48;                   // a field of a later version, in a list that grows
 constexpr uint64_t kNumber = 2 * sizeof(uint64_t);  // in an array that grows by doubling
 
+constexpr int kGroupsMax = 100;  // one in another, as parsing allows
+
 // What counting has to know of a type.
 struct Shape {
   struct Field {
@@ -85,9 +87,10 @@ class Counting {
  private:
   void Add(uint64_t bytes) { bytes_ += bytes; }
 
-  // `field`: null for one of a later version. Groups, which no message has, count tag by tag.
+  // `field`: null for one of a later version.
   bool Field(uint32_t tag, const Shape::Field* field) {
     const WireFormatLite::WireType wire = WireFormatLite::GetTagWireType(tag);
+    if (wire == WireFormatLite::WIRETYPE_START_GROUP) return Group();
     if (wire == WireFormatLite::WIRETYPE_LENGTH_DELIMITED) return Delimited(field);
     if (field == nullptr || field->wire != wire) {
       Add(kUnknown);
@@ -96,12 +99,27 @@ class Counting {
     }
     return SkipNumber(wire);
   }
+  // No message has groups, so all within is of a later version, whatever its numbers.
+  bool Group() {
+    Add(2 * kUnknown);
+    if (++groups_ > kGroupsMax) return false;
+    while (bytes_ <= max_) {
+      const uint32_t tag = in_->ReadTag();
+      if (tag == 0) return false;
+      if (WireFormatLite::GetTagWireType(tag) == WireFormatLite::WIRETYPE_END_GROUP) {
+        --groups_;
+        return true;
+      }
+      if (!Field(tag, nullptr)) return false;
+    }
+    return false;
+  }
   bool SkipNumber(WireFormatLite::WireType wire) {
     uint64_t ignored = 0;
     if (wire == WireFormatLite::WIRETYPE_VARINT) return in_->ReadVarint64(&ignored);
     if (wire == WireFormatLite::WIRETYPE_FIXED64) return in_->Skip(sizeof(uint64_t));
     if (wire == WireFormatLite::WIRETYPE_FIXED32) return in_->Skip(sizeof(uint32_t));
-    return true;  // the begin or end of a group
+    return true;  // the end of a group, or no wire type at all
   }
   bool Delimited(const Shape::Field* field) {
     int length = 0;
@@ -127,17 +145,19 @@ class Counting {
   CodedInputStream* const in_;
   const uint64_t max_;
   uint64_t bytes_ = 0;
+  int groups_ = 0;  // open ones
 };
 
 }  // namespace
 
-uint64_t ParsedBytes(const Descriptor* type, const grpc::ByteBuffer& bytes, uint64_t max) {
+std::optional<uint64_t> ParsedBytes(const Descriptor* type, const grpc::ByteBuffer& bytes, uint64_t max) {
   static auto* const shapes = new Shapes;
   grpc::ByteBuffer buffer(bytes);  // shares the slices
   grpc::ProtoBufferReader reader(&buffer);
   CodedInputStream in(&reader);
   Counting counting(&in, max);
-  (void)counting.Message(*shapes->Of(type));
+  const bool whole = counting.Message(*shapes->Of(type));
+  if (!whole && counting.bytes() <= max) return std::nullopt;
   return counting.bytes() + bytes.Length();
 }
 

@@ -186,7 +186,7 @@ TEST(ParsedBytes, IsNoLessThanWhatParsingTakes) {
   const grpc::ByteBuffer bytes = MessageOf(open.SerializeAsString());
   v1::OpenRequest parsed;
   ASSERT_TRUE(parsed.ParseFromString(open.SerializeAsString()));
-  const uint64_t counted = ParsedBytes(v1::OpenRequest::descriptor(), bytes, uint64_t{1} << 30);
+  const uint64_t counted = ParsedBytes(v1::OpenRequest::descriptor(), bytes, uint64_t{1} << 30).value();
   EXPECT_GE(counted, parsed.SpaceUsedLong());
   EXPECT_LE(counted, 3 * parsed.SpaceUsedLong());
   // Counting stops soon after its bound.
@@ -200,6 +200,32 @@ TEST(ParsedBytes, CountsFieldsOfOtherTypes) {
   v1::OpenRequest parsed;
   ASSERT_TRUE(parsed.ParseFromString(message));
   EXPECT_GE(ParsedBytes(v1::OpenRequest::descriptor(), MessageOf(message), uint64_t{1} << 30), parsed.SpaceUsedLong());
+}
+
+// Within a group all is of a later version, and no bytes are wrong there; what comes behind is counted.
+TEST(ParsedBytes, GroupsHideNothing) {
+  const std::string begin("\x9b\x06", 2), end("\x9c\x06", 2), tiling_of_one_byte("\x22\x01\x08", 3);
+  std::string message = begin + begin + tiling_of_one_byte + end + end + "\x22";
+  std::string tiling;
+  for (int i = 0; i < 100'000; ++i) tiling += std::string("\x12\x00", 2);
+  for (size_t length = tiling.size(); length > 0; length >>= 7) {
+    message += static_cast<char>((length & 127) | (length > 127 ? 128 : 0));
+  }
+  message += tiling;
+  v1::OpenRequest parsed;
+  ASSERT_TRUE(parsed.ParseFromString(message));
+  EXPECT_GE(ParsedBytes(v1::OpenRequest::descriptor(), MessageOf(message), uint64_t{1} << 30), parsed.SpaceUsedLong());
+}
+
+// A packed field may claim more bytes than its message has, and parsing takes them before it sees that.
+TEST(ParsedBytes, WhatIsNoMessageHasNone) {
+  std::string message("\x22\x02\x2a\xa0",
+                      4);  // a tiling of two bytes; the length of its placement_of goes on behind it
+  message += std::string("\x8d\x06") + std::string(100'000, '\x01');
+  v1::OpenRequest parsed;
+  EXPECT_FALSE(parsed.ParseFromString(message));
+  EXPECT_GT(parsed.SpaceUsedLong(), 4 * message.size());
+  EXPECT_EQ(ParsedBytes(v1::OpenRequest::descriptor(), MessageOf(message), uint64_t{1} << 30), std::nullopt);
 }
 
 struct FakeRead final : Read {
