@@ -4,6 +4,7 @@
 #include <dirent.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <spdlog/spdlog.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -89,6 +90,12 @@ void Watch(int epoll, int fd, uint32_t events, int operation = EPOLL_CTL_ADD) {
   event.events = events;
   event.data.fd = fd;
   (void)::epoll_ctl(epoll, operation, fd, &event);
+}
+
+// Somebody waits to be accepted.
+bool IsAwaited(int listener) {
+  pollfd entry{.fd = listener, .events = POLLIN, .revents = 0};
+  return ::poll(&entry, 1, 0) > 0;
 }
 
 }  // namespace
@@ -177,6 +184,7 @@ void Connections::ListenAgain(bool on) {
 void Connections::Accept(int listener) {
   while (true) {
     absl::MutexLock lock(&mu_);
+    if (connections_.size() >= max_ && !IsAwaited(listener)) return;
     if (connections_.size() >= max_ && !MakeRoom()) {
       // Whoever comes waits in the kernel until a connection ends.
       spdlog::warn("all {} connections are in use by clients that were let in; others wait", max_);
@@ -210,7 +218,8 @@ void Connections::Accept(int listener) {
   }
 }
 
-// Silent ones yield first, then strangers, the oldest of each; many at once, since finding them takes a look at all.
+// The oldest strangers yield, whatever they have said: whoever comes needs some time to say something. Many at once,
+// since finding them takes a look at all.
 bool Connections::MakeRoom() {
   std::vector<ByDescriptor::iterator> yielding;
   for (auto at = connections_.begin(); at != connections_.end();) {
@@ -224,9 +233,8 @@ bool Connections::MakeRoom() {
   }
   if (connections_.size() < max_) return true;
   const auto end = yielding.begin() + static_cast<ptrdiff_t>(std::min<size_t>(yielding.size(), max_ / 16 + 1));
-  std::partial_sort(yielding.begin(), end, yielding.end(), [](const auto& a, const auto& b) {
-    return std::pair(!a->second.silent, a->second.since) < std::pair(!b->second.silent, b->second.since);
-  });
+  std::partial_sort(yielding.begin(), end, yielding.end(),
+                    [](const auto& a, const auto& b) { return a->second.since < b->second.since; });
   for (auto at = yielding.begin(); at != end; ++at) {
     OfProcess().ended_strangers.fetch_add(1, std::memory_order_relaxed);
     End(*at);

@@ -124,6 +124,28 @@ TEST_F(RpcServerTest, IdleConnectionsKeepNoClientOut) {
   for (const int fd : idle) ::close(fd);
 }
 
+// Whoever comes last has had no time to say anything.
+TEST_F(RpcServerTest, ANewConnectionDoesNotMakeRoom) {
+  RpcServerOptions options;
+  options.connections_max = 4;
+  const auto rpc = RpcServer::Start(options, server_.get());
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  std::vector<int> idle;
+  for (int i = 0; i < 8; ++i) {
+    idle.push_back(ConnectTo((*rpc)->address()));
+    const std::string preface("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 33);
+    (void)::send(idle.back(), preface.data(), preface.size(), MSG_NOSIGNAL);
+    char answer = 0;
+    EXPECT_EQ(::recv(idle.back(), &answer, 1, 0), 1) << i << ": gRPC has it";
+  }
+  const int last = ConnectTo((*rpc)->address());
+  EXPECT_EQ((*rpc)->Try(absl::Seconds(30)), absl::OkStatus()) << "after it";
+  char answer = 0;
+  EXPECT_EQ(::recv(last, &answer, 1, MSG_DONTWAIT), -1) << "it is open";
+  ::close(last);
+  for (const int fd : idle) ::close(fd);
+}
+
 TEST_F(RpcServerTest, PullCarriesPayloadAndChecksum) {
   TrainerGroup group({server_.get()}, MakeSpec("job", SmallModel()), 1);
   ASSERT_EQ(group.Start(), absl::OkStatus());
