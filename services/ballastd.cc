@@ -296,7 +296,7 @@ int ServeAndLog(const Config& config, const sigset_t& signals) {
   const auto sink = std::make_shared<spdlog::sinks::stderr_sink_mt>();
   spdlog::set_default_logger(queue.MakeLogger("ballastd", sink));
   spdlog::set_level(spdlog::level::from_str(config.log_level));
-  RpcServer::TakeLogOfGrpc();
+  RpcServer::TakeLogs();
   int code = kFailed;
   try {
     code = Serve(config, signals);

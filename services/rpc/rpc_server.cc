@@ -1,5 +1,6 @@
 #include "ballast/services/rpc/rpc_server.h"
 
+#include <google/protobuf/stubs/logging.h>
 #include <grpc/grpc.h>
 #include <grpc/support/log.h>
 #include <grpcpp/generic/generic_stub.h>
@@ -228,12 +229,17 @@ absl::Status RpcServer::Try(absl::Duration patience) {
   return absl::UnavailableError(absl::StrCat("a call to itself ended with ", status.error_message()));
 }
 
-void RpcServer::TakeLogOfGrpc() {
+void RpcServer::TakeLogs() {
   ::gpr_set_log_function([](gpr_log_func_args* line) {
     const auto level = line->severity == GPR_LOG_SEVERITY_ERROR  ? spdlog::level::err
                        : line->severity == GPR_LOG_SEVERITY_INFO ? spdlog::level::info
                                                                  : spdlog::level::debug;
     spdlog::log(level, "gRPC: {}", line->message);
+  });
+  // Errors here are about messages that others sent, as many as they like; each call's answer says what was wrong.
+  google::protobuf::SetLogHandler([](google::protobuf::LogLevel level, const char*, int, const std::string& text) {
+    spdlog::log(level == google::protobuf::LOGLEVEL_FATAL ? spdlog::level::err : spdlog::level::debug, "protobuf: {}",
+                text);
   });
 }
 

@@ -39,8 +39,8 @@ class RpcServer {
   // Whether a client could connect and call now: connects to its own port, and calls itself. Blocks for up to twice
   // `patience`.
   absl::Status Try(absl::Duration patience);
-  // From now on gRPC's lines go to the program's log.
-  static void TakeLogOfGrpc();
+  // From now on gRPC's and protobuf's lines go to the program's log, and no thread of gRPC's writes to standard error.
+  static void TakeLogs();
 
   // Turns health to NOT_SERVING, stops `state` (waiting requests are answered SERVER_DOWN), and gives further calls
   // `grace` to end. Blocks.

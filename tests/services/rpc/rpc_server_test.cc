@@ -124,6 +124,15 @@ TEST_F(RpcServerTest, IdleConnectionsKeepNoClientOut) {
   for (const int fd : idle) ::close(fd);
 }
 
+// A stuck reader of standard error would stop gRPC's threads.
+TEST(RpcServerLogs, BadMessagesWriteNothingToStandardError) {
+  RpcServer::TakeLogs();
+  testing::internal::CaptureStderr();
+  v1::FenceRequest request;
+  EXPECT_FALSE(request.ParseFromString("\x0a\x01\xff")) << "a job's name is UTF-8";
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
 // Whoever comes last has had no time to say anything.
 TEST_F(RpcServerTest, ANewConnectionDoesNotMakeRoom) {
   RpcServerOptions options;
