@@ -50,6 +50,8 @@ constexpr int kStreamsPerConnectionMax = 16384;
 // cancels calls.
 constexpr size_t kGrpcBytesMax = size_t{1} << 30;
 
+constexpr absl::Duration kTrimInterval = absl::Seconds(1);
+
 // Beside a GPU, for answers on their way: sixteen of the largest, more than a link needs to be busy.
 constexpr uint64_t kAnswerBytes = uint64_t{64} << 20;
 
@@ -145,6 +147,7 @@ struct RpcServer::Impl {
   Methods methods;
   Reflection reflection{&gate};
   CallService calls;
+  absl::Time trimmed = absl::Now();  // TakeCare's
   std::string address;
   absl::Mutex mu;
   std::unique_ptr<grpc::Server> server;
@@ -153,8 +156,11 @@ struct RpcServer::Impl {
 };
 
 void RpcServer::Impl::TakeCare() {
-  reads.EndLate(absl::Now());
+  const absl::Time now = absl::Now();
+  reads.Look(now);
   // The large messages of a job's start leave more memory behind than a server otherwise needs.
+  if (now - trimmed < kTrimInterval) return;
+  trimmed = now;
   if (room.TakeReturned()) ::malloc_trim(0);
 }
 

@@ -18,9 +18,10 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   return deadline - std::min(left / 10, absl::Milliseconds(200));
 }
 
-void CallReactor::ReadMessage(const std::string& who, bool in_turn, std::function<void(grpc::ByteBuffer*)> run) {
+void CallReactor::ReadMessage(const std::string& who, const std::string& connection, bool in_turn,
+                              std::function<void(grpc::ByteBuffer*)> run) {
   run_ = std::move(run);
-  if (reads_->Ask(who, in_turn, this)) return;
+  if (reads_->Ask(who, connection, in_turn, this)) return;
   Fail(model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                     absl::StrCat("more than ", Reads::kWaitingMax,
                                  " calls of the same caller wait until their messages are read; send it again")));
@@ -43,6 +44,13 @@ void CallReactor::BeLate() {
   Fail(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBadRequest,
                     absl::StrCat("expected a whole message within ", absl::FormatDuration(Reads::kPatience),
                                  " of when the server began to read it; less came")));
+}
+
+void CallReactor::GiveWay() {
+  Fail(
+      model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                   absl::StrCat("more than ", Reads::kAsideMax, " messages of the same caller come slowly, and others ",
+                                "wait; this one is the oldest: send it again")));
 }
 
 void CallReactor::DropMessage() {

@@ -29,8 +29,10 @@ class CallReactor final : public grpc::ServerGenericBidiReactor, private Read {
  public:
   explicit CallReactor(Reads* reads) : reads_(reads) {}
 
-  // Reads the message, in its turn among those of `who`; run(message) goes on with the call.
-  void ReadMessage(const std::string& who, bool in_turn, std::function<void(grpc::ByteBuffer*)> run);
+  // Reads the message, in turn among those of `who`, from `connection`; run(message) goes on with the
+  // call.
+  void ReadMessage(const std::string& who, const std::string& connection, bool in_turn,
+                   std::function<void(grpc::ByteBuffer*)> run);
 
   const std::shared_ptr<Caller>& caller() const { return caller_; }
   // Room for an answer stays until the call's end, the parsed message and its room until the answer: a client may take
@@ -50,6 +52,7 @@ class CallReactor final : public grpc::ServerGenericBidiReactor, private Read {
   void OnDone() override { delete this; }
   void Start() override { StartRead(&bytes_); }
   void BeLate() override;
+  void GiveWay() override;
   void DropMessage();
 
   Reads* const reads_;

@@ -35,7 +35,8 @@ constexpr int kBacklog = 4096;
 constexpr uint64_t kConnectionsMax = 16384;
 // Kept free for jobs, their files, and the HTTP port.
 constexpr uint64_t kDescriptorsKept = 1024;
-constexpr int kLookMs = 1000;
+constexpr int kTickMs = 100;
+constexpr absl::Duration kLookInterval = absl::Seconds(1);
 
 uint64_t OpenDescriptors() {
   DIR* const directory = ::opendir("/proc/self/fd");
@@ -151,10 +152,10 @@ void Connections::Stop() {
 }
 
 void Connections::Run() {
-  absl::Time looked = absl::Now();
+  absl::Time looked = absl::Now(), ticked = looked;
   while (true) {
     std::array<epoll_event, 64> events;
-    const int count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), kLookMs);
+    const int count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), kTickMs);
     {
       absl::MutexLock lock(&mu_);
       if (stopping_) return;
@@ -167,10 +168,14 @@ void Connections::Run() {
         Greet(fd);
       }
     }
-    if (const absl::Time now = absl::Now(); now - looked >= absl::Milliseconds(kLookMs)) {
+    const absl::Time now = absl::Now();
+    if (now - ticked >= absl::Milliseconds(kTickMs)) {
+      ticked = now;
+      tick_();
+    }
+    if (now - looked >= kLookInterval) {
       looked = now;
       EndOld();
-      tick_();
       if (!listening_) ListenAgain(true);
     }
   }

@@ -34,7 +34,7 @@ class Connections {
 
   const model::Address& address() const { return address_; }
   uint64_t max() const { return max_; }
-  // Accepts from now on, and calls `tick` once a second, on the same thread.
+  // Accepts from now on, and calls `tick` ten times a second, on the same thread.
   absl::Status Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> grpc, std::function<void()> tick);
   // Accepts no more. Before gRPC's shutdown.
   void Stop();

@@ -1,31 +1,50 @@
 #include "ballast/services/rpc/door/reads.h"
 
+#include <iterator>
+
 #include "absl/time/clock.h"
 
 namespace ballast::services {
+namespace {
 
-void Reads::Begin(Read* read) {
+// How long a connection whose messages all wait, or do not come, is known to be slow.
+constexpr absl::Duration kSlowFor = absl::Minutes(10);
+
+}  // namespace
+
+void Reads::Begin(Read* read, Lane* lane) {
   read->state_ = Read::State::kReading;
   read->since_ = absl::Now();
   read->place_ = reading_.insert(reading_.end(), read);
+  if (lane != nullptr) read->lane_place_ = lane->reading.insert(lane->reading.end(), read);
 }
 
-bool Reads::Ask(const std::string& who, bool in_turn, Read* read) {
+void Reads::BeginNext(Lane* lane, Few* started) {
+  while (lane->reading.size() < lane->places_max && !lane->waiting.empty()) {
+    started->push_back(lane->waiting.front());
+    lane->waiting.pop_front();
+    Begin(started->back(), lane);
+  }
+}
+
+bool Reads::Ask(const std::string& who, const std::string& connection, bool in_turn, Read* read) {
   {
     absl::MutexLock lock(&mu_);
-    read->in_turn_ = in_turn;
+    Lane* lane = nullptr;
     if (in_turn) {
+      read->in_turn_ = true;
       read->who_ = who;
-      Caller& caller = callers_[who];
-      if (caller.reading == kInTurnMax) {
-        if (caller.waiting.size() == kWaitingMax) return false;
+      read->connection_ = connection;
+      read->aside_ = slow_.contains(connection);
+      lane = &callers_[who].lane(read->aside_);
+      if (lane->reading.size() >= lane->places_max) {
+        if (lane->waiting.size() >= kWaitingMax) return false;
         read->state_ = Read::State::kWaiting;
-        read->place_ = caller.waiting.insert(caller.waiting.end(), read);
+        read->lane_place_ = lane->waiting.insert(lane->waiting.end(), read);
         return true;
       }
-      ++caller.reading;
     }
-    Begin(read);
+    Begin(read, lane);
   }
   read->Start();
   return true;
@@ -34,50 +53,94 @@ bool Reads::Ask(const std::string& who, bool in_turn, Read* read) {
 bool Reads::Leave(Read* read) {
   absl::MutexLock lock(&mu_);
   if (read->state_ != Read::State::kWaiting) return false;
-  callers_[read->who_].waiting.erase(read->place_);
+  callers_.at(read->who_).lane(read->aside_).waiting.erase(read->lane_place_);
   read->state_ = Read::State::kOver;
   return true;
 }
 
-Read* Reads::Remove(Read* read) {
+void Reads::Remove(Read* read, Few* started) {
   reading_.erase(read->place_);
   read->state_ = Read::State::kOver;
-  if (!read->in_turn_) return nullptr;
+  if (!read->in_turn_) return;
   const auto caller = callers_.find(read->who_);
-  --caller->second.reading;
-  if (caller->second.waiting.empty()) {
-    if (caller->second.reading == 0) callers_.erase(caller);
-    return nullptr;
+  Lane& lane = caller->second.lane(read->aside_);
+  lane.reading.erase(read->lane_place_);
+  BeginNext(&lane, started);
+  if (caller->second.idle()) callers_.erase(caller);
+}
+
+void Reads::Mark(const std::string& connection, Caller* caller, bool slow) {
+  if (slow) {
+    slow_[connection] = absl::Now();
+  } else if (slow_.erase(connection) == 0) {
+    return;
   }
-  Read* const next = caller->second.waiting.front();
-  caller->second.waiting.pop_front();
-  ++caller->second.reading;
-  Begin(next);
-  return next;
+  Lane &from = caller->lane(!slow), &to = caller->lane(slow);
+  for (auto at = from.waiting.begin(); at != from.waiting.end();) {
+    const auto next = std::next(at);
+    if ((*at)->connection_ == connection) {
+      (*at)->aside_ = slow;
+      to.waiting.splice(to.waiting.end(), from.waiting, at);
+    }
+    at = next;
+  }
 }
 
 bool Reads::End(Read* read) {
-  Read* next = nullptr;
+  Few started;
   {
     absl::MutexLock lock(&mu_);
     if (read->state_ != Read::State::kReading) return false;
-    next = Remove(read);
+    if (read->aside_ && absl::Now() - read->since_ < kInTurnPatience) {
+      Caller& caller = callers_.at(read->who_);
+      Mark(read->connection_, &caller, /*slow=*/false);
+      BeginNext(&caller.in_turn, &started);
+    }
+    Remove(read, &started);
   }
-  if (next != nullptr) next->Start();
+  for (Read* next : started) next->Start();
   return true;
 }
 
-void Reads::EndLate(absl::Time now) {
-  std::vector<Read*> late, next;
+void Reads::PutAside(Read* read, Few* started, Few* yielding) {
+  Caller& caller = callers_.at(read->who_);
+  Mark(read->connection_, &caller, /*slow=*/true);
+  read->aside_ = true;
+  caller.aside.reading.splice(caller.aside.reading.end(), caller.in_turn.reading, read->lane_place_);
+  BeginNext(&caller.in_turn, started);
+  if (caller.aside.reading.size() <= caller.aside.places_max) return BeginNext(&caller.aside, started);
+  yielding->push_back(caller.aside.reading.front());
+  Remove(yielding->back(), started);
+}
+
+void Reads::Look(absl::Time now) {
+  Few late, yielding, started;
   {
     absl::MutexLock lock(&mu_);
     while (!reading_.empty() && reading_.front()->since_ + kPatience <= now) {
       late.push_back(reading_.front());
-      if (Read* const after = Remove(late.back()); after != nullptr) next.push_back(after);
+      Remove(late.back(), &started);
     }
+    Few slow, slowest;
+    for (Read* read : reading_) {
+      if (read->since_ + kInTurnPatience > now) break;
+      if (!read->in_turn_) continue;
+      if (!read->aside_) slow.push_back(read);
+      if (read->aside_ && read->since_ + kAsidePatience <= now) slowest.push_back(read);
+    }
+    for (Read* read : slowest) {
+      if (callers_.at(read->who_).aside.waiting.empty()) continue;
+      yielding.push_back(read);
+      Remove(read, &started);
+    }
+    for (Read* read : slow) {
+      if (!callers_.at(read->who_).in_turn.waiting.empty()) PutAside(read, &started, &yielding);
+    }
+    absl::erase_if(slow_, [now](const auto& one) { return one.second + kSlowFor <= now; });
   }
   for (Read* read : late) read->BeLate();
-  for (Read* read : next) read->Start();
+  for (Read* read : yielding) read->GiveWay();
+  for (Read* read : started) read->Start();
 }
 
 }  // namespace ballast::services

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <list>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -20,48 +21,72 @@ class Read {
   virtual ~Read() = default;
   // Reads the message, after which somebody calls Reads::End. No lock held.
   virtual void Start() = 0;
-  // The message did not come in time; End returns false from now on. No lock held.
+  // End returns false from now on: the message did not come in time, or too many slow ones of the caller came after
+  // this one. No lock held.
   virtual void BeLate() = 0;
+  virtual void GiveWay() = 0;
 
  private:
   friend class Reads;
   enum class State { kNew, kWaiting, kReading, kOver };
   State state_ = State::kNew;
-  bool in_turn_ = false;
-  std::string who_;
+  bool in_turn_ = false;  // among its caller's: no push
+  bool aside_ = false;    // in its caller's lane for slow ones
+  std::string who_, connection_;
   absl::Time since_;
-  std::list<Read*>::iterator place_;  // in its list, while it waits or reads
+  std::list<Read*>::iterator place_;       // among all that are read
+  std::list<Read*>::iterator lane_place_;  // in its lane, while it waits or is read
 };
 
+// A caller's messages take turns, two at a time. A slow message yields: the read goes on, aside, and so do further
+// messages of the same connection, four at a time, until one comes promptly. So half messages of one program do not
+// keep others of the same identity, or on the same host, waiting.
+//
 // Threads: any.
 class Reads {
  public:
-  // One caller's, pushes aside: 32 MiB with the largest message.
-  static constexpr int kInTurnMax = 2;
+  // One caller's, pushes aside: 96 MiB with the largest messages.
+  static constexpr size_t kInTurnMax = 2, kAsideMax = 4;
   static constexpr size_t kWaitingMax = 16384;  // waiting calls of one caller
   static constexpr absl::Duration kPatience = absl::Seconds(10);
+  // The same while others wait for the turn, and while others wait to be read aside.
+  static constexpr absl::Duration kInTurnPatience = absl::Milliseconds(100), kAsidePatience = absl::Seconds(1);
 
   // Starts the read at once, or in its turn among those of `who`. False if too many wait already.
-  bool Ask(const std::string& who, bool in_turn, Read* read);
+  bool Ask(const std::string& who, const std::string& connection, bool in_turn, Read* read);
   // True: the read waited for its turn, and never starts.
   bool Leave(Read* read);
-  // The message has come, or never will. True: the call goes on; false: it was late, and its end was told to BeLate.
+  // The message has come, or never will. True: the call goes on; false: it was late, and its end was told to BeLate or
+  // GiveWay.
   bool End(Read* read);
-  // Ends the reads that have been under way for longer than kPatience.
-  void EndLate(absl::Time now);
+  // Puts slow reads aside where others wait, and ends reads that take too long. To be called several times a second.
+  void Look(absl::Time now);
 
  private:
-  struct Caller {
-    int reading = 0;
-    std::list<Read*> waiting;
+  // Reads of a caller that share a number of places.
+  struct Lane {
+    explicit Lane(size_t places) : places_max(places) {}
+    const size_t places_max;
+    std::list<Read*> reading, waiting;  // oldest first
   };
-  // The next of the same caller, to be started after the lock; null: none.
-  Read* Remove(Read* read) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Begin(Read* read) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  struct Caller {
+    Lane in_turn{kInTurnMax}, aside{kAsideMax};
+    Lane& lane(bool is_aside) { return is_aside ? aside : in_turn; }
+    bool idle() const { return in_turn.reading.empty() && aside.reading.empty(); }
+  };
+  using Few = std::vector<Read*>;  // to be called after the lock
+  void Begin(Read* read, Lane* lane) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Fills the lane's places.
+  void BeginNext(Lane* lane, Few* started) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Remove(Read* read, Few* started) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void PutAside(Read* read, Few* started, Few* yielding) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Further messages of the connection, and those in line, go to the other lane.
+  void Mark(const std::string& connection, Caller* caller, bool slow) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   absl::Mutex mu_;
-  absl::flat_hash_map<std::string, Caller> callers_ ABSL_GUARDED_BY(mu_);  // those with reads in turn
-  std::list<Read*> reading_ ABSL_GUARDED_BY(mu_);                          // oldest first
+  std::map<std::string, Caller> callers_ ABSL_GUARDED_BY(mu_);              // those with reads in turn
+  std::list<Read*> reading_ ABSL_GUARDED_BY(mu_);                           // oldest first
+  absl::flat_hash_map<std::string, absl::Time> slow_ ABSL_GUARDED_BY(mu_);  // connections, and since when
 };
 
 }  // namespace ballast::services

@@ -231,18 +231,19 @@ TEST(ParsedBytes, WhatIsNoMessageHasNone) {
 struct FakeRead final : Read {
   void Start() override { ++started; }
   void BeLate() override { ++late; }
-  int started = 0, late = 0;
+  void GiveWay() override { ++gave_way; }
+  int started = 0, late = 0, gave_way = 0;
 };
 
 TEST(ReadsTest, OneCallersMessagesAreReadInTurn) {
   Reads reads;
   std::deque<FakeRead> of_one(Reads::kInTurnMax + 2);
-  for (FakeRead& read : of_one) ASSERT_TRUE(reads.Ask("one", true, &read));
+  for (FakeRead& read : of_one) ASSERT_TRUE(reads.Ask("one", "its connection", true, &read));
   FakeRead other, push;
-  ASSERT_TRUE(reads.Ask("two", true, &other));
-  ASSERT_TRUE(reads.Ask("one", false, &push));
+  ASSERT_TRUE(reads.Ask("two", "its connection", true, &other));
+  ASSERT_TRUE(reads.Ask("one", "its connection", false, &push));
   EXPECT_EQ(other.started + push.started, 2);
-  for (int i = 0; i < Reads::kInTurnMax + 2; ++i) EXPECT_EQ(of_one[i].started, i < Reads::kInTurnMax) << i;
+  for (size_t i = 0; i < of_one.size(); ++i) EXPECT_EQ(of_one[i].started, i < Reads::kInTurnMax) << i;
   FakeRead& left = of_one[Reads::kInTurnMax];
   EXPECT_TRUE(reads.Leave(&left));
   EXPECT_FALSE(reads.Leave(&of_one[0]));  // is being read
@@ -251,14 +252,62 @@ TEST(ReadsTest, OneCallersMessagesAreReadInTurn) {
   EXPECT_EQ(of_one.back().started, 1);
 }
 
+// Half messages of one connection are not in the way of their caller's other connections.
+TEST(ReadsTest, AMessageThatComesSlowlyYields) {
+  Reads reads;
+  const absl::Time start = absl::Now();
+  std::deque<FakeRead> slow(Reads::kInTurnMax + Reads::kAsideMax + 1);
+  for (FakeRead& read : slow) ASSERT_TRUE(reads.Ask("one", "slow", true, &read));
+  FakeRead other, first, second, third;
+  ASSERT_TRUE(reads.Ask("two", "slow", true, &other));
+  ASSERT_TRUE(reads.Ask("one", "prompt", true, &first));
+  reads.Look(start);
+  EXPECT_EQ(first.started, 0);
+  reads.Look(absl::Now() + Reads::kInTurnPatience);
+  EXPECT_EQ(first.started, 1);
+  EXPECT_EQ(slow.back().started, 0);
+  EXPECT_TRUE(reads.End(&first));
+  FakeRead late_comer;
+  ASSERT_TRUE(reads.Ask("one", "slow", true, &late_comer));
+  ASSERT_TRUE(reads.Ask("one", "prompt", true, &second));
+  EXPECT_EQ(second.started, 1) << "before those of the slow connection, which came earlier";
+  ASSERT_TRUE(reads.Ask("one", "prompt", true, &third));
+  EXPECT_EQ(third.started, 0);
+  reads.Look(absl::Now() + Reads::kInTurnPatience);
+  EXPECT_EQ(third.started, 1);
+  EXPECT_EQ(slow[0].gave_way, 1) << "one more would be too many";
+  EXPECT_FALSE(reads.End(&slow[0]));
+  EXPECT_EQ(slow[1].gave_way, 0);
+  EXPECT_EQ(slow.back().started, 0);
+  reads.Look(absl::Now() + Reads::kAsidePatience);
+  EXPECT_EQ(slow[1].gave_way, 1) << "others wait to be read aside";
+  EXPECT_EQ(slow.back().started + late_comer.started, 2);
+  EXPECT_EQ(other.gave_way + other.late, 0) << "nobody waits behind it";
+}
+
+TEST(ReadsTest, AConnectionIsSlowUntilAMessageComesPromptly) {
+  Reads reads;
+  std::deque<FakeRead> slow(Reads::kInTurnMax + 1);
+  for (FakeRead& read : slow) ASSERT_TRUE(reads.Ask("one", "slow", true, &read));
+  FakeRead prompt;
+  ASSERT_TRUE(reads.Ask("one", "prompt", true, &prompt));
+  reads.Look(absl::Now() + Reads::kInTurnPatience);
+  EXPECT_TRUE(reads.End(&prompt));
+  std::deque<FakeRead> more(Reads::kAsideMax);
+  for (FakeRead& read : more) ASSERT_TRUE(reads.Ask("one", "slow", true, &read));
+  EXPECT_EQ(more[2].started, 0) << "all places aside are taken";
+  EXPECT_TRUE(reads.End(&more[0]));
+  EXPECT_EQ(more[2].started, 1) << "in the turn, which is free";
+}
+
 TEST(ReadsTest, AMessageThatDoesNotComeGivesItsTurnUp) {
   Reads reads;
   std::deque<FakeRead> of_one(Reads::kInTurnMax + 1);
-  for (FakeRead& read : of_one) ASSERT_TRUE(reads.Ask("one", true, &read));
-  reads.EndLate(absl::Now());
+  for (FakeRead& read : of_one) ASSERT_TRUE(reads.Ask("one", "its connection", true, &read));
+  reads.Look(absl::Now());
   EXPECT_EQ(of_one[0].late, 0);
-  reads.EndLate(absl::Now() + Reads::kPatience);
-  for (int i = 0; i < Reads::kInTurnMax; ++i) {
+  reads.Look(absl::Now() + Reads::kPatience);
+  for (size_t i = 0; i < Reads::kInTurnMax; ++i) {
     EXPECT_EQ(of_one[i].late, 1);
     EXPECT_FALSE(reads.End(&of_one[i]));
   }
