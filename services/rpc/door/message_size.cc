@@ -2,7 +2,6 @@
 
 #include <google/protobuf/io/coded_stream.h>
 #include <google/protobuf/message.h>
-#include <google/protobuf/wire_format_lite.h>
 #include <grpcpp/support/proto_buffer_reader.h>
 
 #include <memory>
@@ -17,7 +16,6 @@ namespace {
 using google::protobuf::Descriptor;
 using google::protobuf::FieldDescriptor;
 using google::protobuf::MessageFactory;
-using google::protobuf::internal::WireFormatLite;
 using google::protobuf::io::CodedInputStream;
 
 constexpr uint64_t kAllocation = 16;              // what malloc adds to each
@@ -28,10 +26,36 @@ constexpr uint64_t kNumber = 2 * sizeof(uint64_t);  // in an array that grows by
 
 constexpr int kGroupsMax = 100;  // one in another, as parsing allows
 
+// The encoding of Protocol Buffers: a tag is a field's number, and in its last three bits how the value is written.
+enum Wire : uint32_t { kVarint = 0, kFixed64 = 1, kDelimited = 2, kBeginOfGroup = 3, kEndOfGroup = 4, kFixed32 = 5 };
+constexpr int kWireBits = 3;
+Wire WireOf(uint32_t tag) { return static_cast<Wire>(tag & ((1U << kWireBits) - 1)); }
+
+Wire WireOf(const FieldDescriptor& field) {
+  switch (field.type()) {
+    case FieldDescriptor::TYPE_DOUBLE:
+    case FieldDescriptor::TYPE_FIXED64:
+    case FieldDescriptor::TYPE_SFIXED64:
+      return kFixed64;
+    case FieldDescriptor::TYPE_FLOAT:
+    case FieldDescriptor::TYPE_FIXED32:
+    case FieldDescriptor::TYPE_SFIXED32:
+      return kFixed32;
+    case FieldDescriptor::TYPE_STRING:
+    case FieldDescriptor::TYPE_BYTES:
+    case FieldDescriptor::TYPE_MESSAGE:
+      return kDelimited;
+    case FieldDescriptor::TYPE_GROUP:
+      return kBeginOfGroup;
+    default:
+      return kVarint;
+  }
+}
+
 // What counting has to know of a type.
 struct Shape {
   struct Field {
-    WireFormatLite::WireType wire = WireFormatLite::WIRETYPE_VARINT;
+    Wire wire = kVarint;
     const Shape* message = nullptr;  // null: no message
     bool packable = false;           // a repeated number
   };
@@ -56,7 +80,7 @@ class Shapes {
     for (int i = 0; i < type->field_count(); ++i) {
       const FieldDescriptor* const field = type->field(i);
       Shape::Field& known = made->fields[field->number()];
-      known.wire = WireFormatLite::WireTypeForFieldType(static_cast<WireFormatLite::FieldType>(field->type()));
+      known.wire = WireOf(*field);
       if (field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) known.message = Make(field->message_type());
       known.packable = field->is_packable();
     }
@@ -77,7 +101,7 @@ class Counting {
     while (bytes_ <= max_) {
       const uint32_t tag = in_->ReadTag();
       if (tag == 0) return in_->ConsumedEntireMessage();
-      const auto found = shape.fields.find(WireFormatLite::GetTagFieldNumber(tag));
+      const auto found = shape.fields.find(static_cast<int>(tag >> kWireBits));
       if (!Field(tag, found == shape.fields.end() ? nullptr : &found->second)) return false;
     }
     return false;
@@ -89,9 +113,9 @@ class Counting {
 
   // `field`: null for one of a later version.
   bool Field(uint32_t tag, const Shape::Field* field) {
-    const WireFormatLite::WireType wire = WireFormatLite::GetTagWireType(tag);
-    if (wire == WireFormatLite::WIRETYPE_START_GROUP) return Group();
-    if (wire == WireFormatLite::WIRETYPE_LENGTH_DELIMITED) return Delimited(field);
+    const Wire wire = WireOf(tag);
+    if (wire == kBeginOfGroup) return Group();
+    if (wire == kDelimited) return Delimited(field);
     if (field == nullptr || field->wire != wire) {
       Add(kUnknown);
     } else if (field->packable) {
@@ -106,7 +130,7 @@ class Counting {
     while (bytes_ <= max_) {
       const uint32_t tag = in_->ReadTag();
       if (tag == 0) return false;
-      if (WireFormatLite::GetTagWireType(tag) == WireFormatLite::WIRETYPE_END_GROUP) {
+      if (WireOf(tag) == kEndOfGroup) {
         --groups_;
         return true;
       }
@@ -114,11 +138,11 @@ class Counting {
     }
     return false;
   }
-  bool SkipNumber(WireFormatLite::WireType wire) {
+  bool SkipNumber(Wire wire) {
     uint64_t ignored = 0;
-    if (wire == WireFormatLite::WIRETYPE_VARINT) return in_->ReadVarint64(&ignored);
-    if (wire == WireFormatLite::WIRETYPE_FIXED64) return in_->Skip(sizeof(uint64_t));
-    if (wire == WireFormatLite::WIRETYPE_FIXED32) return in_->Skip(sizeof(uint32_t));
+    if (wire == kVarint) return in_->ReadVarint64(&ignored);
+    if (wire == kFixed64) return in_->Skip(sizeof(uint64_t));
+    if (wire == kFixed32) return in_->Skip(sizeof(uint32_t));
     return true;  // the end of a group, or no wire type at all
   }
   bool Delimited(const Shape::Field* field) {
