@@ -81,6 +81,13 @@ void JobCore::Enter(std::function<void(Replies*)> body) {
   Run(std::move(replies));
 }
 
+bool JobCore::TryLook(absl::FunctionRef<void()> look) const {
+  if (!mu.LockWithin(kLockPatience)) return false;
+  look();
+  mu.Unlock();
+  return true;
+}
+
 void JobCore::LockedOnWorker(absl::FunctionRef<void(Replies*)> body) {
   Replies replies, of_step;
   {

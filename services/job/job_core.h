@@ -59,6 +59,8 @@ class JobCore {
   // nobody else's call. `body` lives until it has run.
   void Enter(std::function<void(Replies*)> body) ABSL_LOCKS_EXCLUDED(job_lock);
   void Locked(absl::FunctionRef<void(Replies*)> body) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Runs `look` under the lock, for a question that may go unanswered; false, and nothing ran, if the lock stays taken.
+  bool TryLook(absl::FunctionRef<void()> look) const ABSL_LOCKS_EXCLUDED(job_lock);
   void LockedOnWorker(absl::FunctionRef<void(Replies*)> body) ABSL_LOCKS_EXCLUDED(job_lock);
   // A request's deadline has passed, or its client is gone. The replies run on the server's threads for answers.
   void Expire(uint64_t id);

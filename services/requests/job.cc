@@ -99,9 +99,13 @@ bool Job::Unopened() const {
   return core_.machine->plan() == nullptr && core_.Refusal().ok() && core_.waiting.empty() && !openings_.busy();
 }
 
-bool Job::unopened() const {
-  JobMutexLock lock(&core_.mu);
-  return Unopened();
+bool Job::MayBeUnopened(const v1::Epoch& promised) const {
+  bool may = false;
+  (void)core_.TryLook([&] {
+    core_.mu.AssertHeld();
+    may = Unopened() && model::Compare(core_.machine->promised(), promised) == 0;
+  });
+  return may;
 }
 
 bool Job::RefuseIfUnopened(const v1::Epoch& promised, const absl::Status& status) {

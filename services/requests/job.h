@@ -88,15 +88,16 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::optional<storage::JobHolding> Holding() const { return moves_.Holding(); }
   void MoveTo(const storage::Plan& plan, v1::JobMoves* answer) { moves_.MoveTo(plan, answer); }
   v1::Epoch promised() const;
-  // No epoch was opened since the server's start, and nobody is about to open one.
-  bool unopened() const;
+  // No epoch was opened since the server's start, nobody is about to open one, and the newest promise is `promised`.
+  // False as well if the job's lock stays taken: somebody is at work on the job.
+  bool MayBeUnopened(const v1::Epoch& promised) const;
 
   // Before the first request. RESOURCE_EXHAUSTED (LIMIT) if the system makes no threads for this job.
   absl::Status MakeThreads();
   // Refuses waiting and new requests with `status`, finishes the running update, drops the updates queued behind.
   // Blocks.
   void Stop(const absl::Status& status);
-  // If the job is unopened() and its newest promise is `promised`: refuses requests with `status` from now on. Returns
+  // If MayBeUnopened(promised): refuses requests with `status` from now on. Returns
   // whether that is so. Call Stop afterwards.
   bool RefuseIfUnopened(const v1::Epoch& promised, const absl::Status& status);
   // After Stop, for a dropped job: RemoveJournal deletes the log; Discard frees the extents once the catalog has

@@ -27,12 +27,14 @@ void AdminServiceImpl::AddTo(Methods* methods) {
       Call::kGetServerStatus, kFewBytesMax, gate_, room_, of_server(Call::kGetServerStatus),
       [this](const Visit& visit, v1::GetServerStatusRequest*, const CallLimit&,
              Reply<v1::GetServerStatusResponse> reply) {
-        state_->GetServerStatus([&](absl::StatusOr<v1::GetServerStatusResponse> answer) {
+        const auto shown = [identity = visit.identity,
+                            reply = std::move(reply)](absl::StatusOr<v1::GetServerStatusResponse> answer) {
           if (answer.ok()) {
-            ShowOnly(visit.identity, answer->mutable_jobs(), [](const v1::JobStatus& job) { return job.name(); });
+            ShowOnly(identity, answer->mutable_jobs(), [](const v1::JobStatus& job) { return job.name(); });
           }
           reply(std::move(answer));
-        });
+        };
+        state_->GetServerStatus(shown);
       }));
   add(MakeMethod<v1::GetStepsRequest, v1::GetStepsResponse>(
       Call::kGetSteps, kFewBytesMax, gate_, room_, of_server(Call::kGetSteps),

@@ -131,25 +131,28 @@ absl::StatusOr<Visit> Gate::Admit(const Visitor& visitor, AskedCall asked) const
   return Visit{visitor.identity, std::move(asked), visitor.shown};
 }
 
-absl::StatusOr<Quotas::Lease> Gate::AskQuota(const Visit& visit, const TierUse& asked, uint64_t time) const {
-  const v1::GetServerStatusResponse status = state_->Status();
-  return guard_->AskQuota(visit.identity, visit.shown, visit.asked, asked,
-                          {time, {status.jobs().begin(), status.jobs().end()}});
+void Gate::AskQuota(const Visit& visit, const TierUse& asked, uint64_t time, Reply<Held> reply) const {
+  state_->Look([this, visit, asked, time, reply = std::move(reply)](absl::StatusOr<v1::GetServerStatusResponse> seen) {
+    if (!seen.ok()) return reply(seen.status());
+    auto lease = guard_->AskQuota(visit.identity, visit.shown, visit.asked, asked,
+                                  {time, {seen->jobs().begin(), seen->jobs().end()}});
+    if (!lease.ok()) return reply(lease.status());
+    reply(std::make_shared<Quotas::Lease>(*std::move(lease)));
+  });
 }
 
 void Gate::Fence(const Visit& visit, const v1::FenceRequest& request, const CallLimit& limit,
                  Reply<v1::FenceResponse> reply) const {
   if (guard_ == nullptr || Guard::QuotaOf(visit.identity) == nullptr)
     return state_->Fence(request, limit, std::move(reply));
-  absl::StatusOr<Quotas::Lease> lease;
-  do {
-    lease = AskQuota(visit, TierUse(), guard_->QuotaTime());
-  } while (absl::IsAborted(lease.status()));
-  if (!lease.ok()) return reply(lease.status());
-  state_->Fence(request, limit,
-                [lease = *std::move(lease), reply = std::move(reply)](absl::StatusOr<v1::FenceResponse> fenced) {
-                  reply(std::move(fenced));
-                });
+  AskQuota(visit, TierUse(), guard_->QuotaTime(),
+           [this, visit, asked = &request, limit, reply = std::move(reply)](absl::StatusOr<Held> lease) {
+             if (absl::IsAborted(lease.status())) return Fence(visit, *asked, limit, reply);
+             if (!lease.ok()) return reply(lease.status());
+             state_->Fence(*asked, limit, [lease = *std::move(lease), reply](absl::StatusOr<v1::FenceResponse> fenced) {
+               reply(std::move(fenced));
+             });
+           });
 }
 
 void Gate::Open(const Visit& visit, v1::OpenRequest* request, const CallLimit& limit,
@@ -165,14 +168,18 @@ void Gate::Open(const Visit& visit, v1::OpenRequest* request, const CallLimit& l
                 reply = std::move(reply)](absl::StatusOr<v1::OpenResponse> planned) {
                  request->set_dry_run(only_asks);
                  if (!planned.ok()) return reply(planned.status());
-                 absl::StatusOr<Quotas::Lease> lease = AskQuota(visit, AskedBytes(*planned), time);
-                 if (absl::IsAborted(lease.status())) return Open(visit, request, limit, reply);
-                 if (!lease.ok()) return state_->RefuseOpen(*request, lease.status(), reply);
-                 if (only_asks) return reply(std::move(planned));
-                 state_->Open(*request, limit,
-                              [lease = *std::move(lease), reply](absl::StatusOr<v1::OpenResponse> opened) {
-                                reply(std::move(opened));
-                              });
+                 const TierUse asked = AskedBytes(*planned);
+                 AskQuota(visit, asked, time,
+                          [this, visit, request, only_asks, limit, reply,
+                           planned = std::move(planned)](absl::StatusOr<Held> lease) {
+                            if (absl::IsAborted(lease.status())) return Open(visit, request, limit, reply);
+                            if (!lease.ok()) return state_->RefuseOpen(*request, lease.status(), reply);
+                            if (only_asks) return reply(planned);
+                            state_->Open(*request, limit,
+                                         [lease = *std::move(lease), reply](absl::StatusOr<v1::OpenResponse> opened) {
+                                           reply(std::move(opened));
+                                         });
+                          });
                });
 }
 

@@ -55,7 +55,7 @@ class Gate {
     };
   }
 
-  // StateServer::Fence, within the identity's quota of jobs.
+  // StateServer::Fence, within the identity's quota of jobs. `request` lives until the reply.
   void Fence(const Visit& visit, const v1::FenceRequest& request, const CallLimit& limit,
              Reply<v1::FenceResponse> reply) const;
   // StateServer::Open, within the identity's quota. `request` lives until the reply, and is the call's alone.
@@ -69,7 +69,8 @@ class Gate {
   absl::Status CheckTarget(const std::optional<std::string>& server, Call call) const;
 
   // REQUIRES: the identity has a quota. `time`: before `asked` was planned.
-  absl::StatusOr<Quotas::Lease> AskQuota(const Visit& visit, const TierUse& asked, uint64_t time) const;
+  using Held = std::shared_ptr<Quotas::Lease>;
+  void AskQuota(const Visit& visit, const TierUse& asked, uint64_t time, Reply<Held> reply) const;
 
   Guard* const guard_;
   StateServer* const state_;

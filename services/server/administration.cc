@@ -146,7 +146,7 @@ bool StateServer::Impl::MayForget(const std::string& name, const v1::Epoch& prom
     if (stopped || found == jobs.end() || found->second.job == nullptr) return false;
     job = found->second.job;
   }
-  return job->unopened() && model::Compare(job->promised(), promised) == 0;
+  return job->MayBeUnopened(promised);
 }
 
 bool StateServer::Impl::Forget(const std::string& name, const v1::Epoch& promised) {
@@ -185,7 +185,8 @@ void StateServer::Impl::ForgetOldest() {
     }
   }
   for (const auto& [made, job] : by_age) {
-    if (job.second->unopened() && Forget(job.first, job.second->promised())) return;
+    const v1::Epoch promised = job.second->promised();
+    if (job.second->MayBeUnopened(promised) && Forget(job.first, promised)) return;
   }
 }
 
@@ -313,7 +314,12 @@ void StateServer::GetSteps(const v1::GetStepsRequest& request, Reply<v1::GetStep
 }
 
 void StateServer::GetServerStatus(Reply<v1::GetServerStatusResponse> reply) {
-  impl_->Counted(Call::kGetServerStatus, std::move(reply))(Status());
+  Look(impl_->Counted(Call::kGetServerStatus, std::move(reply)));
+}
+
+void StateServer::Look(Reply<v1::GetServerStatusResponse> reply) {
+  if (const absl::Status ready = impl_->answers.looks->Prepare(); !ready.ok()) return reply(ready);
+  impl_->answers.looks->Post([this, reply = std::move(reply)] { reply(Status()); });
 }
 
 }  // namespace ballast::services

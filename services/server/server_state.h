@@ -29,7 +29,7 @@ namespace ballast::services {
 // Each job has a thread; a fence of an unknown name makes a job.
 inline constexpr size_t kJobsMax = 256;
 
-// Threads that reply to requests which have waited, and the queues of the jobs on them.
+// Threads that reply to requests which have waited, or would have to, and the queues of the jobs on them.
 struct AnswerQueues {
   // More than there are jobs, so that each has its own unless jobs came and went by the hundred.
   static constexpr size_t kQueues = 4 * kJobsMax, kServersQueue = 0;
@@ -38,7 +38,9 @@ struct AnswerQueues {
     return std::max(1, static_cast<int>(std::thread::hardware_concurrency() / 2));
   }
   AnswerQueues(const StateServerOptions& options, Foundation* foundation)
-      : pulls(foundation->MakeExecutor(PullThreads(options)), kQueues), steps(foundation->MakeExecutor(1), kQueues) {}
+      : pulls(foundation->MakeExecutor(PullThreads(options)), kQueues),
+        steps(foundation->MakeExecutor(1), kQueues),
+        looks(foundation->MakeExecutor(1)) {}
   absl::Status Prepare() {
     BALLAST_RETURN_IF_ERROR(pulls.Prepare());
     return steps.Prepare();
@@ -46,11 +48,13 @@ struct AnswerQueues {
   void Join() {
     pulls.Join();
     steps.Join();
+    looks->Join();
   }
   Executor* of_server() { return pulls.queue(kServersQueue); }
 
-  Turns pulls;  // and operators' calls: copies of megabytes
-  Turns steps;  // requests of step machines: small, and a whole group waits for each
+  Turns pulls;                            // and operators' calls: copies of megabytes
+  Turns steps;                            // requests of step machines: small, and a whole group waits for each
+  const std::unique_ptr<Executor> looks;  // at all jobs, for operators and quotas: may wait for a job's lock
   std::atomic<size_t> next_queue = kServersQueue + 1;
 };
 

@@ -163,7 +163,9 @@ class StateServer {
   void ScrubNext();
 
   v1::GetServerStatusResponse Status() const;
-  // Status() as an operator's call, which is counted.
+  // Replies Status() from a thread of its own, which may wait for a job's lock.
+  void Look(Reply<v1::GetServerStatusResponse> reply);
+  // Look as an operator's call, which is counted.
   void GetServerStatus(Reply<v1::GetServerStatusResponse>);
   // The last steps of jobs. Steps() is for /steps.json; GetSteps is an operator's call, which is counted. Unknown jobs
   // have no steps.

@@ -85,6 +85,11 @@ TEST(KeptLock, KeepsNoCall) {
   Answer<v1::SealResponse> sealed;
   Answer<v1::PushResponse> pushed;
   Answer<uint32_t> pulled;
+  Answer<v1::GetServerStatusResponse> looked;
+  // An Open that is refused asks whether its job should be forgotten.
+  v1::OpenRequest open = group.open_request(-1, std::nullopt);
+  open.set_spec_digest("another");
+  Answer<v1::OpenResponse> opened, refused;
   std::string to;
   absl::Notification all_back;
   std::thread caller([&] {
@@ -94,12 +99,16 @@ TEST(KeptLock, KeepsNoCall) {
     server->Seal(group.SealOf(0, UpdateHeader(4), 0), patience, sealed.reply());
     pushed = group.BeginPushSlice(0, v1::SLICE_KIND_GRADIENT, Ones);
     pulled = group.Pull(server.get(), pull, patience, &to);
+    server->GetServerStatus(looked.reply());
+    server->Open(open, patience, opened.reply());
+    server->RefuseOpen(open, model::Error(absl::StatusCode::kResourceExhausted, model::kQuota, "no"), refused.reply());
     all_back.Notify();
   });
   const bool back = all_back.WaitForNotificationWithTimeout(absl::Minutes(1));
   EXPECT_TRUE(back) << "a call stood at the lock of its job";
   if (back) {
-    EXPECT_FALSE(got.arrived() || normed.arrived() || sealed.arrived() || pushed.arrived() || pulled.arrived());
+    EXPECT_FALSE(got.arrived() || normed.arrived() || sealed.arrived() || pushed.arrived() || pulled.arrived() ||
+                 looked.arrived());
   }
   machine.Open();
   keeper.join();
@@ -111,6 +120,9 @@ TEST(KeptLock, KeepsNoCall) {
   EXPECT_EQ(model::ReasonOf(sealed.Wait().status()), model::kStaleEpoch);
   EXPECT_EQ(model::ReasonOf(pushed.Wait().status()), model::kStaleEpoch);
   EXPECT_EQ(pulled.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(looked.Wait().status(), absl::OkStatus());
+  EXPECT_FALSE(opened.Wait().ok());
+  EXPECT_EQ(model::ReasonOf(refused.Wait().status()), model::kQuota);
 }
 
 }  // namespace
