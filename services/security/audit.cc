@@ -79,8 +79,8 @@ void AuditLog::Denied(const AuditedCall& call, absl::string_view why, absl::stri
 
 void AuditLog::Write(const AuditedCall& call, const std::string& verdict) {
   if (logger_ == nullptr) return;
-  logger_->info("call={} identity={} peer={} job={} {}", call.call, AuditField(call.identity), AuditField(call.peer),
-                AuditField(call.job), verdict);
+  logger_->info("call={} identity={} kind={} peer={} job={} {}", call.call, AuditField(call.identity), call.kind,
+                AuditField(call.peer), AuditField(call.job), verdict);
 }
 
 }  // namespace ballast::services

@@ -22,8 +22,10 @@ namespace ballast::services {
 struct AuditedCall {
   const char* call = "";
   std::string identity;  // empty: nobody's
-  std::string peer;      // as gRPC spells it: "ipv4:10.0.0.3:4711"
-  std::string job;       // empty: the whole server's
+  // Token, certificate or none: a token's name and a certificate's may be the same, and their rights differ.
+  const char* kind = "none";
+  std::string peer;  // as gRPC spells it: "ipv4:10.0.0.3:4711"
+  std::string job;   // empty: the whole server's
 };
 
 // Threads: any. None waits for whoever reads the log.

@@ -65,10 +65,6 @@ bool OfWholeServer(Call call) {
 
 const char* NameOfCall(Call call) { return kCallNames[static_cast<size_t>(call)]; }
 
-AuditedCall LineOf(const std::string& identity, const CallerShown& shown, const AskedCall& asked) {
-  return {NameOfCall(asked.call), identity, shown.peer, asked.job};
-}
-
 }  // namespace
 
 bool GuardOptions::has_files() const {
@@ -214,7 +210,8 @@ absl::Status Guard::MeetClient(absl::string_view certificate, absl::string_view 
   absl::Status status = CheckClient(*served_->current(), certificate, chain, absl::Now(), &why);
   if (status.ok()) return status;
   counters_.Count(why);
-  audit_.Denied({"handshake", SubjectOf(certificate), "", ""}, kDenialNames[static_cast<size_t>(why)],
+  const char* const kind = kKindNames[static_cast<size_t>(IdentityKind::kCertificate)];
+  audit_.Denied({"handshake", SubjectOf(certificate), kind, "", ""}, kDenialNames[static_cast<size_t>(why)],
                 status.message());
   return status;
 }
@@ -336,6 +333,12 @@ absl::StatusOr<Quotas::Lease> Guard::AskGrowth(const std::string& job, const Tie
     }
   }
   return leases;
+}
+
+AuditedCall Guard::LineOf(const std::string& identity, const CallerShown& shown, const AskedCall& asked) const {
+  const bool shows = KindOf(shown) == IdentityKind::kToken || shown.has_certificate;
+  const char* const kind = shows ? kKindNames[static_cast<size_t>(KindOf(shown))] : "none";
+  return {NameOfCall(asked.call), identity, kind, shown.peer, asked.job};
 }
 
 absl::Status Guard::Refuse(const std::string& identity, const CallerShown& shown, const AskedCall& asked, Denial why,

@@ -141,6 +141,7 @@ class Guard {
   IdentityKind KindOf(const CallerShown& shown) const {
     return shown.authorization.empty() || options_.tokens.empty() ? IdentityKind::kCertificate : IdentityKind::kToken;
   }
+  AuditedCall LineOf(const std::string& identity, const CallerShown& shown, const AskedCall& asked) const;
   absl::StatusOr<std::string> NameOf(const CallerShown& shown, Denial* why) const;
   absl::Status Refuse(const std::string& identity, const CallerShown& shown, const AskedCall& asked, Denial why,
                       absl::Status status);

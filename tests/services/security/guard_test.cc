@@ -216,10 +216,11 @@ TEST_F(GuardTest, TheAuditLogTellsWhoDidWhat) {
   guard_->Audit(*identity, shown, {Call::kPush, "a-1"}, absl::OkStatus());
   (void)guard_->Admit(shown, {Call::kDropJob, "evil\"\nverdict=ok"});
   const std::string text = AuditText();
-  EXPECT_NE(text.find("audit call=Fence identity=\"alice\" peer=\"ipv4:127.0.0.1:77\" job=\"a-1\" verdict=ok\n"),
-            std::string::npos)
+  EXPECT_NE(
+      text.find("audit call=Fence identity=\"alice\" kind=token peer=\"ipv4:127.0.0.1:77\" job=\"a-1\" verdict=ok\n"),
+      std::string::npos)
       << text;
-  EXPECT_NE(text.find("call=Open identity=\"alice\" peer=\"ipv4:127.0.0.1:77\" job=\"a-1\" verdict=failed "
+  EXPECT_NE(text.find("call=Open identity=\"alice\" kind=token peer=\"ipv4:127.0.0.1:77\" job=\"a-1\" verdict=failed "
                       "code=RESOURCE_EXHAUSTED reason=\"BUDGET\" message=\"5 bytes are short\"\n"),
             std::string::npos)
       << text;
