@@ -204,7 +204,12 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
   if (impl->server == nullptr) return absl::InternalError("gRPC makes no server");
   impl->address = model::FormatAddress(impl->connections->address());
   impl->self = impl->server->InProcessChannel(grpc::ChannelArguments());
-  BALLAST_RETURN_IF_ERROR(impl->connections->Start(std::move(acceptor), [raw = impl.get()] { raw->TakeCare(); }));
+  std::function<void(const std::string&)> refuse_plain;
+  if (options.guard != nullptr && options.guard->certificates() != nullptr) {
+    refuse_plain = [guard = options.guard](const std::string& peer) { guard->RefusePlain(peer); };
+  }
+  BALLAST_RETURN_IF_ERROR(impl->connections->Start(
+      std::move(acceptor), [raw = impl.get()] { raw->TakeCare(); }, std::move(refuse_plain)));
   for (const char* service : kServices) impl->server->GetHealthCheckService()->SetServingStatus(service, true);
   return std::unique_ptr<RpcServer>(new RpcServer(std::move(impl)));
 }

@@ -21,11 +21,21 @@ enum class Denial {
   kCertificateEarly,
   kCertificateRevoked,
   kUnknownCa,
-  kBadCertificate
+  kBadCertificate,
+  kNoTls
 };
-inline constexpr std::array<const char*, 11> kDenialNames = {
-    "no_identity",         "bad_token",         "token_in_clear",      "no_right",   "quota",          "no_certificate",
-    "certificate_expired", "certificate_early", "certificate_revoked", "unknown_ca", "bad_certificate"};
+inline constexpr std::array<const char*, 12> kDenialNames = {"no_identity",
+                                                             "bad_token",
+                                                             "token_in_clear",
+                                                             "no_right",
+                                                             "quota",
+                                                             "no_certificate",
+                                                             "certificate_expired",
+                                                             "certificate_early",
+                                                             "certificate_revoked",
+                                                             "unknown_ca",
+                                                             "bad_certificate",
+                                                             "no_tls"};
 
 // Threads: any.
 struct SecurityCounters {

@@ -216,6 +216,12 @@ absl::Status Guard::MeetClient(absl::string_view certificate, absl::string_view 
   return status;
 }
 
+void Guard::RefusePlain(const std::string& peer) {
+  counters_.Count(Denial::kNoTls);
+  audit_.Denied({"handshake", "", "none", peer, ""}, kDenialNames[static_cast<size_t>(Denial::kNoTls)],
+                "expected a connection by TLS; a client in the clear came: give it the server's CA (ca, --ca)");
+}
+
 absl::StatusOr<std::string> Guard::NameOf(const CallerShown& shown, Denial* why) const {
   const auto unknown = [why](Denial denial, absl::string_view message) {
     *why = denial;

@@ -93,6 +93,8 @@ class Guard {
   // Whether a connection may be made by a client with this certificate, as CheckClient says; a token may stand for
   // none. Refusals are counted and audited. REQUIRES: tls.client_ca.
   absl::Status MeetClient(absl::string_view certificate, absl::string_view chain);
+  // A client came without TLS, and its connection ends: counted and audited. `peer`: as gRPC spells it.
+  void RefusePlain(const std::string& peer);
   // The caller's identity, if it may make the call. Else UNAUTHENTICATED (NO_IDENTITY) or PERMISSION_DENIED
   // (NO_RIGHT), counted and audited.
   absl::StatusOr<Identity> Admit(const CallerShown& shown, const AskedCall& asked);

@@ -37,6 +37,8 @@ constexpr uint64_t kConnectionsMax = 16384;
 constexpr uint64_t kDescriptorsKept = 1024;
 constexpr int kTickMs = 100;
 constexpr absl::Duration kLookInterval = absl::Seconds(1);
+// The first byte of each connection by TLS: the type of its record (RFC 8446, 5.1).
+constexpr char kTlsHandshake = 22;
 
 uint64_t OpenDescriptors() {
   DIR* const directory = ::opendir("/proc/self/fd");
@@ -128,9 +130,10 @@ Connections::~Connections() {
 }
 
 absl::Status Connections::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> grpc,
-                                std::function<void()> tick) {
+                                std::function<void()> tick, std::function<void(const std::string&)> refuse_plain) {
   grpc_ = std::move(grpc);
   tick_ = std::move(tick);
+  refuse_plain_ = std::move(refuse_plain);
   BALLAST_ASSIGN_OR_RETURN(thread_, model::MakeThread([this] { Run(); }));
   return absl::OkStatus();
 }
@@ -274,6 +277,10 @@ void Connections::Greet(int fd) {
     if (::recv(fd, &first, 1, MSG_PEEK) <= 0) {
       if (errno != EAGAIN && errno != EINTR) End(at);
       return;
+    }
+    if (refuse_plain_ && first != kTlsHandshake) {
+      refuse_plain_(at->second.peer);
+      return End(at);
     }
     at->second.silent = false;
     (void)::epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);

@@ -34,8 +34,10 @@ class Connections {
 
   const model::Address& address() const { return address_; }
   uint64_t max() const { return max_; }
-  // Accepts from now on, and calls `tick` ten times a second, on the same thread.
-  absl::Status Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> grpc, std::function<void()> tick);
+  // Accepts from now on, and calls `tick` ten times a second, on the same thread. `refuse_plain`: told of the peer, as gRPC
+  // spells it, of a connection that ends because it does not begin as TLS does; null: none has to.
+  absl::Status Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> grpc, std::function<void()> tick,
+                     std::function<void(const std::string& peer)> refuse_plain);
   // Accepts no more. Before gRPC's shutdown.
   void Stop();
 
@@ -70,6 +72,7 @@ class Connections {
   const int epoll_, wake_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> grpc_;
   std::function<void()> tick_;
+  std::function<void(const std::string&)> refuse_plain_;
   bool listening_ = true;  // the thread's
 
   absl::Mutex mu_;

@@ -495,6 +495,12 @@ TEST_F(GateTest, WithoutTokensNobodyGetsPastTheHandshakeWithoutACertificate) {
   EXPECT_EQ(Identify(Connect()), grpc::StatusCode::UNAVAILABLE);
   const auto plain = grpc::CreateChannel(rpc_->address(), grpc::InsecureChannelCredentials());
   EXPECT_EQ(Identify(plain), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_GE(guard_->counters().denials[static_cast<size_t>(Denial::kNoTls)], 1u);
+  ASSERT_TRUE(guard_->DrainAudit(absl::Minutes(1)));
+  std::ifstream audit(options_.audit_log);
+  const std::string lines((std::istreambuf_iterator<char>(audit)), {});
+  EXPECT_THAT(lines, HasSubstr("call=handshake identity=\"\" kind=none peer=\"ipv4:127.0.0.1:"));
+  EXPECT_THAT(lines, HasSubstr("why=no_tls"));
 }
 
 // gRPC itself says "Socket closed" of all this.
