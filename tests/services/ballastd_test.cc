@@ -3,8 +3,13 @@
 
 #include <filesystem>
 #include <fstream>
+#include <iostream>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/tiling.h"
 #include "ballast/services/ctl/cluster.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
@@ -103,6 +108,70 @@ TEST(Ballastd, AStuckReaderOfStandardErrorHoldsNothingUp) {
       "sys.exit(p.wait(60))\n");
   const Finished finished = RunProcess({"/usr/bin/env", "python3", "-c", script});
   EXPECT_EQ(finished.code, 0) << finished.err;
+}
+
+// A dry run of `chunks` chunks on as many members, under way at a server.
+class LongPlan {
+ public:
+  LongPlan(const Daemon& daemon, uint64_t chunks, int members)
+      : stub_(v1::StateService::NewStub(grpc::CreateChannel(daemon.listen(), grpc::InsecureChannelCredentials()))) {
+    grpc::ClientContext asking;
+    v1::IdentifyResponse server;
+    EXPECT_TRUE(stub_->Identify(&asking, v1::IdentifyRequest(), &server).ok());
+    v1::OpenRequest open;
+    *open.mutable_spec() = MakeSpec("large", {{"t", "u", chunks * model::kChunkElementsMin, 0}});
+    open.set_spec_digest(model::SpecDigest(open.spec()));
+    open.set_protocol_version(model::kProtocolVersion);
+    open.mutable_epoch()->set_counter(1);
+    open.set_base(-1);
+    open.set_dry_run(true);
+    *open.mutable_tiling() = model::EvenTiling(1);
+    for (int i = 0; i < members; ++i) {
+      v1::Member* const member = open.add_members();
+      member->set_server_id(i == 0 ? server.server_id() : absl::StrCat("m", i));
+      member->set_weight(1);
+    }
+    context_.AddMetadata(model::kVersionMetadata, absl::StrCat(model::kProtocolVersion));
+    context_.AddMetadata(model::kServerMetadata, model::TargetOf(server.server_id(), server.disk()));
+    asking_ = std::thread([this, open] {
+      v1::OpenResponse answer;
+      status_ = FromGrpc(stub_->Open(&context_, open, &answer));
+      done_.Notify();
+    });
+  }
+  ~LongPlan() { asking_.join(); }
+  bool AwaitEnd(absl::Duration patience) { return done_.WaitForNotificationWithTimeout(patience); }
+  // Once it has ended.
+  const absl::Status& status() const { return status_; }
+
+ private:
+  const std::unique_ptr<v1::StateService::Stub> stub_;
+  grpc::ClientContext context_;
+  absl::Status status_;
+  absl::Notification done_;
+  std::thread asking_;
+};
+
+TEST(Ballastd, AnEndlessDryRunIsRefusedAndSigtermEndsTheLongestThatIsNot) {
+  ScratchDirectory directory;
+  Daemon daemon(directory.path(), DaemonConfig(directory.path() + "/data", "one"));
+  ASSERT_TRUE(daemon.ready()) << daemon.ready_line();
+  {
+    LongPlan plan(daemon, (uint64_t{1} << 20) - 64, 4096);
+    ASSERT_TRUE(plan.AwaitEnd(absl::Minutes(1)));
+    EXPECT_EQ(model::ReasonOf(plan.status()), model::kBadSpec) << plan.status();
+    EXPECT_NE(plan.status().message().find("chunks x 4096 members"), absl::string_view::npos) << plan.status();
+  }
+  {
+    LongPlan plan(daemon, model::kRoutesWeighedMax / 4096 - 64, 4096);
+    ASSERT_FALSE(plan.AwaitEnd(absl::Milliseconds(500))) << plan.status();
+    const absl::Time told = absl::Now();
+    daemon.Signal(SIGTERM);
+    ASSERT_TRUE(plan.AwaitEnd(absl::Minutes(1)));
+    std::cout << "SIGTERM ended the dry run after " << absl::Now() - told << "\n";
+    EXPECT_EQ(model::ReasonOf(plan.status()), model::kServerDown) << plan.status();
+  }
+  EXPECT_EQ(daemon.End(SIGTERM), 0);
 }
 
 TEST(Ballastd, SurvivesRandomBytesOnBothPorts) {
