@@ -24,6 +24,7 @@
 #include "ballast/proto/model/layout.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/services/counters/process_counters.h"
 #include "ballast/services/rpc/admin_service.h"
 #include "ballast/services/rpc/calls/call_service.h"
 #include "ballast/services/rpc/door/connections.h"
@@ -116,6 +117,9 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> ShareMemory(const RpcServerOptions
   return absl::FailedPreconditionError("shared memory is turned off");
 }
 
+// Each takes gRPC about 20 KiB.
+constexpr uint64_t kManyConnections = 256;
+
 constexpr const char* kServices[] = {"ballast.v1.StateService", "ballast.v1.AdminService"};
 
 }  // namespace
@@ -153,15 +157,20 @@ struct RpcServer::Impl {
   std::unique_ptr<grpc::Server> server;
   std::shared_ptr<grpc::Channel> self;  // leads into the server without the network
   bool stopped ABSL_GUARDED_BY(mu) = false;
+  uint64_t most_open = 0;  // TakeCare's: connections since it last gave their memory back
 };
 
 void RpcServer::Impl::TakeCare() {
   const absl::Time now = absl::Now();
   reads.Look(now);
-  // The large messages of a job's start leave more memory behind than a server otherwise needs.
+  // The large messages of a job's start, and many connections, leave more memory behind than a server otherwise needs.
   if (now - trimmed < kTrimInterval) return;
   trimmed = now;
-  if (room.TakeReturned()) ::malloc_trim(0);
+  const uint64_t open = OfProcess().connections;
+  most_open = std::max(most_open, open);
+  const bool fewer = open + kManyConnections < most_open;
+  if (fewer) most_open = open;
+  if (room.TakeReturned() || fewer) ::malloc_trim(0);
 }
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options, StateServer* state) {

@@ -114,10 +114,10 @@ void StateServiceImpl::AddTo(Methods* methods) {
         state_->Commit(*request, std::move(reply));
       }));
   AddPins(add);
-  add({Call::kPush, kWholeBytesMax,
+  add({Call::kPush, kWholeBytesMax, nullptr,
        [this](const Arrival& arrival, grpc::ByteBuffer* message) { Push(arrival, *message); }});
   // Thousands of pulls wait at a time.
-  add({Call::kPull, kFewBytesMax,
+  add({Call::kPull, kFewBytesMax, nullptr,
        [this](const Arrival& arrival, grpc::ByteBuffer* message) { Pull(arrival, *message); }});
 }
 
@@ -164,7 +164,7 @@ void StateServiceImpl::Push(const Arrival& arrival, const grpc::ByteBuffer& mess
   auto header = std::make_shared<v1::PushRequest>();
   const uint64_t allowed = 2 * message.Length() + kPushFieldsMax;
   const std::optional<uint64_t> counted = ParsedBytes(v1::PushRequest::descriptor(), message, allowed);
-  if (!counted.has_value()) return FailUnparsed(reactor, *header);
+  if (!counted.has_value()) return reactor->Fail(Unparsed(v1::PushRequest::descriptor()));
   if (*counted > allowed) {
     return reactor->Fail(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                                       "a push is a few numbers and one payload; this one has more fields"));

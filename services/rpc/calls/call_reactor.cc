@@ -28,11 +28,34 @@ void CallReactor::ReadMessage(const std::string& who, const std::string& connect
 }
 
 void CallReactor::OnReadDone(bool ok) {
-  if (!reads_->End(this)) return;
+  if (!reads_->Come(this)) return;
   const std::function<void(grpc::ByteBuffer*)> run = std::move(run_);
-  if (ok) return run(&bytes_);
-  Fail(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
-                    "expected one message; the call ended before it came"));
+  grpc::ByteBuffer message;
+  message.Swap(&bytes_);
+  if (ok) {
+    run(&message);
+  } else {
+    Fail(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                      "expected one message; the call ended before it came"));
+  }
+  message.Clear();
+  if (!elsewhere_) reads_->End(this);  // gRPC keeps the call until this returns
+}
+
+void CallReactor::GoOn(Executor* executor, const grpc::ByteBuffer& message,
+                       std::function<void(grpc::ByteBuffer*)> run) {
+  if (!executor->Prepare().ok()) {  // the system makes no thread now
+    grpc::ByteBuffer here(message);
+    return run(&here);
+  }
+  elsewhere_ = true;
+  holders_.fetch_add(1, std::memory_order_relaxed);
+  executor->Post([this, bytes = message, run = std::move(run)]() mutable {
+    run(&bytes);
+    bytes.Clear();
+    reads_->End(this);
+    Release();
+  });
 }
 
 void CallReactor::OnCancel() {

@@ -6,6 +6,7 @@
 #include <grpcpp/generic/async_generic_service.h>
 #include <grpcpp/grpcpp.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -14,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/services/foundation/caller.h"
+#include "ballast/services/foundation/executor.h"
 #include "ballast/services/foundation/reply.h"
 #include "ballast/services/rpc/door/parse_room.h"
 #include "ballast/services/rpc/door/reads.h"
@@ -34,6 +36,9 @@ class CallReactor final : public grpc::ServerGenericBidiReactor, private Read {
   void ReadMessage(const std::string& who, const std::string& connection, bool in_turn,
                    std::function<void(grpc::ByteBuffer*)> run);
 
+  // Goes on with run(message) on a thread of `executor`; for ReadMessage's run alone, as its last.
+  void GoOn(Executor* executor, const grpc::ByteBuffer& message, std::function<void(grpc::ByteBuffer*)> run);
+
   const std::shared_ptr<Caller>& caller() const { return caller_; }
   // Room for an answer stays until the call's end, the parsed message and its room until the answer: a client may take
   // an answer at any time.
@@ -49,7 +54,10 @@ class CallReactor final : public grpc::ServerGenericBidiReactor, private Read {
  private:
   void OnReadDone(bool ok) override;
   void OnCancel() override;
-  void OnDone() override { delete this; }
+  void OnDone() override { Release(); }
+  void Release() {
+    if (holders_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
   void Start() override { StartRead(&bytes_); }
   void BeLate() override;
   void GiveWay() override;
@@ -58,6 +66,8 @@ class CallReactor final : public grpc::ServerGenericBidiReactor, private Read {
   Reads* const reads_;
   const std::shared_ptr<Caller> caller_ = std::make_shared<Caller>();
   std::function<void(grpc::ByteBuffer*)> run_;
+  std::atomic<int> holders_{1};  // gRPC, and a thread that goes on with the message
+  bool elsewhere_ = false;
   grpc::ByteBuffer bytes_;  // the message, then the answer
   AnswerRoom::Lease answer_room_;
   ParseRoom::Lease parse_room_;  // before the message: given back when that is gone

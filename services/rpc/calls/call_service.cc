@@ -8,15 +8,29 @@
 namespace ballast::services {
 namespace {
 
-void Run(const Method& method, const Arrival& arrival, grpc::ByteBuffer* message) {
-  if (message->Length() <= method.bytes_max) return method.run(arrival, message);
-  arrival.reactor->Fail(
+// More fields than this are parsed in milliseconds.
+constexpr uint64_t kQuicklyParsed = uint64_t{1} << 20;
+
+// Many small fields; a few long ones, such as blobs, are parsed as fast as they are copied.
+bool TakesLong(const Method& method, const grpc::ByteBuffer& message) {
+  const uint64_t quick = 2 * message.Length() + kQuicklyParsed;
+  return method.type != nullptr && message.Length() > ParseRoom::kSmallBytesMax &&
+         ParsedBytes(method.type, message, quick).value_or(0) > quick;
+}
+
+}  // namespace
+
+void CallService::Run(const Method& method, const std::shared_ptr<Arrival>& arrival, grpc::ByteBuffer* message) {
+  if (message->Length() <= method.bytes_max) {
+    if (!TakesLong(method, *message)) return method.run(*arrival, message);
+    return arrival->reactor->GoOn(&parser_, *message,
+                                  [run = &method.run, arrival](grpc::ByteBuffer* bytes) { (*run)(*arrival, bytes); });
+  }
+  arrival->reactor->Fail(
       model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                    absl::StrCat("a ", kCallNames[static_cast<size_t>(method.call)], "Request has at most ",
                                 method.bytes_max, " bytes, came ", message->Length())));
 }
-
-}  // namespace
 
 grpc::ServerGenericBidiReactor* CallService::CreateReactor(grpc::GenericCallbackServerContext* context) {
   if (reflection_ != nullptr && Reflection::Has(context->method())) return reflection_->MakeStream(*context);
@@ -40,7 +54,7 @@ grpc::ServerGenericBidiReactor* CallService::CreateReactor(grpc::GenericCallback
   reactor->caller()->set_identity(turn);
   const auto arrival = std::make_shared<Arrival>(Arrival{reactor, *std::move(visitor), DeadlineOf(*context)});
   reactor->ReadMessage(turn, connection, in_turn,
-                       [method, arrival](grpc::ByteBuffer* message) { Run(*method, *arrival, message); });
+                       [this, method, arrival](grpc::ByteBuffer* message) { Run(*method, arrival, message); });
   return reactor;
 }
 

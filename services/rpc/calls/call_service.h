@@ -3,6 +3,9 @@
 
 #include <grpcpp/generic/async_generic_service.h>
 
+#include <memory>
+
+#include "ballast/services/foundation/executor.h"
 #include "ballast/services/rpc/calls/methods.h"
 #include "ballast/services/rpc/calls/reflection.h"
 #include "ballast/services/rpc/door/connections.h"
@@ -19,11 +22,16 @@ class CallService final : public grpc::CallbackGenericService {
   grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext* context) override;
 
  private:
+  void Run(const Method& method, const std::shared_ptr<Arrival>& arrival, grpc::ByteBuffer* message);
+
   const Gate* const gate_;
   Reads* const reads_;
   const Methods* const methods_;
   Connections* const connections_;
   Reflection* const reflection_;  // null: turned off
+  // Parses messages of many fields, one at a time, so that steps keep gRPC's threads and the processors. All comes from
+  // one arena of malloc: of two threads each could keep the largest message's memory.
+  ThreadExecutor parser_{1};
 };
 
 }  // namespace ballast::services

@@ -30,7 +30,8 @@ struct Arrival {
 
 struct Method {
   Call call;
-  size_t bytes_max;  // of a message
+  size_t bytes_max;                          // of a message
+  const google::protobuf::Descriptor* type;  // null: `run` parses for itself, without a look at its many fields
   // Goes on with a call, whose message has no more bytes than that.
   std::function<void(const Arrival& arrival, grpc::ByteBuffer* message)> run;
 };
@@ -40,10 +41,14 @@ using Methods = absl::flat_hash_map<std::string, Method>;  // by path: "/ballast
 inline constexpr size_t kFewBytesMax = 4096;
 inline constexpr size_t kWholeBytesMax = model::kMessageBytesMax + (size_t{64} << 10);
 
-// Ends the call because its bytes are no message of this type.
-void FailUnparsed(CallReactor* reactor, const google::protobuf::Message& type);
+// INVALID_ARGUMENT (BAD_REQUEST): the bytes that came are no message of this type.
+absl::Status Unparsed(const google::protobuf::Descriptor* type);
 // False after the call was ended, because `bytes` are no such message.
 bool ParseMessage(CallReactor* reactor, const grpc::ByteBuffer& bytes, google::protobuf::Message* to);
+
+// Room for the message once it is parsed. A message that cannot fit now is not even counted.
+absl::StatusOr<ParseRoom::Lease> TakeRoom(const google::protobuf::Descriptor* type, const grpc::ByteBuffer& message,
+                                          ParseRoom* room);
 
 // Sends the answer, or the error.
 template <typename Response>
@@ -71,8 +76,8 @@ inline Reply<model::SealAnswer> AnswerWith<model::SealAnswer>(CallReactor* react
   };
 }
 
-// How long a call's message is needed, and counted: its answer's maker may look at it, or `run` has all it needs once
-// it returns. gRPC ends no call whose read is being looked at.
+// How long a call's message is needed, and counted: the answer's maker may look at the message, or `run` needs nothing
+// more once run has returned. gRPC ends no call whose read is being looked at.
 enum class Needed { kUntilTheAnswer, kWhileItRuns };
 
 // A method with a message and an answer: run(visit, request, limit, reply). `asked`: what the message asks for.
@@ -81,15 +86,13 @@ Method MakeMethod(Call call, size_t bytes_max, const Gate* gate, ParseRoom* room
                   std::function<AskedCall(const Request&)> asked,
                   std::function<void(const Visit&, Request*, const CallLimit&, Reply<Response>)> run,
                   Needed needed = Needed::kUntilTheAnswer) {
-  return {call, bytes_max,
+  return {call, bytes_max, Request::descriptor(),
           [gate, room, needed, asked = std::move(asked), run = std::move(run)](const Arrival& arrival,
                                                                                grpc::ByteBuffer* message) {
             CallReactor* const reactor = arrival.reactor;
-            auto request = std::make_shared<Request>();
-            const auto bytes = ParsedBytes(Request::descriptor(), *message, ParseRoom::kBytesMax);
-            if (!bytes.has_value()) return FailUnparsed(reactor, *request);
-            absl::StatusOr<ParseRoom::Lease> lease = room->Take(*bytes);
+            absl::StatusOr<ParseRoom::Lease> lease = TakeRoom(Request::descriptor(), *message, room);
             if (!lease.ok()) return reactor->Fail(lease.status());
+            auto request = std::make_shared<Request>();
             if (!ParseMessage(reactor, *message, request.get())) return;
             message->Clear();
             if (needed == Needed::kUntilTheAnswer) reactor->Keep(request, *std::move(lease));

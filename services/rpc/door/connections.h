@@ -34,8 +34,8 @@ class Connections {
 
   const model::Address& address() const { return address_; }
   uint64_t max() const { return max_; }
-  // Accepts from now on, and calls `tick` ten times a second, on the same thread. `refuse_plain`: told of the peer, as gRPC
-  // spells it, of a connection that ends because it does not begin as TLS does; null: none has to.
+  // Accepts from now on, and calls `tick` ten times a second, on the same thread. `refuse_plain`: told of the peer, as
+  // gRPC spells it, of a connection that ends because it does not begin as TLS does; null: none has to.
   absl::Status Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> grpc, std::function<void()> tick,
                      std::function<void(const std::string& peer)> refuse_plain);
   // Accepts no more. Before gRPC's shutdown.

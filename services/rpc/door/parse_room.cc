@@ -15,13 +15,22 @@ absl::StatusOr<ParseRoom::Lease> ParseRoom::Take(uint64_t bytes) {
                                      " bytes of memory once it is parsed; this "
                                      "one has more fields than that; send fewer, larger ones"));
   }
-  if (bytes > kBytesMax - used_) {
-    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                        absl::StrCat("the messages that are being answered take ", used_, " of ", kBytesMax,
-                                     " bytes, and this one would take ", bytes, "; send it again"));
-  }
+  if (bytes > kBytesMax - used_) return Busy(bytes);
   used_ += bytes;
   return Lease(this, bytes);
+}
+
+absl::Status ParseRoom::CheckFree(uint64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  if (bytes <= kSmallBytesMax || bytes <= kBytesMax - used_) return absl::OkStatus();
+  returned_ = true;
+  return Busy(bytes);
+}
+
+absl::Status ParseRoom::Busy(uint64_t bytes) const {
+  return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                      absl::StrCat("the messages that are being answered take ", used_, " of ", kBytesMax,
+                                   " bytes, and this one would take ", bytes, " or more; send it again"));
 }
 
 void ParseRoom::Return(uint64_t bytes) {

@@ -37,12 +37,15 @@ class ParseRoom {
     uint64_t bytes_ = 0;
   };
 
+  // UNAVAILABLE (BUSY) if a message of so many bytes on the wire cannot fit now.
+  absl::Status CheckFree(uint64_t bytes);
   // RESOURCE_EXHAUSTED (BAD_REQUEST) for a message that never fits, UNAVAILABLE (BUSY) for one that does not fit now.
   absl::StatusOr<Lease> Take(uint64_t bytes);
   // True once after messages that are worth giving their memory back to the system.
   bool TakeReturned();
 
  private:
+  absl::Status Busy(uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Return(uint64_t bytes);
 
   absl::Mutex mu_;

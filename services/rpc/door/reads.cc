@@ -1,5 +1,6 @@
 #include "ballast/services/rpc/door/reads.h"
 
+#include <algorithm>
 #include <iterator>
 
 #include "absl/time/clock.h"
@@ -60,6 +61,10 @@ bool Reads::Leave(Read* read) {
 
 void Reads::Remove(Read* read, Few* started) {
   reading_.erase(read->place_);
+  EndTurn(read, started);
+}
+
+void Reads::EndTurn(Read* read, Few* started) {
   read->state_ = Read::State::kOver;
   if (!read->in_turn_) return;
   const auto caller = callers_.find(read->who_);
@@ -86,20 +91,30 @@ void Reads::Mark(const std::string& connection, Caller* caller, bool slow) {
   }
 }
 
-bool Reads::End(Read* read) {
+bool Reads::Come(Read* read) {
   Few started;
   {
     absl::MutexLock lock(&mu_);
     if (read->state_ != Read::State::kReading) return false;
+    reading_.erase(read->place_);
+    read->state_ = Read::State::kCome;
     if (read->aside_ && absl::Now() - read->since_ < kInTurnPatience) {
       Caller& caller = callers_.at(read->who_);
       Mark(read->connection_, &caller, /*slow=*/false);
       BeginNext(&caller.in_turn, &started);
     }
-    Remove(read, &started);
   }
   for (Read* next : started) next->Start();
   return true;
+}
+
+void Reads::End(Read* read) {
+  Few started;
+  {
+    absl::MutexLock lock(&mu_);
+    EndTurn(read, &started);
+  }
+  for (Read* next : started) next->Start();
 }
 
 void Reads::PutAside(Read* read, Few* started, Few* yielding) {
@@ -109,7 +124,9 @@ void Reads::PutAside(Read* read, Few* started, Few* yielding) {
   caller.aside.reading.splice(caller.aside.reading.end(), caller.in_turn.reading, read->lane_place_);
   BeginNext(&caller.in_turn, started);
   if (caller.aside.reading.size() <= caller.aside.places_max) return BeginNext(&caller.aside, started);
-  yielding->push_back(caller.aside.reading.front());
+  const auto oldest = std::find_if(caller.aside.reading.begin(), caller.aside.reading.end(),
+                                   [](const Read* one) { return one->state_ == Read::State::kReading; });
+  yielding->push_back(*oldest);  // this one at the latest
   Remove(yielding->back(), started);
 }
 

@@ -19,16 +19,16 @@ namespace ballast::services {
 class Read {
  public:
   virtual ~Read() = default;
-  // Reads the message, after which somebody calls Reads::End. No lock held.
+  // Reads the message, after which somebody calls Reads::Come. No lock held.
   virtual void Start() = 0;
-  // End returns false from now on: the message did not come in time, or too many slow ones of the caller came after
+  // Come returns false from now on: the message did not come in time, or too many slow ones of the caller came after
   // this one. No lock held.
   virtual void BeLate() = 0;
   virtual void GiveWay() = 0;
 
  private:
   friend class Reads;
-  enum class State { kNew, kWaiting, kReading, kOver };
+  enum class State { kNew, kWaiting, kReading, kRead, kOver };
   State state_ = State::kNew;
   bool in_turn_ = false;  // among its caller's: no push
   bool aside_ = false;    // in its caller's lane for slow ones
@@ -45,7 +45,7 @@ class Read {
 // Threads: any.
 class Reads {
  public:
-  // One caller's, pushes aside: 96 MiB with the largest messages.
+  // One caller's, pushes aside: 96 MiB with the largest messages. A turn lasts until the message's bytes are gone.
   static constexpr size_t kInTurnMax = 2, kAsideMax = 4;
   static constexpr size_t kWaitingMax = 16384;  // waiting calls of one caller
   static constexpr absl::Duration kPatience = absl::Seconds(10);
@@ -56,9 +56,10 @@ class Reads {
   bool Ask(const std::string& who, const std::string& connection, bool in_turn, Read* read);
   // True: the read waited for its turn, and never starts.
   bool Leave(Read* read);
-  // The message has come, or never will. True: the call goes on; false: it was late, and its end was told to BeLate or
-  // GiveWay.
-  bool End(Read* read);
+  // The message has come, or never will. True: the call goes on, and tells by End that the bytes are gone; false: it
+  // was late, and its end was told to BeLate or GiveWay.
+  bool Come(Read* read);
+  void End(Read* read);
   // Puts slow reads aside where others wait, and ends reads that take too long. To be called several times a second.
   void Look(absl::Time now);
 
@@ -78,6 +79,8 @@ class Reads {
   void Begin(Read* read, Lane* lane) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Fills the lane's places.
   void BeginNext(Lane* lane, Few* started) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void EndTurn(Read* read, Few* started) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Takes out a read whose message has not come.
   void Remove(Read* read, Few* started) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PutAside(Read* read, Few* started, Few* yielding) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Further messages of the connection, and those in line, go to the other lane.

@@ -247,7 +247,9 @@ TEST(ReadsTest, OneCallersMessagesAreReadInTurn) {
   FakeRead& left = of_one[Reads::kInTurnMax];
   EXPECT_TRUE(reads.Leave(&left));
   EXPECT_FALSE(reads.Leave(&of_one[0]));  // is being read
-  EXPECT_TRUE(reads.End(&of_one[0]));
+  EXPECT_TRUE(reads.Come(&of_one[0]));
+  EXPECT_EQ(of_one[Reads::kInTurnMax + 1].started, 0) << "while the bytes before are still there";
+  reads.End(&of_one[0]);
   EXPECT_EQ(left.started, 0);
   EXPECT_EQ(of_one.back().started, 1);
 }
@@ -266,7 +268,8 @@ TEST(ReadsTest, AMessageThatComesSlowlyYields) {
   reads.Look(absl::Now() + Reads::kInTurnPatience);
   EXPECT_EQ(first.started, 1);
   EXPECT_EQ(slow.back().started, 0);
-  EXPECT_TRUE(reads.End(&first));
+  EXPECT_TRUE(reads.Come(&first));
+  reads.End(&first);
   FakeRead late_comer;
   ASSERT_TRUE(reads.Ask("one", "slow", true, &late_comer));
   ASSERT_TRUE(reads.Ask("one", "prompt", true, &second));
@@ -276,7 +279,7 @@ TEST(ReadsTest, AMessageThatComesSlowlyYields) {
   reads.Look(absl::Now() + Reads::kInTurnPatience);
   EXPECT_EQ(third.started, 1);
   EXPECT_EQ(slow[0].gave_way, 1) << "one more would be too many";
-  EXPECT_FALSE(reads.End(&slow[0]));
+  EXPECT_FALSE(reads.Come(&slow[0]));
   EXPECT_EQ(slow[1].gave_way, 0);
   EXPECT_EQ(slow.back().started, 0);
   reads.Look(absl::Now() + Reads::kAsidePatience);
@@ -292,11 +295,12 @@ TEST(ReadsTest, AConnectionIsSlowUntilAMessageComesPromptly) {
   FakeRead prompt;
   ASSERT_TRUE(reads.Ask("one", "prompt", true, &prompt));
   reads.Look(absl::Now() + Reads::kInTurnPatience);
-  EXPECT_TRUE(reads.End(&prompt));
+  EXPECT_TRUE(reads.Come(&prompt));
+  reads.End(&prompt);
   std::deque<FakeRead> more(Reads::kAsideMax);
   for (FakeRead& read : more) ASSERT_TRUE(reads.Ask("one", "slow", true, &read));
   EXPECT_EQ(more[2].started, 0) << "all places aside are taken";
-  EXPECT_TRUE(reads.End(&more[0]));
+  EXPECT_TRUE(reads.Come(&more[0]));
   EXPECT_EQ(more[2].started, 1) << "in the turn, which is free";
 }
 
@@ -309,10 +313,11 @@ TEST(ReadsTest, AMessageThatDoesNotComeGivesItsTurnUp) {
   reads.Look(absl::Now() + Reads::kPatience);
   for (size_t i = 0; i < Reads::kInTurnMax; ++i) {
     EXPECT_EQ(of_one[i].late, 1);
-    EXPECT_FALSE(reads.End(&of_one[i]));
+    EXPECT_FALSE(reads.Come(&of_one[i]));
   }
   EXPECT_EQ(of_one.back().started, 1);
-  EXPECT_TRUE(reads.End(&of_one.back()));
+  EXPECT_TRUE(reads.Come(&of_one.back()));
+  reads.End(&of_one.back());
 }
 
 TEST(ParseRoomTest, IsSharedAndSmallMessagesNeedNone) {
@@ -322,6 +327,8 @@ TEST(ParseRoomTest, IsSharedAndSmallMessagesNeedNone) {
   const absl::Status busy = room.Take(ParseRoom::kSmallBytesMax + 1).status();
   EXPECT_EQ(busy.code(), absl::StatusCode::kUnavailable) << busy;
   EXPECT_EQ(model::ReasonOf(busy), model::kBusy);
+  EXPECT_EQ(model::ReasonOf(room.CheckFree(ParseRoom::kSmallBytesMax + 1)), model::kBusy) << "before it is counted";
+  EXPECT_EQ(room.CheckFree(ParseRoom::kSmallBytesMax), absl::OkStatus());
   EXPECT_TRUE(room.Take(ParseRoom::kSmallBytesMax).ok());
   lease = ParseRoom::Lease();
   EXPECT_TRUE(room.Take(ParseRoom::kBytesMax).ok());
