@@ -2,19 +2,26 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 #include <utility>
 
 namespace ballast::kernels {
 
 ThreadPool::ThreadPool(int threads) {
   for (int i = 1; i < threads; ++i) workers_.push_back(std::make_unique<Worker>());
-  for (uint64_t i = 0; i < workers_.size(); ++i) workers_[i]->thread = std::thread([this, i] { Loop(i); });
+  try {
+    for (uint64_t i = 0; i < workers_.size(); ++i) workers_[i]->thread = std::thread([this, i] { Loop(i); });
+  } catch (const std::system_error&) {
+    // The system makes no more. The others, and each caller, take pieces from all queues.
+  }
 }
 
 ThreadPool::~ThreadPool() {
   stopping_.store(true);
   for (const auto& worker : workers_) Call(worker.get());
-  for (const auto& worker : workers_) worker->thread.join();
+  for (const auto& worker : workers_) {
+    if (worker->thread.joinable()) worker->thread.join();
+  }
 }
 
 void ThreadPool::Run(absl::FunctionRef<void(uint64_t)> piece, uint64_t index) {

@@ -30,6 +30,7 @@
 #include "ballast/proto/model/mutexes.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/services/config/config.h"
 #include "ballast/services/config/memory_room.h"
 #include "ballast/services/discovery/registration.h"
@@ -82,6 +83,11 @@ int Complain(const absl::Status& status, Exit code) {
   std::fprintf(stderr, "ballastd: %s\n", text.c_str());
   if (parent_reads) std::printf("ballastd failed: %s\n", text.c_str());
   return code;
+}
+
+// A port that is not served, though it may be free.
+Exit ExitOfPort(const absl::Status& status, Exit in_use) {
+  return model::ReasonOf(status) == model::kLimit ? kFailed : in_use;
 }
 
 Exit ExitOf(const absl::Status& status) {
@@ -203,13 +209,14 @@ int Serve(const Config& config, const sigset_t& signals) {
       HttpPort::Start(config.metrics_listen, &progress,
                       config.guard.tls.enabled() || config.guard.asks_identity() ? &(*guard)->counters() : nullptr,
                       config.metrics_tls ? (*guard)->certificates() : nullptr);
-  if (!http.ok()) return Complain(http.status(), kMetricsPortInUse);
+  if (!http.ok()) return Complain(http.status(), ExitOfPort(http.status(), kMetricsPortInUse));
   spdlog::info("{} on {}: /livez, /readyz, /metrics, /status.json; recovering", config.metrics_tls ? "HTTPS" : "HTTP",
                (*http)->address());
   options.page = (*http)->address();
   std::unique_ptr<Registration> registration;
   if (!config.discovery.empty()) {
     registration = std::make_unique<Registration>(*registry::ParseRegistryUrl(config.discovery));
+    if (!registration->made().ok()) return Complain(registration->made(), ExitOf(registration->made()));
     options.named = [&](const std::string& id, uint64_t disk) {
       return RegisterEarly(config, id, disk, registration.get());
     };
@@ -225,7 +232,7 @@ int Serve(const Config& config, const sigset_t& signals) {
   rpc_options.connections_max = config.connections_max;
   rpc_options.reflection = config.reflection;
   auto rpc = RpcServer::Start(rpc_options, state->get());
-  if (!rpc.ok()) return Complain(rpc.status(), kPortInUse);
+  if (!rpc.ok()) return Complain(rpc.status(), ExitOfPort(rpc.status(), kPortInUse));
   if (config.shared_memory_bytes > 0 && !(*rpc)->shared_memory_status().ok()) {
     spdlog::warn("trainers on this host send slices over the network: {}", (*rpc)->shared_memory_status().ToString());
   }
@@ -301,7 +308,7 @@ int ServeAndLog(const Config& config, const sigset_t& signals) {
   try {
     code = Serve(config, signals);
   } catch (const std::system_error& error) {
-    code = Complain(absl::ResourceExhaustedError(error.what()), kFailed);
+    code = Complain(model::NoThread(error), kFailed);
   }
   if (!queue.Drain(kGraceOfLog)) {
     // Nobody reads: an orderly end would wait for the line that hangs.
@@ -369,7 +376,11 @@ int Main(int argc, char** argv) {
   const absl::StatusOr<Config> config = MakeConfig(*file, *environment, flags);
   if (!config.ok()) return Complain(config.status(), kBadUsage);
 
-  return ServeAndLog(*config, signals);
+  try {
+    return ServeAndLog(*config, signals);
+  } catch (const std::system_error& error) {
+    return Complain(model::NoThread(error), kFailed);
+  }
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/proto/registry/registry.h"
 #include "ballast/proto/registry/roster.h"
 
@@ -170,14 +171,17 @@ class Directory {
  public:
   Directory(std::unique_ptr<registry::Registry> registry, std::shared_ptr<Doubt> doubt,
             std::map<std::string, std::shared_ptr<Place>> places)
-      : registry_(std::move(registry)),
-        doubt_(std::move(doubt)),
-        places_(std::move(places)),
-        thread_([this] { Run(); }) {}
+      : registry_(std::move(registry)), doubt_(std::move(doubt)), places_(std::move(places)) {
+    absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
+    made_ = thread.status();
+    if (thread.ok()) thread_ = *std::move(thread);
+  }
+  // RESOURCE_EXHAUSTED (LIMIT) if the system made no thread.
+  const absl::Status& made() const { return made_; }
   registry::Registry* registry() const { return registry_.get(); }
   ~Directory() {
     doubt_->Stop();
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
   }
 
  private:
@@ -204,6 +208,7 @@ class Directory {
   const std::shared_ptr<Doubt> doubt_;
   const std::map<std::string, std::shared_ptr<Place>> places_;
   std::thread thread_;
+  absl::Status made_;
 };
 
 class DiscoveredTransport final : public Transport {
@@ -292,6 +297,7 @@ absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const
     places[entry.server_id()] = std::make_shared<Place>(entry, std::move(transport), connect, doubt);
   }
   const auto directory = std::make_shared<Directory>(std::move(registry), doubt, places);
+  BALLAST_RETURN_IF_ERROR(directory->made());
   std::vector<std::unique_ptr<Transport>> transports;
   for (const auto& [id, place] : places) {
     transports.push_back(std::make_unique<DiscoveredTransport>(place, directory));

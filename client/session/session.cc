@@ -163,6 +163,7 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(const SessionOptions& opt
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, "a session needs at least one server");
   }
   auto impl = std::make_unique<Impl>(options, std::move(servers), collective);
+  BALLAST_RETURN_IF_ERROR(impl->router->made());
   BALLAST_ASSIGN_OR_RETURN(const auto open,
                            Opening(impl->router.get(), &impl->group, options.split).Open(options, tensors));
   BALLAST_RETURN_IF_ERROR(impl->Adopt(open));

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -30,6 +29,7 @@
 #include "ballast/proto/model/mutexes.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/proto/model/tls_probe.h"
 #include "ballast/proto/registry/registry_url.h"
 #include "ballast/v1/state_service.grpc.pb.h"
@@ -277,19 +277,17 @@ class GrpcTransport final : public Transport {
                 const std::function<void()>& done) {
     auto held = std::make_shared<model::Descriptor>(std::move(socket));
     calls_.Enter();
-    try {
-      std::thread([this, held, offer, deadline, done] {
-        sharing_.Watch(held->get());
-        auto slots = SharedSlots::HandOver(held.get(), offer, deadline);
-        sharing_.End(std::move(slots));
-        done();
-        calls_.Leave();
-      }).detach();
-    } catch (const std::system_error& error) {
-      sharing_.End(absl::ResourceExhaustedError(error.what()));  // no more threads
+    absl::StatusOr<std::thread> thread = model::MakeThread([this, held, offer, deadline, done] {
+      sharing_.Watch(held->get());
+      auto slots = SharedSlots::HandOver(held.get(), offer, deadline);
+      sharing_.End(std::move(slots));
       done();
       calls_.Leave();
-    }
+    });
+    if (thread.ok()) return thread->detach();
+    sharing_.End(thread.status());
+    done();
+    calls_.Leave();
   }
 
   void PushShared(const v1::PushRequest& header, absl::Span<const std::byte> payload, Slot slot, absl::Time deadline,
@@ -401,12 +399,10 @@ class GrpcTransport final : public Transport {
         done(fault.ok() ? answer : absl::StatusOr<v1::IdentifyResponse>(fault));
         calls_.Leave();
       };
-      try {
-        std::thread(probe).detach();  // callbacks must not wait
-      } catch (const std::system_error&) {
-        done(std::move(answer));  // no more threads
-        calls_.Leave();
-      }
+      absl::StatusOr<std::thread> thread = model::MakeThread(probe);  // callbacks must not wait
+      if (thread.ok()) return thread->detach();
+      done(std::move(answer));
+      calls_.Leave();
     };
   }
 

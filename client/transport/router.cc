@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 
 namespace ballast::client {
 namespace {
@@ -56,11 +57,15 @@ bool Tally::failed() const {
 }
 
 Router::Router(std::vector<std::unique_ptr<Transport>> servers, RouterOptions options)
-    : servers_(std::move(servers)), options_(std::move(options)), thread_([this] { Run(); }) {}
+    : servers_(std::move(servers)), options_(std::move(options)) {
+  absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
+  made_ = thread.status();
+  if (thread.ok()) thread_ = *std::move(thread);
+}
 
 Router::~Router() {
   Stop("the session was closed");
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   servers_.clear();  // waits for calls under way, whose answers are final now
 }
 

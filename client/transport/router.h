@@ -67,6 +67,8 @@ struct RouterOptions {
 class Router {
  public:
   Router(std::vector<std::unique_ptr<Transport>> servers, RouterOptions options);
+  // RESOURCE_EXHAUSTED (LIMIT) if the system made no thread: then nothing is tried again.
+  const absl::Status& made() const { return made_; }
   // Cancels waiting operations (callbacks get CANCELLED) and waits for the operations that a server has.
   ~Router();
 
@@ -174,6 +176,7 @@ class Router {
   absl::Time last_report_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
   absl::BitGen random_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;
+  absl::Status made_;
 };
 
 template <typename Request, typename Response>

@@ -4,13 +4,14 @@
 #include <unistd.h>
 
 #include <fstream>
-#include <system_error>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/notification.h"
 #include "ballast/proto/model/status.h"
 
 namespace ballast::model {
@@ -51,17 +52,38 @@ ThreadLimit ThreadsAllowed() {
   return limit;
 }
 
+absl::Status NoThread(const std::system_error& error) {
+  if (error.code() != std::errc::resource_unavailable_try_again) {
+    return Error(absl::StatusCode::kResourceExhausted, kLimit, error.what());
+  }
+  const ThreadLimit limit = ThreadsAllowed();
+  return Error(absl::StatusCode::kResourceExhausted, kLimit,
+               absl::StrCat("the system makes no further thread (", error.what(), "); the lowest limit is ", limit.name,
+                            " = ", limit.max,
+                            "; raise it (TasksMax= of a unit, --pids-limit of a container, "
+                            "podPidsLimit of a kubelet), or run fewer jobs on this server"));
+}
+
 absl::StatusOr<std::thread> MakeThread(std::function<void()> body) {
   try {
     return std::thread(std::move(body));
   } catch (const std::system_error& error) {
-    const ThreadLimit limit = ThreadsAllowed();
-    return Error(absl::StatusCode::kResourceExhausted, kLimit,
-                 absl::StrCat("the system makes no further thread (", error.what(), "); the lowest limit is ",
-                              limit.name, " = ", limit.max,
-                              "; raise it (TasksMax= of a unit, --pids-limit of a container, "
-                              "podPidsLimit of a kubelet), or run fewer jobs on this server"));
+    return NoThread(error);
   }
+}
+
+absl::Status CheckThreads(int count) {
+  absl::Notification tried;
+  std::vector<std::thread> threads;
+  absl::Status status;
+  for (int i = 0; i < count && status.ok(); ++i) {
+    absl::StatusOr<std::thread> thread = MakeThread([&tried] { tried.WaitForNotification(); });
+    status = thread.status();
+    if (thread.ok()) threads.push_back(*std::move(thread));
+  }
+  tried.Notify();
+  for (std::thread& thread : threads) thread.join();
+  return status;
 }
 
 }  // namespace ballast::model

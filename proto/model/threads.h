@@ -4,8 +4,10 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <system_error>
 #include <thread>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace ballast::model {
@@ -17,7 +19,14 @@ struct ThreadLimit {
 };
 ThreadLimit ThreadsAllowed();
 
+// RESOURCE_EXHAUSTED (LIMIT), naming the limit: what a library threw because the system made no thread, or another
+// refusal of the system.
+absl::Status NoThread(const std::system_error& error);
+
 // A thread that runs `body`. RESOURCE_EXHAUSTED (LIMIT), naming the limit, if the system makes none.
 absl::StatusOr<std::thread> MakeThread(std::function<void()> body);
+
+// RESOURCE_EXHAUSTED (LIMIT) if the system does not make `count` further threads: for libraries that do not tell.
+absl::Status CheckThreads(int count);
 
 }  // namespace ballast::model

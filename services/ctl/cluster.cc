@@ -11,6 +11,7 @@
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/proto/model/tls_probe.h"
 #include "ballast/services/rpc/status_codec.h"
 #include "ballast/services/view/show.h"
@@ -55,12 +56,14 @@ std::vector<ServerView> LookAt(const std::vector<std::string>& addresses, const 
   std::vector<ServerView> views(addresses.size());
   std::vector<std::thread> threads;
   for (size_t i = 0; i < addresses.size(); ++i) {
-    threads.emplace_back([&view = views[i], &address = addresses[i], &asking] {
+    const auto look = [&view = views[i], &address = addresses[i], &asking] {
       view.address = address;
       auto status = Ask(address, asking, &v1::AdminService::Stub::GetServerStatus, v1::GetServerStatusRequest());
       view.error = status.status();
       if (status.ok()) view.status = *std::move(status);
-    });
+    };
+    absl::StatusOr<std::thread> thread = model::MakeThread(look);
+    thread.ok() ? threads.push_back(*std::move(thread)) : look();  // one after the other
   }
   for (std::thread& thread : threads) thread.join();
   return views;

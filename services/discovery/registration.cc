@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 
 namespace ballast::services {
 namespace {
@@ -22,7 +23,11 @@ constexpr double kLeasesUntilAlive = 1.5;
 }  // namespace
 
 Registration::Registration(const registry::RegistryUrl& url, absl::Duration lease)
-    : registry_(url), lease_time_(lease), thread_([this] { Run(); }) {}
+    : registry_(url), lease_time_(lease) {
+  absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
+  made_ = thread.status();
+  if (thread.ok()) thread_ = *std::move(thread);
+}
 
 Registration::~Registration() {
   {
@@ -30,7 +35,7 @@ Registration::~Registration() {
     stopping_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void Registration::Announce(v1::ServerEntry entry, Fill fill) {

@@ -22,6 +22,8 @@ class Registration {
   using Fill = std::function<void(v1::ServerEntry*)>;
   // `lease`: after so long without a beat etcd removes the entry; there is a beat each third of it.
   explicit Registration(const registry::RegistryUrl& url, absl::Duration lease = absl::Seconds(10));
+  // RESOURCE_EXHAUSTED (LIMIT) if the system made no thread: then nothing is registered.
+  const absl::Status& made() const { return made_; }
   // Removes the entry, if the registry answers within a second.
   ~Registration();
 
@@ -62,6 +64,7 @@ class Registration {
   bool held_ = false;                  // by another run, which may be over
   std::optional<absl::Status> named_;  // what AwaitName waits for
   std::thread thread_;
+  absl::Status made_;
 };
 
 }  // namespace ballast::services

@@ -44,10 +44,7 @@ struct PullTarget {
 
 class EmbeddedTransport final : public client::Transport {
  public:
-  // Makes a thread at once: where no more can be made, opening a session fails, and not a step.
-  EmbeddedTransport(StateServer* server, int threads) : server_(server), copies_(threads) {
-    copies_.Post([] {});
-  }
+  EmbeddedTransport(StateServer* server, int threads) : server_(server), copies_(threads), made_(copies_.Prepare()) {}
   ~EmbeddedTransport() override {
     copies_.Join();
     outstanding_.Wait();
@@ -56,6 +53,7 @@ class EmbeddedTransport final : public client::Transport {
   std::string name() const override { return "embedded"; }
 
   void Identify(const v1::IdentifyRequest& request, absl::Time, client::Callback<v1::IdentifyResponse> done) override {
+    if (!made_.ok()) return done(made_);  // opening a session fails, and not a step
     server_->Identify(request, Counted(std::move(done)));
   }
   void GetJob(const v1::GetJobRequest& request, absl::Time, client::Callback<v1::GetJobResponse> done) override {
@@ -147,6 +145,7 @@ class EmbeddedTransport final : public client::Transport {
   StateServer* server_;
   Outstanding outstanding_;
   ThreadExecutor copies_;
+  const absl::Status made_;  // its thread
 };
 
 }  // namespace

@@ -1,8 +1,15 @@
 #include "ballast/services/foundation/deadlines.h"
 
+#include "absl/status/statusor.h"
+#include "ballast/proto/model/threads.h"
+
 namespace ballast::services {
 
-Deadlines::Deadlines() : thread_([this] { Loop(); }) {}
+Deadlines::Deadlines() {
+  absl::StatusOr<std::thread> thread = model::MakeThread([this] { Loop(); });
+  made_ = thread.status();
+  if (thread.ok()) thread_ = *std::move(thread);
+}
 
 Deadlines::~Deadlines() {
   {
@@ -10,7 +17,7 @@ Deadlines::~Deadlines() {
     stopping_ = true;
     changed_.Signal();
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 uint64_t Deadlines::Add(absl::Time when, std::function<void()> callback) {

@@ -9,6 +9,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
@@ -18,6 +19,8 @@ namespace ballast::services {
 class Deadlines {
  public:
   Deadlines();
+  // RESOURCE_EXHAUSTED (LIMIT) if there is no thread: then nothing ever runs.
+  const absl::Status& made() const { return made_; }
   ~Deadlines();  // pending callbacks never run
 
   uint64_t Add(absl::Time when, std::function<void()> callback);
@@ -35,6 +38,7 @@ class Deadlines {
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   absl::CondVar changed_;
   std::thread thread_;
+  absl::Status made_;
 };
 
 }  // namespace ballast::services

@@ -1,6 +1,9 @@
 #include "ballast/services/foundation/executor.h"
 
-#include <system_error>
+#include <spdlog/spdlog.h>
+
+#include <cstdlib>
+#include <string>
 #include <utility>
 
 #include "ballast/proto/model/status.h"
@@ -36,10 +39,13 @@ void ThreadExecutor::Post(std::function<void()> work) {
   absl::MutexLock lock(&mu_);
   if (stopping_) return;
   if (threads_.size() < threads_max_) {
-    try {
-      threads_.emplace_back([this] { Loop(); });
-    } catch (const std::system_error&) {
-      if (threads_.empty()) throw;  // else fewer do
+    absl::StatusOr<std::thread> thread = model::MakeThread([this] { Loop(); });
+    if (thread.ok()) {
+      threads_.push_back(*std::move(thread));
+    } else if (threads_.empty()) {  // else fewer do
+      spdlog::critical("work was given to threads that nobody had prepared: {}",
+                       std::string(thread.status().message()));
+      std::abort();
     }
   }
   queue_.push_back(std::move(work));

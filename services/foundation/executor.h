@@ -22,7 +22,7 @@ class Executor {
   // Makes a thread if there is none yet; once it did, Post cannot fail. RESOURCE_EXHAUSTED (LIMIT) if the system makes
   // none.
   virtual absl::Status Prepare() { return absl::OkStatus(); }
-  // Throws std::system_error if no thread can be made for it, and posts nothing then.
+  // Ends the process if there is no thread for it and none can be made: Prepare says so before.
   virtual void Post(std::function<void()> work) = 0;
 };
 

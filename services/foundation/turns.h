@@ -64,7 +64,7 @@ inline void Turns::Join() {
 inline void Turns::Post(Queue* queue, std::function<void()> work) {
   absl::MutexLock lock(&mu_);
   if (joined_) return;
-  threads_->Post([this] { RunNext(); });  // may throw: nothing is queued then
+  threads_->Post([this] { RunNext(); });
   queue->work_.push_back(std::move(work));
   if (queue->work_.size() == 1) turns_.push_back(queue);
 }

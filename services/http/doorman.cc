@@ -22,6 +22,7 @@
 #include "ballast/proto/model/address.h"
 #include "ballast/proto/model/listening_sockets.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 
 namespace ballast::services {
 namespace {
@@ -214,15 +215,17 @@ void Doorman::Impl::Read(Connections::iterator at) {
     connection.request.resize(end + 4);  // a body, or a second request, is not read
     connection.state = State::kAnswering;
     connection.until = absl::InfiniteFuture();
-    answering.Post(
-        [this, number = at->first, request = std::move(connection.request), certified = connection.line.certified()] {
-          std::string bytes = answer(request, certified);
-          {
-            absl::MutexLock lock(&mu);
-            answers.emplace_back(number, std::move(bytes));
-          }
-          Wake();
-        });
+    const auto work = [this, number = at->first, request = std::move(connection.request),
+                       certified = connection.line.certified()] {
+      std::string bytes = answer(request, certified);
+      {
+        absl::MutexLock lock(&mu);
+        answers.emplace_back(number, std::move(bytes));
+      }
+      Wake();
+    };
+    // Where no thread can be made, the others wait: /readyz and /metrics tell of the limit.
+    answering.Prepare().ok() ? answering.Post(work) : work();
     return;
   }
   Close(at);
@@ -291,7 +294,7 @@ absl::StatusOr<std::unique_ptr<Doorman>> Doorman::Start(const std::string& liste
   }
   auto impl = std::make_unique<Impl>(*listeners, std::move(answer), std::move(tls));
   impl->address = model::FormatAddress(address);
-  impl->door = std::thread([impl = impl.get()] { impl->Run(); });
+  BALLAST_ASSIGN_OR_RETURN(impl->door, model::MakeThread([impl = impl.get()] { impl->Run(); }));
   return std::unique_ptr<Doorman>(new Doorman(std::move(impl)));
 }
 

@@ -1,7 +1,6 @@
 #include "ballast/services/job/job_core.h"
 
 #include <algorithm>
-#include <system_error>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
@@ -60,12 +59,8 @@ void JobCore::Locked(absl::FunctionRef<void(Replies*)> body) {
 // False if the job is ending, when nobody keeps its lock any more, or no thread can be made.
 bool JobCore::PostToDoor(const std::function<void(Replies*)>& body) {
   absl::MutexLock lock(&door_mu_);
-  if (door_closed_) return false;
-  try {
-    door_->Post([this, body] { LockedOnWorker(body); });
-  } catch (const std::system_error&) {
-    return false;
-  }
+  if (door_closed_ || !door_->Prepare().ok()) return false;
+  door_->Post([this, body] { LockedOnWorker(body); });
   return true;
 }
 

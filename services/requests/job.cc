@@ -53,10 +53,7 @@ void Job::ScrubNext(absl::Span<std::byte> buffer, std::shared_ptr<void> lease) {
   core_.worker->Post([this, buffer, lease = std::move(lease)] { scrub_.Next(buffer); });
 }
 
-absl::Time Job::last_scrubbed() const {
-  JobMutexLock lock(&core_.mu);
-  return scrub_.last_pass();
-}
+absl::Time Job::last_scrubbed() const { return scrub_.last_pass(); }
 
 absl::Status Job::Replay(const PromiseRecord& promise) {
   JobMutexLock lock(&core_.mu);
@@ -67,9 +64,11 @@ absl::Status Job::Recover(const JobEntry& entry) { return recovery_.Recover(entr
 absl::Status Job::EndRecovery() { return recovery_.End(); }
 absl::Status Job::ComeBack(const JobEntry& entry) { return recovery_.ComeBack(entry); }
 
-absl::Status Job::MakeThreads() {
+absl::Status Job::MakeThreads(bool dry_runs_alone) {
   BALLAST_RETURN_IF_ERROR(core_.clerk->Prepare());
-  return core_.worker->Prepare();
+  if (dry_runs_alone) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(core_.worker->Prepare());
+  return pulls_.MakeThread();
 }
 
 void Job::Stop(const absl::Status& status) {

@@ -93,7 +93,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   bool MayBeUnopened(const v1::Epoch& promised) const;
 
   // Before the first request. RESOURCE_EXHAUSTED (LIMIT) if the system makes no threads for this job.
-  absl::Status MakeThreads();
+  // A job that answers dry runs alone has one.
+  absl::Status MakeThreads(bool dry_runs_alone = false);
   // Refuses waiting and new requests with `status`, finishes the running update, drops the updates queued behind.
   // Blocks.
   void Stop(const absl::Status& status);

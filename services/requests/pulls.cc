@@ -156,7 +156,6 @@ bool Pulls::Try(const RequestPtr& pull, Replies* replies) {
 
 absl::Status Pulls::PostRead(const RequestPtr& pull, Copy copy) {
   BALLAST_RETURN_IF_ERROR(core_->Refusal());  // the threads may have ended
-  BALLAST_RETURN_IF_ERROR(reads_->Prepare());
   // A read that is queued counts as a request that waits, so the queue is bounded.
   BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<void> place, core_->waiting.Hold(sizeof(Plan)));
   reads_->Post([this, pull, copy, place = std::move(place)]() mutable {

@@ -25,6 +25,8 @@ class Pulls {
   // As StateServer::Pull.
   void Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
             PullChecksum checksum) ABSL_LOCKS_EXCLUDED(job_lock);
+  // The first of the threads that read. RESOURCE_EXHAUSTED (LIMIT).
+  absl::Status MakeThread() { return reads_->Prepare(); }
   // Ends the threads that read, after the reads that are queued. Blocks.
   void JoinThreads() { reads_->Join(); }
 

@@ -28,6 +28,7 @@
 #include "ballast/services/rpc/admin_service.h"
 #include "ballast/services/rpc/calls/call_service.h"
 #include "ballast/services/rpc/door/connections.h"
+#include "ballast/services/rpc/door/grpc_threads.h"
 #include "ballast/services/rpc/state_service.h"
 #include "ballast/services/shared_memory/shared_memory.h"
 
@@ -187,6 +188,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
                                      "`listen` (",
                                      connections.status().message(), ")"));
   }
+  BALLAST_RETURN_IF_ERROR(CheckRoomForGrpc());
   auto impl =
       std::make_unique<Impl>(*std::move(connections), state, options, std::move(answers), ShareMemory(options, *state));
   grpc::ServerBuilder builder;
@@ -211,6 +213,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
   builder.RegisterCallbackGenericService(&impl->calls);
   impl->server = builder.BuildAndStart();
   if (impl->server == nullptr) return absl::InternalError("gRPC makes no server");
+  BALLAST_RETURN_IF_ERROR(MakeThreadsOfGrpc());
   impl->address = model::FormatAddress(impl->connections->address());
   impl->self = impl->server->InProcessChannel(grpc::ChannelArguments());
   std::function<void(const std::string&)> refuse_plain;

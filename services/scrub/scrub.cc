@@ -104,7 +104,7 @@ void Scrub::Next(absl::Span<std::byte> buffer) {
 
 void Scrub::EndPass(const storage::ChunkStore& store) {
   ++passes_;
-  last_pass_ = absl::Now();
+  last_pass_ns_ = absl::ToUnixNanos(absl::Now());
   // The damage of extents that nothing needs any more is over.
   for (auto at = damage_.begin(); at != damage_.end();) {
     const std::vector<storage::ScrubbedExtent> extents = store.Extents(at->first[0]);
@@ -121,8 +121,8 @@ v1::ScrubStatus Scrub::Describe() const {
   status.set_total_bytes(pass_bytes_);
   status.set_read_bytes(read_bytes_);
   status.set_passes(passes_);
-  if (last_pass_ != absl::InfinitePast()) {
-    status.set_last_pass_seconds(absl::ToDoubleSeconds(last_pass_ - absl::UnixEpoch()));
+  if (const absl::Time last = last_pass(); last != absl::InfinitePast()) {
+    status.set_last_pass_seconds(absl::ToDoubleSeconds(last - absl::UnixEpoch()));
   }
   status.set_mended(mended_);
   status.set_damaged(damage_.size());

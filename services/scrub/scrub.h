@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -27,7 +28,10 @@ class Scrub {
   // to 4096.
   void Next(absl::Span<std::byte> buffer) ABSL_LOCKS_EXCLUDED(job_lock);
   // End of the last complete pass; InfinitePast before the first.
-  absl::Time last_pass() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return last_pass_; }
+  absl::Time last_pass() const {
+    const int64_t ns = last_pass_ns_;
+    return ns == 0 ? absl::InfinitePast() : absl::FromUnixNanos(ns);
+  }
   // Absent while nothing was scrubbed.
   bool begun() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return begun_; }
   v1::ScrubStatus Describe() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -45,7 +49,7 @@ class Scrub {
   Flushes* const flushes_;
   bool begun_ ABSL_GUARDED_BY(job_lock) = false;
   bool over_ ABSL_GUARDED_BY(job_lock) = false;  // the last read ended a pass
-  absl::Time last_pass_ ABSL_GUARDED_BY(job_lock) = absl::InfinitePast();
+  std::atomic<int64_t> last_pass_ns_ = 0;        // 0: none; read without the lock
   uint64_t passes_ ABSL_GUARDED_BY(job_lock) = 0;
   uint64_t done_bytes_ ABSL_GUARDED_BY(job_lock) = 0, pass_bytes_ ABSL_GUARDED_BY(job_lock) = 0;
   uint64_t read_bytes_ ABSL_GUARDED_BY(job_lock) = 0;

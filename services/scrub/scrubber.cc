@@ -14,27 +14,27 @@ struct Scrubber::Piece {
 };
 
 void Scrubber::Start() {
-  if (bytes_per_s_ > 0) thread_ = std::thread([this] { Run(); });
+  if (bytes_per_s_ > 0) AddTurn();
 }
 
 void Scrubber::Stop() {
   {
-    absl::MutexLock lock(&mu_);
-    stopping_ = true;
+    absl::MutexLock turn(&turn_->mu);  // waits for one under way
+    turn_->scrubber = nullptr;
   }
-  if (thread_.joinable()) thread_.join();
+  absl::MutexLock lock(&mu_);
+  stopping_ = true;
 }
 
-void Scrubber::Run() {
+void Scrubber::AddTurn() {
   const double seconds = static_cast<double>(kPieceBytes) / static_cast<double>(bytes_per_s_);
   const absl::Duration pause = std::max(absl::Seconds(seconds), absl::Milliseconds(1));
-  for (;;) {
-    {
-      absl::MutexLock lock(&mu_);
-      if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), pause)) return;
-    }
-    Next();
-  }
+  deadlines_->Add(absl::Now() + pause, [turn = turn_] {
+    absl::MutexLock lock(&turn->mu);
+    if (turn->scrubber == nullptr) return;
+    turn->scrubber->Next();
+    turn->scrubber->AddTurn();
+  });
 }
 
 std::function<void(absl::Span<std::byte>, std::shared_ptr<void>)> Scrubber::Choose() {

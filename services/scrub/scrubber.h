@@ -7,13 +7,13 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "ballast/services/foundation/deadlines.h"
 
 namespace ballast::services {
 
@@ -30,8 +30,11 @@ class Scrubber {
   };
   using Jobs = std::map<std::string, ScrubbedJob>;  // by name
 
-  // `bytes_per_s`: of the whole server; 0: nothing is read but by Next.
-  Scrubber(uint64_t bytes_per_s, std::function<Jobs()> jobs) : bytes_per_s_(bytes_per_s), jobs_(std::move(jobs)) {}
+  // `bytes_per_s`: of the whole server; 0: nothing is read but by Next. `jobs` must be short: `deadlines` calls it.
+  Scrubber(uint64_t bytes_per_s, Deadlines* deadlines, std::function<Jobs()> jobs)
+      : bytes_per_s_(bytes_per_s), deadlines_(deadlines), jobs_(std::move(jobs)) {
+    turn_->scrubber = this;
+  }
   ~Scrubber() { Stop(); }
 
   void Start();
@@ -41,17 +44,23 @@ class Scrubber {
 
  private:
   struct Piece;  // the buffer, and whether it is in use
-  void Run();
+  // Outlives this, as long as a turn is due.
+  struct Turn {
+    absl::Mutex mu;
+    Scrubber* scrubber ABSL_GUARDED_BY(mu) = nullptr;
+  };
+  void AddTurn();
   // Null: no job is due.
   std::function<void(absl::Span<std::byte>, std::shared_ptr<void>)> Choose() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const uint64_t bytes_per_s_;
+  Deadlines* const deadlines_;
   const std::function<Jobs()> jobs_;
+  const std::shared_ptr<Turn> turn_ = std::make_shared<Turn>();
   absl::Mutex mu_;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::string last_ ABSL_GUARDED_BY(mu_);              // the job that had its turn
   std::shared_ptr<Piece> piece_ ABSL_GUARDED_BY(mu_);  // made at the first use
-  std::thread thread_;
 };
 
 }  // namespace ballast::services

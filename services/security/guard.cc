@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/text_file.h"
+#include "ballast/proto/model/threads.h"
 
 namespace ballast::services {
 namespace {
@@ -141,7 +142,7 @@ absl::Status Guard::Watch() {
     watched.loaded = watched.seen = model::StampOf(watched.paths);
     BALLAST_RETURN_IF_ERROR(watched.load());
   }
-  thread_ = std::thread([this] { Run(); });
+  BALLAST_ASSIGN_OR_RETURN(thread_, model::MakeThread([this] { Run(); }));
   return absl::OkStatus();
 }
 

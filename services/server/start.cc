@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/services/records/data_files.h"
 #include "ballast/services/records/log_records.h"
 #include "ballast/services/server/nvme_devices.h"
@@ -164,6 +165,7 @@ uint64_t StagingBytes(const StateServerOptions& options) {
 absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServerOptions& options) {
   auto impl = std::make_unique<Impl>(options);
   BALLAST_RETURN_IF_ERROR(storage::CheckDirectoryFormat(options.data_directory));  // first of all
+  BALLAST_RETURN_IF_ERROR(impl->deadlines.made());
   BALLAST_RETURN_IF_ERROR(impl->answers.Prepare());
   BALLAST_RETURN_IF_ERROR(CheckDirectory(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(impl->machine, ReadMachineProfile(options));
@@ -173,6 +175,9 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   if (std::error_code error; !std::filesystem::exists(options.data_directory + "/catalog/CURRENT", error)) {
     BALLAST_RETURN_IF_ERROR(CheckNothingLost(options.data_directory));
   }
+  // RocksDB makes them without a look at what the system says.
+  constexpr int kCatalogThreads = 4;
+  BALLAST_RETURN_IF_ERROR(model::CheckThreads(kCatalogThreads));
   // The catalog's lock guards the whole directory, so it comes first.
   BALLAST_ASSIGN_OR_RETURN(impl->catalog, impl->foundation->OpenCatalog(options.data_directory));
   BALLAST_ASSIGN_OR_RETURN(auto stored, impl->ReadJobs());
@@ -223,7 +228,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   };
   std::unique_ptr<StateServer> server(new StateServer(std::move(impl), disk));
   if (options.serve_while_recovering) {
-    server->impl_->coming_back.thread = std::thread(load);
+    BALLAST_ASSIGN_OR_RETURN(server->impl_->coming_back.thread, model::MakeThread(load));
     return server;
   }
   BALLAST_RETURN_IF_ERROR(load());

@@ -12,7 +12,7 @@ namespace ballast::services {
 StateServer::StateServer(std::unique_ptr<Impl> impl, uint64_t disk)
     : impl_(std::move(impl)),
       disk_(disk),
-      scrubber_(std::make_unique<Scrubber>(impl_->options.scrub_bytes_per_s, [impl = impl_.get()] {
+      scrubber_(std::make_unique<Scrubber>(impl_->options.scrub_bytes_per_s, &impl_->deadlines, [impl = impl_.get()] {
         Scrubber::Jobs jobs;
         for (const auto& [name, job] : impl->JobsByName()) {
           jobs[name] = {job->last_scrubbed(), [job = job](absl::Span<std::byte> buffer, std::shared_ptr<void> lease) {
@@ -212,7 +212,7 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Planner(const std::strin
   BALLAST_RETURN_IF_ERROR(CheckAllBack());
   if (planner == nullptr) {
     std::shared_ptr<Job> made = MakeJob("");
-    BALLAST_RETURN_IF_ERROR(made->MakeThreads());
+    BALLAST_RETURN_IF_ERROR(made->MakeThreads(/*dry_runs_alone=*/true));
     planner = std::move(made);
   }
   return planner;

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <list>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -22,6 +21,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 
 namespace ballast::services {
 namespace {
@@ -270,15 +270,12 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(uint64_t bytes
   if (stop.get() < 0) return model::Error(absl::StatusCode::kUnavailable, model::kIo, "no eventfd");
   auto desk = std::make_shared<Desk>(std::move(host), name, std::move(listener), std::move(stop), bytes_max,
                                      std::move(counters));
-  try {
-    return std::unique_ptr<SharedMemory>(new SharedMemory(std::move(desk)));
-  } catch (const std::system_error& error) {
-    return model::Error(absl::StatusCode::kUnavailable, model::kIo, absl::StrCat("no thread: ", error.what()));
-  }
+  BALLAST_ASSIGN_OR_RETURN(std::thread thread, model::MakeThread([desk] { desk->Run(); }));
+  return std::unique_ptr<SharedMemory>(new SharedMemory(std::move(desk), std::move(thread)));
 }
 
-SharedMemory::SharedMemory(std::shared_ptr<Desk> desk)
-    : desk_(std::move(desk)), thread_([desk = desk_] { desk->Run(); }) {}
+SharedMemory::SharedMemory(std::shared_ptr<Desk> desk, std::thread thread)
+    : desk_(std::move(desk)), thread_(std::move(thread)) {}
 
 SharedMemory::~SharedMemory() {
   // The close of a descriptor that a hostile process sent may last for hours. Nothing depends on the thread then.

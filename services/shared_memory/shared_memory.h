@@ -51,7 +51,7 @@ class SharedMemory {
 
  private:
   class Desk;
-  explicit SharedMemory(std::shared_ptr<Desk> desk);
+  SharedMemory(std::shared_ptr<Desk> desk, std::thread thread);
 
   const std::shared_ptr<Desk> desk_;  // the thread's too, which may outlive this object
   std::thread thread_;

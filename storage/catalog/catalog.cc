@@ -140,6 +140,8 @@ absl::Status RocksCatalog::Open(Access access) {
                                                               : rocksdb::DB::OpenForReadOnly(options, path_, &db);
   BALLAST_RETURN_IF_ERROR(CatalogError(opened, "open", path_));
   db_.reset(db);
+  // One thread does all that a catalog has to do in the background.
+  options.env->SetBackgroundThreads(0, rocksdb::Env::HIGH);
   return absl::OkStatus();
 }
 

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/machine/memory_step.h"
 #include "ballast/storage/memory/arena.h"
@@ -63,7 +64,7 @@ class Measuring {
  private:
   absl::Status Dram();
   absl::Status MeasureDram(uint64_t threads, bool copy, uint64_t* speed);
-  uint64_t DramSpeed(uint64_t threads, bool copy);
+  absl::StatusOr<uint64_t> DramSpeed(uint64_t threads, bool copy);
   absl::Status Updates();
   absl::Status Digests();
   absl::Status OpenFile();
@@ -106,14 +107,15 @@ absl::Status Measuring::MeasureDram(uint64_t threads, bool copy, uint64_t* speed
   return absl::OkStatus();
 }
 
-uint64_t Measuring::DramSpeed(uint64_t threads, bool copy) {
+absl::StatusOr<uint64_t> Measuring::DramSpeed(uint64_t threads, bool copy) {
   const absl::Span<std::byte> all = memory_.bytes();
   const uint64_t half = all.size() / 2, share = half / threads / 4096 * 4096;
   std::vector<uint64_t> moved(threads, 0);
   const absl::Time begin = absl::Now(), end = begin + slice_;
   std::vector<std::thread> running;
-  for (uint64_t t = 0; t < threads; ++t) {
-    running.emplace_back([&, t] {
+  absl::Status made;
+  for (uint64_t t = 0; t < threads && made.ok(); ++t) {
+    absl::StatusOr<std::thread> thread = model::MakeThread([&, t] {
       const absl::Span<std::byte> from = all.subspan(t * share, share), to = all.subspan(half + t * share, share);
       while (absl::Now() < end) {
         if (copy) {
@@ -125,8 +127,11 @@ uint64_t Measuring::DramSpeed(uint64_t threads, bool copy) {
         moved[t] += copy ? share : 2 * share;
       }
     });
+    made = thread.status();
+    if (thread.ok()) running.push_back(*std::move(thread));
   }
   for (std::thread& thread : running) thread.join();
+  BALLAST_RETURN_IF_ERROR(made);
   uint64_t bytes = 0;
   for (const uint64_t m : moved) bytes += m;
   return PerSecond(bytes, absl::Now() - begin);
@@ -282,16 +287,17 @@ absl::Status Measuring::SideBySide() {
   Say("AdamW beside reads and writes of the disk");
   BALLAST_ASSIGN_OR_RETURN(const auto step, MemoryStep::Make(options_.directory, kernels::MomentFormat::kF32));
   std::vector<uint64_t> moved;
-  BALLAST_ASSIGN_OR_RETURN(p.update_f32_beside_disk_elements_per_s, MedianSpeed([&]() -> absl::StatusOr<uint64_t> {
-                             absl::StatusOr<uint64_t> disk;
-                             std::thread mixing([&] { disk = DiskSpeed("mixed", p.disk_mixed_depth); });
-                             const absl::StatusOr<uint64_t> updated =
-                                 step->ElementsPerSecond(static_cast<int>(p.threads), slice_);
-                             mixing.join();
-                             BALLAST_RETURN_IF_ERROR(disk.status());
-                             moved.push_back(*disk);
-                             return updated;
-                           }));
+  BALLAST_ASSIGN_OR_RETURN(
+      p.update_f32_beside_disk_elements_per_s, MedianSpeed([&]() -> absl::StatusOr<uint64_t> {
+        absl::StatusOr<uint64_t> disk;
+        BALLAST_ASSIGN_OR_RETURN(std::thread mixing,
+                                 model::MakeThread([&] { disk = DiskSpeed("mixed", p.disk_mixed_depth); }));
+        const absl::StatusOr<uint64_t> updated = step->ElementsPerSecond(static_cast<int>(p.threads), slice_);
+        mixing.join();
+        BALLAST_RETURN_IF_ERROR(disk.status());
+        moved.push_back(*disk);
+        return updated;
+      }));
   std::sort(moved.begin(), moved.end());
   p.disk_mixed_beside_update_bytes_per_s = moved[moved.size() / 2];
   const double bytes = static_cast<double>(p.update_f32_beside_disk_elements_per_s) * step->bytes_per_element();

@@ -1,8 +1,11 @@
 #include "ballast/kernels/thread_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <atomic>
+#include <cstdlib>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -193,6 +196,24 @@ TEST(ThreadPool, TheOldestBatchIsServedFirst) {
   first.join();
   for (std::thread& other : others) other.join();
   EXPECT_EQ(served, (std::vector<int>{0, 1, 2}));
+}
+
+TEST(ThreadPoolDeathTest, ComputesWithoutThreadsThatTheSystemDoesNotMake) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers need more addresses";
+#endif
+  const auto compute = [] {
+    std::ifstream file("/proc/self/statm");
+    uint64_t pages = 0;
+    file >> pages;
+    const rlimit none = {pages * 4096 + (1 << 20), pages * 4096 + (1 << 20)};
+    setrlimit(RLIMIT_AS, &none);
+    std::atomic<uint64_t> pieces = 0;
+    ThreadPool pool(4);
+    pool.ParallelFor(100, [&](uint64_t) { ++pieces; });  // on this thread alone
+    std::_Exit(pieces == 100 ? 0 : 1);
+  };
+  EXPECT_EXIT(compute(), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

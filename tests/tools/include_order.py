@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fails on an include against the order of the folders, or on a vendor header outside its room.
+"""Fails on an include against the order of the folders, on a vendor header outside its room, and on a thread made without MakeThread.
 
 Usage: include_order.py ROOT        checks the tree
        include_order.py --self-test   plants wrong includes, each of which must be found
@@ -150,7 +150,33 @@ def line_allows(path, target):
     return f'{owner[2]} may not include {target}; of {owner[0]} it may include what stands above it: {", ".join(above) or "nothing"}'
 
 
+# The system may make no thread, and then std's constructors throw: `model::MakeThread` returns a status.
+THREAD = re.compile(r'\bstd::j?thread(\s+\w+)?\s*[({](?!\))|\bstd::async\(|\bthread_\(\[|\bthreads?\w*\.emplace_back\(\[')
+# Where that is not to be had, or the exception is what the caller wants.
+THREADS_OF_THEIR_OWN = [
+    'proto/model/threads.',
+    'kernels/thread_pool.cc',  # below proto/model; does with fewer
+    'client/examples/',
+    'client/python/native/',   # exceptions are Python's, and name the thread
+    'services/top/top.cc',     # an interactive program
+]
+
+
+def check_threads(path, text):
+    if any(path.startswith(own) for own in THREADS_OF_THEIR_OWN):
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if THREAD.search(line.partition('//')[0]):
+            yield f'{path}:{number}: threads are made by model::MakeThread, which tells when the system makes none'
+
+
 def check(path, text):
+    yield from check_includes(path, text)
+    if not path.startswith('tests/'):
+        yield from check_threads(path, text)
+
+
+def check_includes(path, text):
     """Yields 'path:line: message' for every wrong include in `text`."""
     owner = max((folder for folder in OTHERS if within(path, folder)), key=len, default=None)
     for number, line in enumerate(text.splitlines(), 1):
@@ -213,11 +239,15 @@ def self_test():
         ('client/transport/router.h', '#include "ballast/client/group/group.h"'),
         ('client/transfers/seat.h', '#include "ballast/client/session.h"'),
         ('client/session.h', '#include "ballast/client/transfers/seat.h"'),
+        # Threads.
+        ('services/security/guard.cc', '  thread_ = std::thread([this] { Run(); });'),
+        ('storage/machine/machine_measure.cc', '  std::thread mixing([&] { disk = Speed(); });'),
+        ('client/transport/router.cc', '    : options_(std::move(options)), thread_([this] { Run(); }) {}'),
     ]
     missed = [p for p in planted if not list(check(*p))]
     for path, line in missed:
         print(f'not found: {line} in {path}')
-    print(f'{len(planted) - len(missed)} of {len(planted)} planted includes found')
+    print(f'{len(planted) - len(missed)} of {len(planted)} planted faults found')
     return 1 if missed else 0
 
 
@@ -231,7 +261,7 @@ def main():
         wrong += check(path, text)
     for line in wrong:
         print(line)
-    print(f'{files} files, {len(wrong)} includes against the order')
+    print(f'{files} files, {len(wrong)} faults')
     return 1 if wrong or files == 0 else 0
 
 

@@ -46,7 +46,7 @@ Check CheckThreads(const Subject& subject) {
   return check;
 }
 
-// A job takes some 6 threads, a server without jobs some 40.
+// A job takes some 6 threads, a server without jobs some 25 and twice as many as there are processors.
 Check CheckThreadLimit() {
   constexpr uint64_t kWanted = 512;
   const model::ThreadLimit limit = model::ThreadsAllowed();

@@ -11,6 +11,7 @@
 #include "absl/synchronization/notification.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/threads.h"
+#include "ballast/services/foundation/deadlines.h"
 
 namespace ballast::services {
 namespace {
@@ -48,6 +49,18 @@ TEST(ThreadExecutorDeathTest, AThreadThatCannotBeMadeIsAnErrorWithTheLimitsName)
     std::_Exit(right ? 0 : 1);
   };
   EXPECT_EXIT(prepare(), ::testing::ExitedWithCode(0), "no further thread");
+}
+
+TEST(DeadlinesDeathTest, WithoutAThreadTheySaySo) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers need more addresses";
+#endif
+  const auto make = [] {
+    LetNoThreadBeMade();
+    const Deadlines deadlines;
+    std::_Exit(absl::IsResourceExhausted(deadlines.made()) ? 0 : 1);
+  };
+  EXPECT_EXIT(make(), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 #include <future>
 
 #include "absl/status/status.h"
+#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/threads.h"
 
 namespace ballast::stash {
 
@@ -15,11 +17,12 @@ absl::StatusOr<std::unique_ptr<DiskThread>> DiskThread::Start(storage::Disk* dis
                                                               Done done) {
   std::unique_ptr<DiskThread> made(new DiskThread(std::move(done)));
   const auto started = std::make_shared<std::promise<absl::Status>>();
-  made->thread_ = std::thread([started, made = made.get(), disk, registered] {
-    absl::StatusOr<std::unique_ptr<IoQueue>> queue = disk->MakeQueue({.registered = registered});
-    started->set_value(queue.status());
-    if (queue.ok()) made->Run(queue->get());
-  });
+  BALLAST_ASSIGN_OR_RETURN(made->thread_, model::MakeThread([started, made = made.get(), disk, registered] {
+                             absl::StatusOr<std::unique_ptr<IoQueue>> queue =
+                                 disk->MakeQueue({.registered = registered});
+                             started->set_value(queue.status());
+                             if (queue.ok()) made->Run(queue->get());
+                           }));
   const absl::Status status = started->get_future().get();
   if (!status.ok()) return status;
   return made;
@@ -30,7 +33,7 @@ DiskThread::~DiskThread() {
     absl::MutexLock lock(&mutex_);
     stopping_ = true;
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void DiskThread::Hand(const IoRequest& request, Turn turn) {
