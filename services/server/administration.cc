@@ -243,7 +243,7 @@ v1::GetServerStatusResponse StateServer::Status() const {
     *lost.mutable_epoch() = entry.lost->promised();
     lost.set_world_size(entry.lost->open().tiling().world_size());
     for (const v1::Member& member : entry.lost->open().members()) lost.add_member_ids(member.server_id());
-    *lost.add_tiers() = entry.OnDisk();
+    for (v1::TierStatus& tier : DescribeTaken(entry.taken)) *lost.add_tiers() = std::move(tier);
   }
   v1::GetServerStatusResponse status;
   status.set_server_id(impl_->server_id);

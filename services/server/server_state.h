@@ -91,11 +91,10 @@ struct StateServer::Impl {
   struct Entry {
     std::shared_ptr<Job> job;
     std::optional<v1::GetJobResponse> lost;
-    absl::Status cause;       // why the job did not come back
-    uint64_t log_bytes = 0;   // of the NVMe budget, held by its log
-    uint64_t kept_bytes = 0;  // by the extents that the catalog names
-    // The disk that a job takes which did not come back.
-    v1::TierStatus OnDisk() const;
+    absl::Status cause;      // why the job did not come back
+    uint64_t log_bytes = 0;  // of the NVMe budget, held by its log
+    // The bytes of a job that is not here; while it comes back, the least that it then has.
+    storage::PartBytes taken = {};
     bool recovering = false;  // `lost` describes the job until it is back
     uint64_t made = 0;        // numbers the jobs in the order in which they were made since the start
   };

@@ -245,7 +245,13 @@ void StateServer::Impl::ExpectJobs(const std::map<std::string, JobEntry>& stored
   for (const auto& [name, entry] : stored) Lose(name, entry, absl::OkStatus());
   absl::MutexLock lock(&mu);
   coming_back.going = true;
-  for (auto& [name, entry] : jobs) entry.recovering = true;
+  for (auto& [name, entry] : jobs) {
+    entry.recovering = true;
+    std::error_code error;
+    const uint64_t log_bytes = std::filesystem::file_size(LogPath(options.data_directory, name), error);
+    if (!error) entry.taken[static_cast<size_t>(storage::TierPart::kLog)].nvme = log_bytes;
+    entry.taken[static_cast<size_t>(storage::TierPart::kState)].dram = stored.at(name).least_dram;
+  }
 }
 
 void StateServer::Impl::ExpectToRecover(const std::map<std::string, JobEntry>& stored) const {
@@ -305,8 +311,10 @@ void StateServer::Impl::Lose(const std::string& name, const JobEntry& stored, co
   entry.cause = cause;
   entry.recovering = false;
   entry.log_bytes = log_bytes;
-  entry.kept_bytes = 0;
-  for (const storage::DurableChunk& chunk : stored.ChunksAndPinned()) entry.kept_bytes += chunk.bytes;
+  entry.taken = {};
+  entry.taken[static_cast<size_t>(storage::TierPart::kLog)].nvme = log_bytes;
+  uint64_t& extents = entry.taken[static_cast<size_t>(storage::TierPart::kState)].nvme;
+  for (const storage::DurableChunk& chunk : stored.ChunksAndPinned()) extents += chunk.bytes;
   v1::GetJobResponse& lost = entry.lost.emplace();
   lost.set_server_id(server_id);
   lost.set_exists(true);

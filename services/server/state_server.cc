@@ -91,19 +91,6 @@ MayGrow StateServer::Impl::GrowthCheck() {
   };
 }
 
-v1::TierStatus StateServer::Impl::Entry::OnDisk() const {
-  v1::TierStatus tier;
-  tier.set_tier(storage::TierName(storage::TierKind::kNvme));
-  tier.set_used_bytes(log_bytes + kept_bytes);
-  for (const auto& [part, bytes] :
-       {std::pair(storage::TierPart::kLog, log_bytes), {storage::TierPart::kState, kept_bytes}}) {
-    if (bytes == 0) continue;
-    tier.add_parts()->set_part(storage::kTierPartNames[static_cast<size_t>(part)]);
-    tier.mutable_parts()->rbegin()->set_bytes(bytes);
-  }
-  return tier;
-}
-
 std::vector<v1::JobStatus> StateServer::Impl::Taken() const {
   std::map<std::string, Entry> entries;
   {
@@ -114,11 +101,8 @@ std::vector<v1::JobStatus> StateServer::Impl::Taken() const {
   for (const auto& [name, entry] : entries) {
     v1::JobStatus& job = out.emplace_back();
     job.set_name(name);
-    if (entry.job == nullptr) {
-      *job.add_tiers() = entry.OnDisk();
-      continue;
-    }
-    for (v1::TierStatus& tier : DescribeTaken(tiers->taken(entry.job->account()))) *job.add_tiers() = std::move(tier);
+    const storage::PartBytes taken = entry.job == nullptr ? entry.taken : tiers->taken(entry.job->account());
+    for (v1::TierStatus& tier : DescribeTaken(taken)) *job.add_tiers() = std::move(tier);
   }
   return out;
 }

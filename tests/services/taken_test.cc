@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -267,6 +268,21 @@ TEST_F(GrowthTest, AKeptVersionBeyondTheQuotaIsRefusedWithNumbers) {
   server_.Restart();
   EXPECT_EQ(Nvme("a-1"), with);
   SetQuotas(absl::StrCat("- {identity: team-a, nvme: ", with + Nvme("a-2"), "}\n"));
+  const auto next = Begin("a-1");
+  EXPECT_EQ(model::ReasonOf(PinDurably(server_.get(), "a-1", next->epoch(), next->step() - 1)), model::kQuota);
+}
+
+// Its extents stay on the disk until somebody drops the job.
+TEST_F(GrowthTest, AJobThatDidNotComeBackCountsItsDisk) {
+  const auto group = Begin("a-1"), other = Begin("a-2");
+  Steps(*other, 3);
+  server_.End();
+  ASSERT_TRUE(std::filesystem::remove(server_.directory() + "/log-a-2"));
+  server_.Restart();
+  ASSERT_NE(Job("a-2").failure(), "");
+  EXPECT_GT(Nvme("a-2"), 0u);
+  EXPECT_EQ(Nvme("a-1") + Nvme("a-2"), server_->Status().tiers(2).used_bytes());
+  SetQuotas(absl::StrCat("- {identity: team-a, nvme: ", server_->Status().tiers(2).used_bytes(), "}\n"));
   const auto next = Begin("a-1");
   EXPECT_EQ(model::ReasonOf(PinDurably(server_.get(), "a-1", next->epoch(), next->step() - 1)), model::kQuota);
 }
