@@ -158,12 +158,14 @@ struct RpcServer::Impl {
   std::unique_ptr<grpc::Server> server;
   std::shared_ptr<grpc::Channel> self;  // leads into the server without the network
   bool stopped ABSL_GUARDED_BY(mu) = false;
-  uint64_t most_open = 0;  // TakeCare's: connections since it last gave their memory back
+  // TakeCare's, since it last gave memory back: connections, and whether messages did not come whole.
+  uint64_t most_open = 0;
+  bool ended_reads = false;
 };
 
 void RpcServer::Impl::TakeCare() {
   const absl::Time now = absl::Now();
-  reads.Look(now);
+  ended_reads |= reads.Look(now);
   // The large messages of a job's start, and many connections, leave more memory behind than a server otherwise needs.
   if (now - trimmed < kTrimInterval) return;
   trimmed = now;
@@ -171,7 +173,8 @@ void RpcServer::Impl::TakeCare() {
   most_open = std::max(most_open, open);
   const bool fewer = open + kManyConnections < most_open;
   if (fewer) most_open = open;
-  if (room.TakeReturned() || fewer) ::malloc_trim(0);
+  const bool returned = room.TakeReturned();
+  if (std::exchange(ended_reads, false) || returned || fewer) ::malloc_trim(0);
 }
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options, StateServer* state) {

@@ -18,10 +18,10 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   return deadline - std::min(left / 10, absl::Milliseconds(200));
 }
 
-void CallReactor::ReadMessage(const std::string& who, const std::string& connection, bool in_turn,
+void CallReactor::ReadMessage(const std::string& who, const std::string& connection, bool push,
                               std::function<void(grpc::ByteBuffer*)> run) {
   run_ = std::move(run);
-  if (reads_->Ask(who, connection, in_turn, this)) return;
+  if (reads_->Ask(who, connection, push, this)) return;
   Fail(model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                     absl::StrCat("more than ", Reads::kWaitingMax,
                                  " calls of the same caller wait until their messages are read; send it again")));

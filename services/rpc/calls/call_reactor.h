@@ -33,7 +33,7 @@ class CallReactor final : public grpc::ServerGenericBidiReactor, private Read {
 
   // Reads the message, in turn among those of `who`, from `connection`; run(message) goes on with the
   // call.
-  void ReadMessage(const std::string& who, const std::string& connection, bool in_turn,
+  void ReadMessage(const std::string& who, const std::string& connection, bool push,
                    std::function<void(grpc::ByteBuffer*)> run);
 
   // Goes on with run(message) on a thread of `executor`; for ReadMessage's run alone, as its last.

@@ -47,13 +47,16 @@ grpc::ServerGenericBidiReactor* CallService::CreateReactor(grpc::GenericCallback
     reactor->Fail(visitor.status());
     return reactor;
   }
-  connections_->Know(visitor->peer);
-  // Pushes are large, many at a time, and counted elsewhere (gRPC's quota, then the bound on waiting pushes).
-  const bool in_turn = method->call != Call::kPush;
+  const absl::Status known = connections_->Know(visitor->peer, visitor->turn);
+  if (!known.ok()) {
+    reactor->Fail(known);
+    return reactor;
+  }
+  const bool push = method->call == Call::kPush;
   const std::string turn = visitor->turn, connection = visitor->peer;
   reactor->caller()->set_identity(turn);
   const auto arrival = std::make_shared<Arrival>(Arrival{reactor, *std::move(visitor), DeadlineOf(*context)});
-  reactor->ReadMessage(turn, connection, in_turn,
+  reactor->ReadMessage(turn, connection, push,
                        [this, method, arrival](grpc::ByteBuffer* message) { Run(*method, arrival, message); });
   return reactor;
 }

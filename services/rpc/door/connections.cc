@@ -152,6 +152,8 @@ void Connections::Stop() {
   }
   connections_.clear();
   by_peer_.clear();
+  known_.clear();
+  all_known_ = 0;
 }
 
 void Connections::Run() {
@@ -234,7 +236,7 @@ bool Connections::MakeRoom() {
     const auto next = std::next(at);
     if (!at->second.silent && CookieOf(at->first) != at->second.cookie) {
       Forget(at);
-    } else if (!at->second.known) {
+    } else if (!at->second.known()) {
       yielding.push_back(at);
     }
     at = next;
@@ -253,6 +255,11 @@ bool Connections::MakeRoom() {
 void Connections::Forget(ByDescriptor::iterator at) {
   if (const auto peer = by_peer_.find(at->second.peer); peer != by_peer_.end() && peer->second == at->first) {
     by_peer_.erase(peer);
+  }
+  if (at->second.known()) {
+    --all_known_;
+    const auto known = known_.find(at->second.who);
+    if (--known->second == 0) known_.erase(known);
   }
   connections_.erase(at);
 }
@@ -300,7 +307,7 @@ void Connections::EndOld() {
     const Connection& connection = at->second;
     if (!connection.silent && CookieOf(at->first) != connection.cookie) {
       Forget(at);
-    } else if (!connection.known && now - connection.since > (connection.silent ? kSilentMax : kStrangerMax)) {
+    } else if (!connection.known() && now - connection.since > (connection.silent ? kSilentMax : kStrangerMax)) {
       OfProcess().ended_strangers.fetch_add(1, std::memory_order_relaxed);
       End(at);
     }
@@ -309,10 +316,25 @@ void Connections::EndOld() {
   OfProcess().connections = connections_.size();
 }
 
-void Connections::Know(const std::string& peer) {
+absl::Status Connections::Know(const std::string& peer, const std::string& who) {
   const std::string plain = WithoutScope(peer);
   absl::MutexLock lock(&mu_);
-  if (const auto at = by_peer_.find(plain); at != by_peer_.end()) connections_.at(at->second).known = true;
+  const auto at = by_peer_.find(plain);
+  if (at == by_peer_.end()) return absl::OkStatus();
+  Connection& connection = connections_.at(at->second);
+  if (connection.known()) return absl::OkStatus();
+  const auto held = known_.find(who);
+  const uint64_t own = held == known_.end() ? 0 : held->second;
+  const uint64_t left = max_ - std::min(max_, all_known_ - own);
+  if (own >= std::max<uint64_t>(left - left / 8, 1)) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        absl::StrCat("this caller has ", own, " of the ", max_, " connections that this server takes (",
+                                     all_known_ - own, " are others'): close some, or raise `connections`"));
+  }
+  connection.who = who;
+  ++known_[who];
+  ++all_known_;
+  return absl::OkStatus();
 }
 
 absl::Status Connections::Try(absl::Duration patience) {

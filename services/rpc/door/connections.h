@@ -15,6 +15,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -41,8 +42,9 @@ class Connections {
   // Accepts no more. Before gRPC's shutdown.
   void Stop();
 
-  // A call of this connection was let in. `peer`: as gRPC spells it.
-  void Know(const std::string& peer);
+  // A call of this connection is let in. `peer`: as gRPC spells it; `who`: the caller. UNAVAILABLE (BUSY) if the caller
+  // has seven eighths already of the connections that others leave: then this one stays a stranger.
+  absl::Status Know(const std::string& peer, const std::string& who);
   // Whether a connection from this machine is accepted now; waits for up to `patience`.
   absl::Status Try(absl::Duration patience);
 
@@ -51,7 +53,9 @@ class Connections {
     uint64_t cookie = 0;  // the kernel's number of the socket: a descriptor's number may be another's by now
     absl::Time since;
     std::string peer;
-    bool silent = true, known = false;
+    std::string who;  // of the first call that was let in; empty: a stranger
+    bool silent = true;
+    bool known() const { return !who.empty(); }
   };
   using ByDescriptor = std::map<int, Connection>;
 
@@ -79,6 +83,8 @@ class Connections {
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   ByDescriptor connections_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<std::string, int> by_peer_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<std::string, uint64_t> known_ ABSL_GUARDED_BY(mu_);  // connections by caller
+  uint64_t all_known_ ABSL_GUARDED_BY(mu_) = 0;
   std::string tried_ ABSL_GUARDED_BY(mu_);  // the peer that Try comes from; empty: none, or accepted
   std::thread thread_;
 };

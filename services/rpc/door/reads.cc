@@ -17,7 +17,7 @@ void Reads::Begin(Read* read, Lane* lane) {
   read->state_ = Read::State::kReading;
   read->since_ = absl::Now();
   read->place_ = reading_.insert(reading_.end(), read);
-  if (lane != nullptr) read->lane_place_ = lane->reading.insert(lane->reading.end(), read);
+  read->lane_place_ = lane->reading.insert(lane->reading.end(), read);
 }
 
 void Reads::BeginNext(Lane* lane, Few* started) {
@@ -28,24 +28,21 @@ void Reads::BeginNext(Lane* lane, Few* started) {
   }
 }
 
-bool Reads::Ask(const std::string& who, const std::string& connection, bool in_turn, Read* read) {
+bool Reads::Ask(const std::string& who, const std::string& connection, bool push, Read* read) {
   {
     absl::MutexLock lock(&mu_);
-    Lane* lane = nullptr;
-    if (in_turn) {
-      read->in_turn_ = true;
-      read->who_ = who;
-      read->connection_ = connection;
-      read->aside_ = slow_.contains(connection);
-      lane = &callers_[who].lane(read->aside_);
-      if (lane->reading.size() >= lane->places_max) {
-        if (lane->waiting.size() >= kWaitingMax) return false;
-        read->state_ = Read::State::kWaiting;
-        read->lane_place_ = lane->waiting.insert(lane->waiting.end(), read);
-        return true;
-      }
+    read->push_ = push;
+    read->who_ = who;
+    read->connection_ = connection;
+    read->aside_ = !push && slow_.contains(connection);
+    Lane& lane = callers_[who].LaneOf(*read);
+    if (lane.reading.size() >= lane.places_max) {
+      if (lane.waiting.size() >= kWaitingMax) return false;
+      read->state_ = Read::State::kWaiting;
+      read->lane_place_ = lane.waiting.insert(lane.waiting.end(), read);
+      return true;
     }
-    Begin(read, lane);
+    Begin(read, &lane);
   }
   read->Start();
   return true;
@@ -54,7 +51,7 @@ bool Reads::Ask(const std::string& who, const std::string& connection, bool in_t
 bool Reads::Leave(Read* read) {
   absl::MutexLock lock(&mu_);
   if (read->state_ != Read::State::kWaiting) return false;
-  callers_.at(read->who_).lane(read->aside_).waiting.erase(read->lane_place_);
+  callers_.at(read->who_).LaneOf(*read).waiting.erase(read->lane_place_);
   read->state_ = Read::State::kOver;
   return true;
 }
@@ -66,9 +63,8 @@ void Reads::Remove(Read* read, Few* started) {
 
 void Reads::EndTurn(Read* read, Few* started) {
   read->state_ = Read::State::kOver;
-  if (!read->in_turn_) return;
   const auto caller = callers_.find(read->who_);
-  Lane& lane = caller->second.lane(read->aside_);
+  Lane& lane = caller->second.LaneOf(*read);
   lane.reading.erase(read->lane_place_);
   BeginNext(&lane, started);
   if (caller->second.idle()) callers_.erase(caller);
@@ -103,6 +99,7 @@ bool Reads::Come(Read* read) {
       Mark(read->connection_, &caller, /*slow=*/false);
       BeginNext(&caller.in_turn, &started);
     }
+    if (read->push_) EndTurn(read, &started);
   }
   for (Read* next : started) next->Start();
   return true;
@@ -112,7 +109,7 @@ void Reads::End(Read* read) {
   Few started;
   {
     absl::MutexLock lock(&mu_);
-    EndTurn(read, &started);
+    if (read->state_ == Read::State::kCome) EndTurn(read, &started);
   }
   for (Read* next : started) next->Start();
 }
@@ -130,7 +127,7 @@ void Reads::PutAside(Read* read, Few* started, Few* yielding) {
   Remove(yielding->back(), started);
 }
 
-void Reads::Look(absl::Time now) {
+bool Reads::Look(absl::Time now) {
   Few late, yielding, started;
   {
     absl::MutexLock lock(&mu_);
@@ -141,7 +138,7 @@ void Reads::Look(absl::Time now) {
     Few slow, slowest;
     for (Read* read : reading_) {
       if (read->since_ + kInTurnPatience > now) break;
-      if (!read->in_turn_) continue;
+      if (read->push_) continue;
       if (!read->aside_) slow.push_back(read);
       if (read->aside_ && read->since_ + kAsidePatience <= now) slowest.push_back(read);
     }
@@ -158,6 +155,7 @@ void Reads::Look(absl::Time now) {
   for (Read* read : late) read->BeLate();
   for (Read* read : yielding) read->GiveWay();
   for (Read* read : started) read->Start();
+  return !late.empty() || !yielding.empty();
 }
 
 }  // namespace ballast::services

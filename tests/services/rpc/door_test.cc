@@ -238,10 +238,10 @@ struct FakeRead final : Read {
 TEST(ReadsTest, OneCallersMessagesAreReadInTurn) {
   Reads reads;
   std::deque<FakeRead> of_one(Reads::kInTurnMax + 2);
-  for (FakeRead& read : of_one) ASSERT_TRUE(reads.Ask("one", "its connection", true, &read));
+  for (FakeRead& read : of_one) ASSERT_TRUE(reads.Ask("one", "its connection", false, &read));
   FakeRead other, push;
-  ASSERT_TRUE(reads.Ask("two", "its connection", true, &other));
-  ASSERT_TRUE(reads.Ask("one", "its connection", false, &push));
+  ASSERT_TRUE(reads.Ask("two", "its connection", false, &other));
+  ASSERT_TRUE(reads.Ask("one", "its connection", true, &push));
   EXPECT_EQ(other.started + push.started, 2);
   for (size_t i = 0; i < of_one.size(); ++i) EXPECT_EQ(of_one[i].started, i < Reads::kInTurnMax) << i;
   FakeRead& left = of_one[Reads::kInTurnMax];
@@ -259,10 +259,10 @@ TEST(ReadsTest, AMessageThatComesSlowlyYields) {
   Reads reads;
   const absl::Time start = absl::Now();
   std::deque<FakeRead> slow(Reads::kInTurnMax + Reads::kAsideMax + 1);
-  for (FakeRead& read : slow) ASSERT_TRUE(reads.Ask("one", "slow", true, &read));
+  for (FakeRead& read : slow) ASSERT_TRUE(reads.Ask("one", "slow", false, &read));
   FakeRead other, first, second, third;
-  ASSERT_TRUE(reads.Ask("two", "slow", true, &other));
-  ASSERT_TRUE(reads.Ask("one", "prompt", true, &first));
+  ASSERT_TRUE(reads.Ask("two", "slow", false, &other));
+  ASSERT_TRUE(reads.Ask("one", "prompt", false, &first));
   reads.Look(start);
   EXPECT_EQ(first.started, 0);
   reads.Look(absl::Now() + Reads::kInTurnPatience);
@@ -271,10 +271,10 @@ TEST(ReadsTest, AMessageThatComesSlowlyYields) {
   EXPECT_TRUE(reads.Come(&first));
   reads.End(&first);
   FakeRead late_comer;
-  ASSERT_TRUE(reads.Ask("one", "slow", true, &late_comer));
-  ASSERT_TRUE(reads.Ask("one", "prompt", true, &second));
+  ASSERT_TRUE(reads.Ask("one", "slow", false, &late_comer));
+  ASSERT_TRUE(reads.Ask("one", "prompt", false, &second));
   EXPECT_EQ(second.started, 1) << "before those of the slow connection, which came earlier";
-  ASSERT_TRUE(reads.Ask("one", "prompt", true, &third));
+  ASSERT_TRUE(reads.Ask("one", "prompt", false, &third));
   EXPECT_EQ(third.started, 0);
   reads.Look(absl::Now() + Reads::kInTurnPatience);
   EXPECT_EQ(third.started, 1);
@@ -291,23 +291,44 @@ TEST(ReadsTest, AMessageThatComesSlowlyYields) {
 TEST(ReadsTest, AConnectionIsSlowUntilAMessageComesPromptly) {
   Reads reads;
   std::deque<FakeRead> slow(Reads::kInTurnMax + 1);
-  for (FakeRead& read : slow) ASSERT_TRUE(reads.Ask("one", "slow", true, &read));
+  for (FakeRead& read : slow) ASSERT_TRUE(reads.Ask("one", "slow", false, &read));
   FakeRead prompt;
-  ASSERT_TRUE(reads.Ask("one", "prompt", true, &prompt));
+  ASSERT_TRUE(reads.Ask("one", "prompt", false, &prompt));
   reads.Look(absl::Now() + Reads::kInTurnPatience);
   EXPECT_TRUE(reads.Come(&prompt));
   reads.End(&prompt);
   std::deque<FakeRead> more(Reads::kAsideMax);
-  for (FakeRead& read : more) ASSERT_TRUE(reads.Ask("one", "slow", true, &read));
+  for (FakeRead& read : more) ASSERT_TRUE(reads.Ask("one", "slow", false, &read));
   EXPECT_EQ(more[2].started, 0) << "all places aside are taken";
   EXPECT_TRUE(reads.Come(&more[0]));
   EXPECT_EQ(more[2].started, 1) << "in the turn, which is free";
 }
 
+// Halves of pushes take a bounded part of memory, and nobody else's turn.
+TEST(ReadsTest, OneCallersPushesAreReadSoManyAtATime) {
+  Reads reads;
+  std::deque<FakeRead> pushes(Reads::kPushesMax + 2);
+  for (FakeRead& read : pushes) ASSERT_TRUE(reads.Ask("one", "its connection", true, &read));
+  for (size_t i = 0; i < pushes.size(); ++i) EXPECT_EQ(pushes[i].started, i < Reads::kPushesMax) << i;
+  FakeRead seal, other;
+  ASSERT_TRUE(reads.Ask("one", "its connection", false, &seal));
+  ASSERT_TRUE(reads.Ask("two", "another", true, &other));
+  EXPECT_EQ(seal.started + other.started, 2);
+  EXPECT_TRUE(reads.Come(&pushes[3]));
+  EXPECT_EQ(pushes[Reads::kPushesMax].started, 1) << "the bytes that came are counted elsewhere";
+  reads.End(&pushes[3]);
+  EXPECT_EQ(pushes.back().started, 0);
+  EXPECT_FALSE(reads.Look(absl::Now() + Reads::kInTurnPatience)) << "a push of a slow network takes its time";
+  EXPECT_EQ(pushes[0].late + pushes[0].gave_way, 0);
+  EXPECT_TRUE(reads.Look(absl::Now() + Reads::kPatience));
+  EXPECT_EQ(pushes[0].late, 1);
+  EXPECT_EQ(pushes.back().started, 1);
+}
+
 TEST(ReadsTest, AMessageThatDoesNotComeGivesItsTurnUp) {
   Reads reads;
   std::deque<FakeRead> of_one(Reads::kInTurnMax + 1);
-  for (FakeRead& read : of_one) ASSERT_TRUE(reads.Ask("one", "its connection", true, &read));
+  for (FakeRead& read : of_one) ASSERT_TRUE(reads.Ask("one", "its connection", false, &read));
   reads.Look(absl::Now());
   EXPECT_EQ(of_one[0].late, 0);
   reads.Look(absl::Now() + Reads::kPatience);

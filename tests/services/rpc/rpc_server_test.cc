@@ -124,6 +124,38 @@ TEST_F(RpcServerTest, IdleConnectionsKeepNoClientOut) {
   for (const int fd : idle) ::close(fd);
 }
 
+// All callers of this test are one: those of one host.
+TEST_F(RpcServerTest, OneCallerLeavesConnectionsToOthers) {
+  RpcServerOptions options;
+  options.connections_max = 16;
+  const auto rpc = RpcServer::Start(options, server_.get());
+  ASSERT_TRUE(rpc.ok()) << rpc.status();
+  std::vector<std::shared_ptr<grpc::Channel>> channels;
+  int let_in = 0, refused = 0;
+  for (int i = 0; i < 16; ++i) {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    channels.push_back(grpc::CreateCustomChannel((*rpc)->address(), grpc::InsecureChannelCredentials(), arguments));
+    std::string answer;
+    const grpc::Status status = RawCall(channels.back(), "/ballast.v1.StateService/Identify", "", &answer);
+    ++(status.ok() ? let_in : refused);
+    if (!status.ok()) {
+      EXPECT_EQ(model::ReasonOf(FromGrpc(status)), model::kBusy) << status.error_message();
+      EXPECT_THAT(status.error_message(), testing::HasSubstr("14 of the 16 connections"));
+    }
+  }
+  EXPECT_EQ(let_in, 14);
+  EXPECT_EQ(refused, 2);
+  EXPECT_EQ((*rpc)->Try(absl::Seconds(30)), absl::OkStatus());
+  channels.erase(channels.begin());
+  for (int tries = 0; tries < 100 && refused > 0; ++tries) {
+    std::string answer;
+    if (RawCall(channels.back(), "/ballast.v1.StateService/Identify", "", &answer).ok()) refused = 0;
+    absl::SleepFor(absl::Milliseconds(100));
+  }
+  EXPECT_EQ(refused, 0) << "a connection that was closed counts no more";
+}
+
 // A stuck reader of standard error would stop gRPC's threads.
 TEST(RpcServerLogs, BadMessagesWriteNothingToStandardError) {
   RpcServer::TakeLogs();
