@@ -26,7 +26,7 @@ namespace ballast::services {
 // Threads: any. A thread of its own accepts, and hands a connection to gRPC once its client has said something.
 class Connections {
  public:
-  // The age of a connection without a word, and of one without a call that was let in.
+  // The age of a silent connection, and of a connection without a call that was let in.
   static constexpr absl::Duration kSilentMax = absl::Seconds(10), kStrangerMax = absl::Seconds(60);
 
   // `max`: 0 for as many as the process's descriptors allow.
@@ -35,8 +35,8 @@ class Connections {
 
   const model::Address& address() const { return address_; }
   uint64_t max() const { return max_; }
-  // Accepts from now on, and calls `tick` ten times a second, on the same thread. `refuse_plain`: told of the peer, as
-  // gRPC spells it, of a connection that ends because it does not begin as TLS does; null: none has to.
+  // Accepts from now on, and calls `tick` ten times a second, on the same thread. `refuse_plain`: called with
+  // the peer (in gRPC's spelling) of each connection that begins without TLS, and ends; null: TLS is not needed.
   absl::Status Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> grpc, std::function<void()> tick,
                      std::function<void(const std::string& peer)> refuse_plain);
   // Accepts no more. Before gRPC's shutdown.

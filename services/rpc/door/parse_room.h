@@ -39,7 +39,7 @@ class ParseRoom {
 
   // UNAVAILABLE (BUSY) if a message of so many bytes on the wire cannot fit now.
   absl::Status CheckFree(uint64_t bytes);
-  // RESOURCE_EXHAUSTED (BAD_REQUEST) for a message that never fits, UNAVAILABLE (BUSY) for one that does not fit now.
+  // RESOURCE_EXHAUSTED (BAD_REQUEST) for a message larger than the room, UNAVAILABLE (BUSY) while others take the room.
   absl::StatusOr<Lease> Take(uint64_t bytes);
   // True once after messages that are worth giving their memory back to the system.
   bool TakeReturned();

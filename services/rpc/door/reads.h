@@ -62,8 +62,8 @@ class Reads {
   // was late, and its end was told to BeLate or GiveWay.
   bool Come(Read* read);
   void End(Read* read);
-  // Puts slow reads aside where others wait, and ends reads that take too long. True: it ended some, whose memory is
-  // worth giving back to the system. To be called several times a second.
+  // Puts slow reads aside where others wait, and ends reads that take too long. True: reads were ended, and
+  // their memory is worth giving back to the system. To be called several times a second.
   bool Look(absl::Time now);
 
  private:
