@@ -93,7 +93,7 @@ bool Reads::Come(Read* read) {
     absl::MutexLock lock(&mu_);
     if (read->state_ != Read::State::kReading) return false;
     reading_.erase(read->place_);
-    read->state_ = Read::State::kCome;
+    read->state_ = Read::State::kRead;
     if (read->aside_ && absl::Now() - read->since_ < kInTurnPatience) {
       Caller& caller = callers_.at(read->who_);
       Mark(read->connection_, &caller, /*slow=*/false);
@@ -109,7 +109,7 @@ void Reads::End(Read* read) {
   Few started;
   {
     absl::MutexLock lock(&mu_);
-    if (read->state_ == Read::State::kCome) EndTurn(read, &started);
+    if (read->state_ == Read::State::kRead) EndTurn(read, &started);
   }
   for (Read* next : started) next->Start();
 }
