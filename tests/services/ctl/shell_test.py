@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""ballastctl towards people: completion in each shell, --version, manual pages, and options that the README names.
+"""ballastctl towards people: completion in each shell, --version, manual pages, and options that services/ctl/README.md names.
 
 Usage: shell_test.py BIN ROOT     BIN: folder of the programs; ROOT: the tree
 A shell that is not installed is skipped, and named.
@@ -131,9 +131,9 @@ def commands():
 
 
 def test_readme():
-    """Each command's entry in services/README.md names its options: those that there are, and no other. Options before the entries
+    """Each command's entry in services/ctl/README.md names its options: those that there are, and no other. Options before the entries
     are those of each command with --servers."""
-    section = (ROOT / 'services/README.md').read_text().split('## ballastctl\n')[1].split('\n## ')[0]
+    section = (ROOT / 'services/ctl/README.md').read_text().split('## Commands\n')[1].split('\n## ')[0]
     entries = {}
     for entry in re.split(r'\n- ', '\n' + section.split('\n\n|')[0])[1:]:
         entries[re.match(r'`ballastctl ([a-z]+)', entry).group(1)] = long_options(entry.split('\n\n')[0])
@@ -144,11 +144,11 @@ def test_readme():
             entries[command] |= common
     assert len(there) >= 9, there
     for command in sorted(there.keys() | entries.keys()):
-        assert command in entries, f'services/README.md has no entry of ballastctl {command}'
-        assert command in there, f'services/README.md tells of ballastctl {command}, which there is not'
+        assert command in entries, f'services/ctl/README.md has no entry of ballastctl {command}'
+        assert command in there, f'services/ctl/README.md has an entry of ballastctl {command}, which there is not'
         only_there, only_told = there[command] - entries[command], entries[command] - there[command]
-        assert not only_there, f'services/README.md: ballastctl {command} also takes {sorted(only_there)}'
-        assert not only_told, f'services/README.md: ballastctl {command} has no {sorted(only_told)}'
+        assert not only_there, f'services/ctl/README.md: ballastctl {command} also takes {sorted(only_there)}'
+        assert not only_told, f'services/ctl/README.md: ballastctl {command} has no {sorted(only_told)}'
 
 
 def test_manual():
