@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the README's pictures of the page and of `ballastctl top`, from two servers in training.
+"""Makes the pictures of the page and of `ballastctl top` in their READMEs, from two servers in training.
 
 Usage: pictures.py      as root, after tests/ops/prepare.sh; writes services/page/page.png and services/top/top.png
 """
