@@ -1,4 +1,4 @@
-"""The README's chapter "Run it for real", its commands as printed, on a bare Debian that has booted; one machine plays all of them."""
+"""The chapter "Run it for real" of deploy/README.md, its commands as printed, on a bare Debian that has booted; one machine plays all of them."""
 import os
 import pathlib
 import re
@@ -26,7 +26,7 @@ HERE = {
 
 def block(name):
     """Lines of the chapter's block that begins with '# NAME'."""
-    text = (ops.ROOT / 'README.md').read_text().split('## Run it for real')[1].split('\n## ')[0]
+    text = (ops.DEPLOY / 'README.md').read_text().split('## Run it for real')[1].split('\n## ')[0]
     lines = re.search(rf'```sh\n# {name}\n(.*?)```', text, re.DOTALL).group(1).splitlines()
     return [HERE.get(line, line) for line in lines]
 
@@ -37,7 +37,7 @@ def test_run_it_for_real():
     if not (torch / 'torch').exists():
         raise ops.Skip('no torch in build/venv; tests/python/venv.sh installs it')
     server, trainer, watch, monitor = block('server'), block('trainer'), block('watch'), block('monitor')
-    assert set(HERE.values()) <= set(server + trainer + watch + monitor), 'the README has other commands than this test knows'
+    assert set(HERE.values()) <= set(server + trainer + watch + monitor), 'deploy/README.md has other commands than this test knows'
 
     machine = Machine(mounts=[(torch, '/borrowed')])
     if not (machine.root / 'var/cache/apt/prometheus').exists():

@@ -246,7 +246,7 @@ def main():
         print('skipped: torch is not installed (pip install torch==2.13.0)')
         return
     if not version.startswith('2.13.0'):
-        print(f'torch is {version}; the figures in README.md are of 2.13.0', file=sys.stderr)
+        print(f'torch is {version}; the figures in kernels/README.md are of 2.13.0', file=sys.stderr)
     rows = []
     for threads in (int(t) for t in args.threads.split(',')):
         command = [sys.executable, os.path.abspath(__file__), '--worker', str(threads), '--library', args.library,
