@@ -119,7 +119,7 @@ def measure(root):
         for directory, subfolders, names in os.walk(os.path.join(root, top)):
             subfolders[:] = [name for name in subfolders if name not in ('build', '__pycache__')]
             folder = os.path.relpath(directory, root)
-            folders[folder] = len([name for name in names if not name.startswith('.')])
+            folders[folder] = len([name for name in names if not name.startswith('.') and not name.endswith('.md')])
             for name in names:
                 if name.endswith(('.h', '.cc')) and top in CLASS_ROOTS:
                     with open(os.path.join(directory, name), encoding='utf-8') as file:
