@@ -1,6 +1,6 @@
 // A job's lock, in a form that a compiler can check. The parts of a job share one lock and hold only a pointer to it;
 // clang's analysis cannot tell that the pointers are equal. So the annotations of all parts name one capability,
-// `job_lock`, which stands for the lock of the job at hand. Code holds the locks of two jobs never.
+// `job_lock`, which stands for the lock of the job at hand. No thread ever holds two jobs' locks.
 #pragma once
 
 #include <cstdlib>

@@ -83,8 +83,8 @@ class Intake {
   void HoldPlace(uint32_t slice, v1::SliceKind kind, uint64_t attempt, const storage::PayloadPlace& place);
   bool HasOneSlice() const { return slots_.size() == 1; }
 
-  // Takes a slice that the trainer lends (lending.cc). Its bytes stay with the trainer; the caller computes the norms,
-  // or checks the values.
+  // Takes a slice that the trainer lends (requests/loans.cc). Its bytes stay with the trainer; the caller computes the
+  // norms, or checks the values.
   void HoldLent(uint32_t slice, v1::SliceKind kind, uint64_t attempt);
   // Until this call a lent segment's norm counts as 0. `generation`: as when the slices were taken; a call for an
   // earlier generation does nothing.

@@ -1,5 +1,5 @@
 // Memory that a trainer in this process lends to one step of a job. The server reads gradients and values there, and
-// writes working parameters there. For its use by class Job see lending.cc.
+// writes working parameters there. Class Job uses it in requests/loans.cc.
 #pragma once
 
 #include <memory>

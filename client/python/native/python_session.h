@@ -77,7 +77,7 @@ struct Optimizer {
   std::string gradient = "f32", working = "f32";  // f32, bf16, f16
 };
 
-// Resources that a job would need: see services/estimate.h.
+// Resources that a job would need: see services/server/estimate.h.
 struct EstimateReport {
   bool fits = false;
   std::string text;                                     // for people
