@@ -106,7 +106,7 @@ absl::Status Signalled() {
   sigpending(&waiting);
   if (sigismember(&waiting, SIGTERM) != 1 && sigismember(&waiting, SIGINT) != 1) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
-                      "a signal ended the server while it started; the next start recovers its jobs anew");
+                      "a signal ended the server while it started; the next start recovers its jobs");
 }
 
 // Tells systemd (Type=notify) of a state such as "READY=1" by a datagram to the socket that systemd names, "@" for an
@@ -342,12 +342,13 @@ int Main(int argc, char** argv) {
   sigaddset(&signals, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
-  CLI::App app{"Ballast state server: holds chunks of training jobs and runs their optimizer.", "ballastd"};
+  CLI::App app{"Ballast state server: keeps the state of training jobs and runs their optimizer.", "ballastd"};
   app.set_version_flag("--version", std::string("ballastd ") + model::Version());
   std::string path;
   app.add_option("--config", path, "YAML file; flags override BALLAST_* variables, which override the file");
   pid_t parent = 0;
-  app.add_option("--end-with", parent, "end, as by SIGTERM, when the parent process ends, whose id this is");
+  app.add_option("--end-with", parent,
+                 "id of the parent process; when the parent ends, the server ends as after SIGTERM");
   std::map<std::string, std::string> flag_texts;
   for (const ConfigKey& key : ConfigKeys()) {
     app.add_option("--" + key.name, flag_texts[key.name],

@@ -417,8 +417,8 @@ absl::Status Opening::CheckAnswers(const std::vector<v1::GetJobResponse>& answer
         absl::StatusCode::kFailedPrecondition, model::kOtherServer,
         absl::StrCat(
             "server '", answer.server_id(), "' with data directory number ", model::ShowDisk(answer.disk()),
-            " answered the fence, and is none of the servers that were asked who they are; it was replaced at ",
-            "this moment: start again"));
+            " answered the fence, but was not among the servers at the start of this call; a server was replaced ",
+            "meanwhile. Start again"));
   }
   return absl::OkStatus();
 }

@@ -61,7 +61,7 @@ absl::StatusOr<Address> ParseAddress(absl::string_view text, AddressUse use) {
   }
   if (!ReadPort(text.substr(colon + 1), &port)) return refuse(absl::StrCat("has no port from 1 to ", kPortMax));
   if (port == 0 && use == AddressUse::kConnect) {
-    return refuse(absl::StrCat("has port 0, at which nobody listens: its port must be from 1 to ", kPortMax));
+    return refuse(absl::StrCat("has port 0; expected a port from 1 to ", kPortMax));
   }
   return Address{std::string(host), static_cast<uint16_t>(port)};
 }

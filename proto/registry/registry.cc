@@ -325,7 +325,7 @@ absl::StatusOr<std::optional<Registry::Found<v1::JobKey>>> Registry::FindJob(con
                                    parsed.ok() ? "it names no members" : absl::CEscape(std::string(parsed.message())),
                                    "; expected what a trainer writes there. If all servers of the job run, remove the "
                                    "key by `etcdctl del ",
-                                   JobKeyName(job), "`: the next start makes it anew"));
+                                   JobKeyName(job), "`: the next start makes a new one"));
 }
 
 absl::StatusOr<bool> Registry::PutJob(const std::string& job, const v1::JobKey& key, int64_t revision,

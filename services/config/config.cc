@@ -112,23 +112,23 @@ const std::vector<Key>& Keys() {
       {{"listen", "host:port, port 0 for a free one", "127.0.0.1:7070", "address for trainers and ballastctl (gRPC)"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->listen); }},
       {{"metrics_listen", "host:port, port 0 for a free one", "127.0.0.1:9070",
-        "address of the HTTP port: /metrics, /status.json, /steps.json, /livez, /readyz"},
+        "address of the HTTP port: status page, /metrics, /status.json, /steps.json, /livez, /readyz"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->metrics_listen); }},
       {{"metrics_tls", "true or false", "false",
-        "HTTPS at metrics_listen, by the files of `tls`; with `tls.client_ca` for clients with a certificate alone, "
-        "except "
+        "HTTPS at metrics_listen, with the files of `tls`. With `tls.client_ca` clients need a certificate, except "
         "for /livez and /readyz"},
        [](const std::string& text, Config* c) {
          c->metrics_tls = text == "true";
          return text == "true" || text == "false";
        }},
-      {{"data_directory", "a path", "none, must be given", "catalog and NVMe tier; one server alone may use it"},
+      {{"data_directory", "a path", "none, must be given",
+        "directory of the catalog and the NVMe tier; only one server may use it"},
        [](const std::string& text, Config* c) {
          c->server.data_directory = text;
          return !text.empty();
        }},
       {{"server_id", "1 to 64 letters, digits, '.', '_' or '-'", "made at first start, kept in the data directory",
-        "the server's name in jobs' routing: it must not change while jobs live"},
+        "the server's name in jobs' routing; do not change it while jobs live"},
        [](const std::string& text, Config* c) {
          c->server.server_id = text;
          for (const char ch : text) {
@@ -139,51 +139,52 @@ const std::vector<Key>& Keys() {
       {{"budget.hbm", "bytes, such as 512MiB", "0", "GPU memory for state and working copies"},
        Bytes([](Config* c) { return &c->server.budget.hbm; })},
       {{"budget.dram", "bytes, such as 512MiB", "none, must be given",
-        "CPU memory for state, working copies and slices of the step in flight; what of the last two does not fit is "
-        "read from the disk"},
+        "CPU memory for state, working copies and slices of the step in flight. Copies and slices that do not fit "
+        "are read from disk"},
        Bytes([](Config* c) { return &c->server.budget.dram; })},
       {{"budget.nvme", "bytes in the data directory, such as 512MiB, or path=bytes,path=bytes for several disks", "0",
-        "disk: state that finds no room above; for durable jobs a durable copy of all state too, and the gradient log "
-        "(durability `step`) or two pinned copies (`every-K`). In the file several disks are a list of `path` and "
-        "`bytes`; logs lie in the data directory and take from its part"},
+        "disk for state that finds no room above. Durable jobs also keep a copy of all state there, and the gradient "
+        "log (durability `step`) or two pinned copies (`every-K`). In the file, list several disks by `path` and "
+        "`bytes`; logs lie in the data directory and use its part"},
        SetNvme},
-      {{"hbm_device", "an integer from 0 to 255", "0", "the GPU that budget.hbm is of, as CUDA counts them"},
+      {{"hbm_device", "an integer from 0 to 255", "0", "the GPU of budget.hbm, by CUDA's number"},
        [](const std::string& text, Config* c) {
          return absl::SimpleAtoi(text, &c->server.hbm_device) && c->server.hbm_device >= 0 &&
                 c->server.hbm_device <= kDeviceMax;
        }},
       {{"compute_threads", "an integer from 1 to 1024", "the processors that this process may use",
-        "threads that work on one update, its job's own included; all jobs share the others"},
+        "threads that work on one update, including its job's own thread; all jobs share the others"},
        [](const std::string& text, Config* c) { return SetThreads(text, &c->server.compute_threads); }},
-      {{"read_threads", "an integer from 1 to 1024", "1", "threads of each job for reads from the disk"},
+      {{"read_threads", "an integer from 1 to 1024", "1", "threads of each job that read from disk"},
        [](const std::string& text, Config* c) { return SetThreads(text, &c->server.read_threads); }},
       {{"staging", "bytes, such as 512MiB", "a quarter of budget.dram, 52MiB to 100MiB",
-        "DRAM buffers through which NVMe state moves, once per job"},
+        "DRAM buffers per job through which NVMe state moves"},
        Bytes([](Config* c) { return &c->server.staging_bytes; })},
       {{"shared_memory", "bytes from 64MiB, such as 512MiB, or 0", "4GiB",
         "memory that trainers on this host may share with the server, 64MiB each, instead of sending slices over the "
-        "network; it is the trainers' memory; 0: none may"},
+        "network. It belongs to the trainers; 0 turns it off"},
        [](const std::string& text, Config* c) {
          const auto bytes = model::ParseBytes(text);
          c->shared_memory_bytes = bytes.value_or(0);
          return bytes.ok() && (*bytes == 0 || *bytes >= model::kSharedBytes);
        }},
       {{"connections", "an integer from 1 to 1000000, or auto", "auto: by the limit of descriptors, 16384 at most",
-        "connections that the rpc port may have, one for each trainer and more for tools"},
+        "most connections of the rpc port: one for each trainer, and some for tools"},
        [](const std::string& text, Config* c) {
          c->connections_max = 0;
          return text == "auto" || (absl::SimpleAtoi(text, &c->connections_max) && c->connections_max >= 1 &&
                                    c->connections_max <= kConnectionsConfiguredMax);
        }},
       {{"reflection", "true or false", "false",
-        "gRPC's server reflection, by which grpcurl lists the services; for callers with an identity where one is "
-        "asked for"},
+        "gRPC's server reflection, with which grpcurl lists the services. Callers need an identity if the server "
+        "asks for one"},
        [](const std::string& text, Config* c) {
          c->reflection = text == "true";
          return text == "true" || text == "false";
        }},
       {{"log_steps", "an integer from 3 to 1024, or auto", "auto: 6, and up to 16 while steps wait for flushes",
-        "steps of gradients that the log of a durable job holds: fewer take less disk, and flush state more often"},
+        "steps of gradients that the log of a durable job holds. Fewer steps take less disk and flush state more "
+        "often"},
        [](const std::string& text, Config* c) {
          c->server.log_steps = 0;
          return text == "auto" ||
@@ -191,53 +192,52 @@ const std::vector<Key>& Keys() {
                  c->server.log_steps <= kLogStepsConfiguredMax);
        }},
       {{"machine_profile", "a path", "ballast-profile.yaml in the data directory, if it is there",
-        "what `ballastctl iotune` measured, by which plans are chosen and their steps predicted"},
+        "the profile that `ballastctl iotune` measured; the server chooses plans and predicts steps from it"},
        [](const std::string& text, Config* c) {
          c->server.machine_profile = text;
          return !text.empty();
        }},
       {{"scrub", "bytes, such as 512MiB, or 0", "32MiB",
-        "bytes a second at which states on the disk are read and checked in the background, a pass an hour at most; 0: "
-        "never"},
+        "rate in bytes a second of the background check of states on disk, at most one pass an hour; 0 turns it off"},
        Bytes([](Config* c) { return &c->server.scrub_bytes_per_s; })},
       {{"discovery", "etcd://host:port/prefix", "none: servers are listed by trainers",
-        "registry where the server is found, with its address and budgets, by `--servers` with the same URL"},
+        "registry where the server writes its address and budgets; `--servers` takes the same URL"},
        [](const std::string& text, Config* c) {
          c->discovery = text;
          return registry::ParseRegistryUrl(text).ok();
        }},
       {{"advertise", "host:port, port 0 for that of listen", "listen; this machine's name if that is all addresses",
-        "address by which trainers reach the server, for `discovery`"},
+        "address at which trainers reach the server, for `discovery`"},
        [](const std::string& text, Config* c) { return SetAddress(text, &c->advertise); }},
       {{"tls.certificate", "a path", "none: no TLS",
-        "PEM: the server's certificate, then its issuers in turn. With `tls.key` all of gRPC is TLS; every file here "
-        "is "
-        "read again when it changes, and at SIGHUP"},
+        "PEM: the server's certificate, then its issuers in order. With `tls.key` all gRPC connections use TLS. The "
+        "server reads every file of `tls` again when it changes, and at SIGHUP"},
        Path([](Config* c) { return &c->guard.tls.certificate; })},
       {{"tls.key", "a path", "none", "PEM: the certificate's private key, without a passphrase"},
        Path([](Config* c) { return &c->guard.tls.key; })},
-      {{"tls.client_ca", "a path", "none: clients need no certificate", "PEM: CAs whose clients are let in"},
+      {{"tls.client_ca", "a path", "none: clients need no certificate",
+        "PEM: CAs; clients with a certificate from these are let in"},
        Path([](Config* c) { return &c->guard.tls.client_ca; })},
-      {{"tls.crl_directory", "a path", "none", "PEM files with a list of revocations by each of these CAs"},
+      {{"tls.crl_directory", "a path", "none", "directory of PEM files with the revocation list of each of these CAs"},
        Path([](Config* c) { return &c->guard.tls.crl_directory; })},
       {{"tls.connection_age", "seconds, 1 to 604800", "3600",
-        "after so long a TLS connection ends, and its client connects anew: only then do rotations and revocations "
-        "reach it"},
+        "age at which a TLS connection ends and its client reconnects; rotations and revocations take effect then"},
        [](const std::string& text, Config* c) {
          int seconds = 0;
          const bool fits = absl::SimpleAtoi(text, &seconds) && seconds >= 1 && seconds <= kConnectionAgeMaxSeconds;
          c->guard.connection_age = absl::Seconds(seconds);
          return fits;
        }},
-      {{"tokens", "a path", "none: no tokens are taken", "YAML: SHA-256 of each bearer token, and whose it is"},
+      {{"tokens", "a path", "none: no tokens are taken", "YAML: SHA-256 and holder of each bearer token"},
        Path([](Config* c) { return &c->guard.tokens; })},
       {{"rights", "a path", "none: whoever is let in may do everything",
         "YAML: what each identity may do, and its quotas"},
        Path([](Config* c) { return &c->guard.rights; })},
       {{"audit_log", "a path, stderr or none", "stderr with `tls.client_ca` or `tokens`, else none",
-        "a line per fence, Open, drop, new budget and refusal; opened anew at SIGHUP"},
+        "log with a line per fence, Open, drop, new budget and refusal; reopened at SIGHUP"},
        Path([](Config* c) { return &c->guard.audit_log; })},
-      {{"log_level", "trace, debug, info, warn, error or off", "info", "what is logged, to standard error"},
+      {{"log_level", "trace, debug, info, warn, error or off", "info",
+        "lowest level of messages that go to standard error"},
        [](const std::string& text, Config* c) {
          static const std::set<std::string> kLevels = {"trace", "debug", "info", "warn", "error", "off"};
          c->log_level = text;
@@ -321,7 +321,7 @@ absl::StatusOr<Config> CheckStaging(const Config& config, const std::string& ori
   const bool fits = staging >= kStagingBytesMin && staging <= dram;
   if (config.server.budget.nvme == 0 || fits) return config;
   return Bad(absl::StrCat(origin, "staging: expected ", kStagingBytesMin, " to ", dram,
-                          " bytes (budget.dram, which it is taken from) beside a budget.nvme; came ", staging,
+                          " bytes (of budget.dram) when budget.nvme is set; came ", staging,
                           origin.empty() ? ", the default" : "", "; set staging, or raise budget.dram"));
 }
 

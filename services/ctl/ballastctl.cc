@@ -119,7 +119,7 @@ int Complain(const absl::Status& status, Exit code) {
 }
 
 void AddAccess(CLI::App* command, model::Access* to) {
-  command->add_option("--ca", to->ca, "CAs of the servers (PEM): connections are TLS")->envname("BALLAST_CA");
+  command->add_option("--ca", to->ca, "CAs of the servers (PEM); turns on TLS")->envname("BALLAST_CA");
   command->add_option("--certificate", to->certificate, "your certificate (PEM), with --key")
       ->envname("BALLAST_CERTIFICATE");
   command->add_option("--key", to->key, "its private key (PEM)")->envname("BALLAST_KEY");
@@ -127,12 +127,13 @@ void AddAccess(CLI::App* command, model::Access* to) {
 }
 
 CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
-  CLI::App* plan = app.add_subcommand(
-      "plan", "what a job would take of servers and trainers, and how long its steps would be; exit 0 it fits, 1 not");
+  CLI::App* plan = app.add_subcommand("plan",
+                                      "estimate what a job would need on servers and trainers, and how long its steps "
+                                      "would take; exit 0 it fits, 1 not");
   plan->add_option("--params", to->parameters, "parameters of the model, such as 268435456, 7B or 1.5e9")->required();
-  plan->add_option("--units", to->units, "layers, of equal size")->capture_default_str()->check(CLI::Range(1, 1 << 20));
+  plan->add_option("--units", to->units, "layers of equal size")->capture_default_str()->check(CLI::Range(1, 1 << 20));
   plan->add_option("--ranks", to->ranks, "trainers")->capture_default_str()->check(CLI::Range(1, 1 << 16));
-  plan->add_option("--server-count", to->servers, "state servers, alike")
+  plan->add_option("--server-count", to->servers, "equal state servers")
       ->capture_default_str()
       ->check(CLI::Range(1, 1 << 12));
   AddBytes(plan, "--hbm", &to->budget.hbm);
@@ -140,29 +141,29 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
   AddBytes(plan, "--nvme", &to->budget.nvme);
   AddBytes(plan, "--staging", &to->staging_bytes);
   plan->add_option("--optimizer", to->optimizer, "adamw, adam, sgd, adagrad or lion")->capture_default_str();
-  plan->add_flag("--amsgrad", to->amsgrad, "of adamw and adam: one moment more");
-  plan->add_flag("--momentum", to->momentum, "of sgd: it keeps a buffer");
+  plan->add_flag("--amsgrad", to->amsgrad, "adamw and adam with amsgrad, which keeps one moment more");
+  plan->add_flag("--momentum", to->momentum, "sgd with momentum, which keeps a buffer");
   plan->add_option("--moments", to->moments, "f32, bf16, i8 or f8")->capture_default_str();
-  plan->add_option("--master", to->master, "f32, or remainder: the bits that bf16 working copies lack")
+  plan->add_option("--master", to->master, "f32, or remainder: only the bits that bf16 working copies lack")
       ->capture_default_str();
   plan->add_option("--gradient-dtype", to->gradient, "bf16, f16 or f32")->capture_default_str();
   plan->add_option("--working-dtype", to->working, "bf16, f16 or f32")->capture_default_str();
   plan->add_option("--durability", to->durability, "step, every-K or none")->capture_default_str();
   plan->add_option("--pin-interval", to->pin_interval, "the K of every-K, in steps");
-  plan->add_option("--log-steps", to->log_steps, "steps that the gradient log holds; as the server's log_steps")
+  plan->add_option("--log-steps", to->log_steps, "steps that the gradient log holds, like the server's log_steps")
       ->check(CLI::Range(kLogStepsMin, kLogStepsConfiguredMax));
-  plan->add_option("--threads", to->threads, "that compute on each server")
+  plan->add_option("--threads", to->threads, "computing threads of each server")
       ->capture_default_str()
       ->check(CLI::Range(1, 64));
   plan->add_option("--profile", to->machine_profile,
-                   "as `iotune` wrote it; else ballast-profile.yaml here, if it is there")
+                   "profile of `iotune`; default: ballast-profile.yaml here, if it exists")
       ->type_name("FILE");
-  plan->add_flag("--json", to->json, "machine-readable");
+  plan->add_flag("--json", to->json, "print JSON");
   return plan;
 }
 
 int Main(int argc, char** argv) {
-  CLI::App app{"Looks at and tends Ballast state servers.", "ballastctl"};
+  CLI::App app{"Shows and administers Ballast state servers.", "ballastctl"};
   app.require_subcommand(1);
   app.get_formatter()->column_width(44);  // names and values on one line, as help2man expects
   app.set_version_flag("--version", std::string("ballastctl ") + model::Version());
@@ -173,36 +174,41 @@ int Main(int argc, char** argv) {
   double timeout_s = 5;
   Asking asking;
 
-  CLI::App* status =
-      app.add_subcommand("status", "verdict, servers, jobs, versions, tiers; exit 0 healthy, 1 degraded, 2 usage");
-  status->add_flag("--json", json, "machine-readable");
+  CLI::App* status = app.add_subcommand(
+      "status", "show verdict, servers, jobs, versions and tiers; exit 0 healthy, 1 degraded, 2 usage");
+  status->add_flag("--json", json, "print JSON");
   TopOptions topping;
   double interval_s = 1;
-  CLI::App* top =
-      app.add_subcommand("top", "status again and again on the whole terminal; q quits, s sorts, 1 each server");
-  top->add_flag("--once", topping.once, "one frame as plain text; exit 0 healthy, 1 degraded");
-  top->add_flag("--json", topping.json, "as `status --json`, a line each time");
-  top->add_option("--interval", interval_s, "seconds between two looks")
+  CLI::App* top = app.add_subcommand(
+      "top", "show the status on the whole terminal and refresh it; keys: q quits, s sorts, 1 shows each server");
+  top->add_flag("--once", topping.once, "print one frame as plain text; exit 0 healthy, 1 degraded");
+  top->add_flag("--json", topping.json, "print a line of `status --json` for each frame");
+  top->add_option("--interval", interval_s, "seconds between two frames")
       ->capture_default_str()
       ->check(CLI::Range(0.1, 3600.0));
   CLI::App* trace = app.add_subcommand(
-      "trace", "the job's last 256 steps as a Chrome trace (chrome://tracing, Perfetto); exit 0 all servers told");
+      "trace",
+      "write a job's last 256 steps as a Chrome trace (chrome://tracing, Perfetto); exit 0 all servers answered");
   std::string trace_file;
   trace->add_option("--job", job, "name of the job")->required();
-  trace->add_option("--out", trace_file, "file; else standard output");
-  CLI::App* drop = app.add_subcommand("drop", "forget a job on all servers and free what it held; its state is gone");
+  trace->add_option("--out", trace_file, "file to write; default: standard output");
+  CLI::App* drop = app.add_subcommand("drop", "delete a job and its state on all servers");
   DropCommand dropping;
   drop->add_option("--job", dropping.job, "name of the job")->required();
-  drop->add_option("--lost", dropping.lost,
-                   "servers of the job that will never come back, separated by commas; else all must be registered")
+  drop->add_option(
+          "--lost", dropping.lost,
+          "ids of the job's servers that will never come back, separated by commas; all others must be registered")
       ->delimiter(',');
-  CLI::App* unpin = app.add_subcommand("unpin", "give up a durable pin on all servers; it cannot be restored then");
+  CLI::App* unpin =
+      app.add_subcommand("unpin", "give up a durable pin on all servers; its version can no longer be restored");
   int64_t version = -1;
   unpin->add_option("--job", job, "name of the job")->required();
-  unpin->add_option("--version", version, "as `status` shows it")->required()->check(CLI::NonNegativeNumber);
+  unpin->add_option("--version", version, "version of the pin, as `status` shows it")
+      ->required()
+      ->check(CLI::NonNegativeNumber);
   BudgetCommand budgets;
   CLI::App* budget =
-      app.add_subcommand("budget", "new budgets until the servers restart; chunks move between their tiers meanwhile");
+      app.add_subcommand("budget", "set new budgets until the servers restart; chunks then move between tiers");
   AddBytes(budget, "--hbm", &budgets.hbm_bytes);
   AddBytes(budget, "--dram", &budgets.dram_bytes);
   AddBytes(budget, "--nvme", &budgets.nvme_bytes);
@@ -210,41 +216,40 @@ int Main(int argc, char** argv) {
   CLI::App* plan = AddPlan(app, &planned);
   VerifyCommand scrub;
   CLI::App* verify = app.add_subcommand("verify",
-                                        "check the data directory of a server that is down; exit 0 clean, "
-                                        "1 damage found, 2 usage, 3 a server has it");
-  verify->add_option("--data-directory", scrub.directory, "as the server's data_directory")
-      ->required()
-      ->type_name("DIR");
+                                        "check the data directory of a stopped server; exit 0 clean, "
+                                        "1 damage found, 2 usage, 3 a server uses it");
+  verify->add_option("--data-directory", scrub.directory, "the server's data_directory")->required()->type_name("DIR");
   verify->add_option("--nvme", scrub.nvme, "a directory of budget.nvme, if the catalog is lost or the path is new")
       ->type_name("DIR");
-  verify->add_flag("--json", scrub.json, "machine-readable");
-  verify->add_flag("--rebuild", scrub.rebuild, "make the catalog's job entries anew from extents and logs");
+  verify->add_flag("--json", scrub.json, "print JSON");
+  verify->add_flag("--rebuild", scrub.rebuild, "rebuild the catalog's job entries from extents and logs");
   IotuneCommand tune;
   CLI::App* iotune =
       app.add_subcommand("iotune", "measure memory, disk and GPU link of this machine and write a profile");
-  iotune->add_option("--directory", tune.directory, "on the disk to be measured")->check(CLI::ExistingDirectory);
-  iotune->add_option("--out", tune.out, "the profile; else ballast-profile.yaml in the directory")->type_name("FILE");
-  iotune->add_option("--seconds", tune.seconds, "to measure for, about")->check(CLI::PositiveNumber);
-  iotune->add_option("--hbm-device", tune.hbm_device, "the GPU whose link is measured")->check(CLI::NonNegativeNumber);
-  iotune->add_flag("--json", tune.json, "machine-readable");
+  iotune->add_option("--directory", tune.directory, "directory on the disk to measure")->check(CLI::ExistingDirectory);
+  iotune->add_option("--out", tune.out, "file for the profile; default: ballast-profile.yaml in the directory")
+      ->type_name("FILE");
+  iotune->add_option("--seconds", tune.seconds, "approximate duration")->check(CLI::PositiveNumber);
+  iotune->add_option("--hbm-device", tune.hbm_device, "GPU whose link to measure")->check(CLI::NonNegativeNumber);
+  iotune->add_flag("--json", tune.json, "print JSON");
   DoctorCommand examined;
   CLI::App* doctor = app.add_subcommand(
-      "doctor", "what of this machine or of its peers stops a server or slows it down; exit 0 nothing stops it, 1 not");
-  doctor->add_option("--config", examined.config, "the server's YAML file; BALLAST_* variables count as well")
+      "doctor", "find what stops or slows down a server on this machine; exit 0 nothing stops it, 1 something does");
+  doctor->add_option("--config", examined.config, "the server's YAML file; BALLAST_* variables apply too")
       ->type_name("FILE");
-  doctor->add_flag("--json", examined.json, "machine-readable");
+  doctor->add_flag("--json", examined.json, "print JSON");
   for (CLI::App* command : {status, top, trace, drop, unpin, budget, doctor}) {
     command
         ->add_option("--servers", servers, "host:port of every server, separated by commas; or etcd://host:port/prefix")
         ->required(command != doctor)
         ->delimiter(',');
-    command->add_option("--timeout", timeout_s, "seconds to wait for a server")
+    command->add_option("--timeout", timeout_s, "seconds to wait for each server")
         ->capture_default_str()
         ->check(CLI::PositiveNumber);
     AddAccess(command, &asking.access);
   }
   std::string shell;
-  CLI::App* completion = app.add_subcommand("completion", "print the script by which a shell completes ballastctl");
+  CLI::App* completion = app.add_subcommand("completion", "print a script with which a shell completes ballastctl");
   completion->add_option("shell", shell, "bash: eval \"$(ballastctl completion bash)\"; zsh and fish alike")
       ->required()
       ->check(CLI::IsMember({"bash", "zsh", "fish"}));

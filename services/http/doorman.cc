@@ -286,11 +286,12 @@ absl::StatusOr<std::unique_ptr<Doorman>> Doorman::Start(const std::string& liste
   BALLAST_ASSIGN_OR_RETURN(model::Address address, model::ParseAddress(listen, model::AddressUse::kListen));
   const absl::StatusOr<std::vector<int>> listeners = model::ListenOn(&address, kBacklog);
   if (!listeners.ok()) {
-    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadConfig,
-                        absl::StrCat("cannot serve metrics on '", listen,
-                                     "': the port is in use, or the address is none of this machine's; choose another "
-                                     "`metrics_listen` (",
-                                     listeners.status().message(), ")"));
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kBadConfig,
+        absl::StrCat("cannot serve metrics on '", listen,
+                     "': the port is in use, or the address does not belong to this machine; choose another "
+                     "`metrics_listen` (",
+                     listeners.status().message(), ")"));
   }
   auto impl = std::make_unique<Impl>(*listeners, std::move(answer), std::move(tls));
   impl->address = model::FormatAddress(address);

@@ -55,8 +55,8 @@ void AddScrub(const v1::GetServerStatusResponse& status, Families* out) {
   Gauge last(out, "ballast_scrub_last_pass_timestamp_seconds",
              "End of the scrub's last complete pass, in seconds since 1970; 0: none since the server started.");
   Gauge damaged(out, "ballast_scrub_damaged_states",
-                "States on the disk that are damaged and cannot be written anew; the status names them.");
-  Counter mended(out, "ballast_scrub_mended_states_total", "Damaged states that were written anew from memory.");
+                "Damaged states on disk that cannot be repaired; the status names them.");
+  Counter mended(out, "ballast_scrub_mended_states_total", "Damaged states that were repaired from memory.");
   for (const v1::JobStatus& job : status.jobs()) {
     const Labels labels = Of(job.name());
     read.Add(labels, job.scrub().read_bytes());

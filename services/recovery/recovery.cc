@@ -351,7 +351,7 @@ absl::Status Recovery::ComeBack(const JobEntry& entry) {
   if (earlier_->pinned_chunks() > 0) {
     return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
                         absl::StrCat("the catalog pins chunk ", earlier_->first(), " of job '", core_->name,
-                                     "', which is none of this server's; run `ballastctl verify`"));
+                                     "', which does not belong to this server; run `ballastctl verify`"));
   }
   JobMutexLock lock(&core_->mu);
   BALLAST_RETURN_IF_ERROR(openings_->Replay(std::move(chunks), [&] {

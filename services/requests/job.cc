@@ -230,10 +230,9 @@ std::optional<absl::Status> Job::ReadyToSeal(const v1::SealRequest& request) {
   BALLAST_RETURN_IF_ERROR(core_.Refusal());
   if (updates_.full()) {
     if (waits) return std::nullopt;
-    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                        absl::StrCat(updates_.queued(),
-                                     " decided steps wait for the job's worker, which is all that may; send the same "
-                                     "seal again"));
+    return model::Error(
+        absl::StatusCode::kUnavailable, model::kBusy,
+        absl::StrCat("the job's update queue is full (", updates_.queued(), " steps); send the same seal again"));
   }
   BALLAST_RETURN_IF_ERROR(journal_.MakeRoomForSeal(request));
   if (request.header().kind() != v1::STEP_KIND_RESTORE) return absl::OkStatus();

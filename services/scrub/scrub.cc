@@ -52,7 +52,7 @@ std::string Scrub::Tell(const storage::ScrubbedExtent& extent, const absl::Statu
                    extent.entry.version < 0 ? "" : absl::StrCat(", version ", extent.entry.version),
                    extent.kept ? ", which is kept for restores" : "", ": ", found.message());
   if (mended.ok()) {
-    spdlog::warn("scrub found damage and mended it: {}. The state was written anew from memory", what);
+    spdlog::warn("scrub found damage and repaired it from memory: {}", what);
     return "";
   }
   const char* const next =

@@ -35,9 +35,10 @@ void OperatorCalls::Stop(const absl::Status& status) {
 absl::Status OperatorCalls::Refusal() const {
   if (!state_->stopped.ok()) return state_->stopped;
   if (state_->under_way < under_way_max_) return absl::OkStatus();
-  return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                      absl::StrCat(state_->under_way, " such calls are under way, which is all that may: does a disk ",
-                                   "hang? Send the request again"));
+  return model::Error(
+      absl::StatusCode::kUnavailable, model::kBusy,
+      absl::StrCat(state_->under_way, " drops or new budgets are under way, the most at a time; a disk may ",
+                   "hang. Send the request again"));
 }
 
 }  // namespace ballast::services

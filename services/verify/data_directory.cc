@@ -133,7 +133,7 @@ absl::StatusOr<std::map<std::string, CatalogJob>> DataDirectory::ReadJobs(std::v
                          .file = CatalogPath(),
                          .offset = 0,
                          .expected = "what an earlier run wrote",
-                         .found = absl::StrCat(value.size(), " bytes that are none"),
+                         .found = absl::StrCat(value.size(), " bytes that are not a valid entry"),
                          .advice = kRebuildAdvice});
   }
   return jobs;

@@ -239,7 +239,8 @@ void Replayer::CheckEnd() {
   if (end.has_prepared()) CheckCovered(end.prepared());
   for (const auto& [chunk, version] : durable_.versions) {
     if (!versions_.contains(chunk)) {
-      Find(Harm::kJobRefused, absl::StrCat("the catalog's chunk ", chunk, " is none of this server's by the log"),
+      Find(Harm::kJobRefused,
+           absl::StrCat("according to the log, the catalog's chunk ", chunk, " does not belong to this server"),
            "a chunk that an Open in the log gives to this server", absl::StrCat("version ", version));
     } else if (version > out_.committed + (out_.prepared ? 1 : 0)) {
       Find(Harm::kJobRefused, absl::StrCat("chunk ", chunk, " is newer than its job's log"),

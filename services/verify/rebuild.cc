@@ -71,7 +71,7 @@ absl::Status Rebuilding::Run() {
   if (result_.refused.empty()) CheckPlacesOfAll();
   if (candidates_.empty() && result_.refused.empty()) {
     result_.refused.push_back(directory_->catalog() != nullptr
-                                  ? "no job whose entries made anew would help: see the findings"
+                                  ? "new entries would not help any job: see the findings"
                                   : "no log says whose state there is: put a copy of the catalog back, or move log-* "
                                     "and nvme.tier away if nothing of them is wanted");
   }
@@ -351,8 +351,8 @@ absl::Status Rebuilding::Write() {
     result_.done.push_back(
         "what the old catalog knew of durable pins and of jobs with durability none or every-K is not known any more");
     result_.done.push_back(
-        "the directory has another number from now on: erase the key of each of its jobs in etcd (`etcdctl del "
-        "/PREFIX/jobs/NAME`) while all servers of the job run, and the next start of the job makes it anew");
+        "the directory has a new number: erase the key of each of its jobs in etcd (`etcdctl del "
+        "/PREFIX/jobs/NAME`) while all servers of the job run; the next start of the job makes a new one");
   }
   std::vector<std::pair<std::string, std::string>> pairs;
   if (new_server_id_ && !server_id_.empty()) {
@@ -376,7 +376,7 @@ absl::Status Rebuilding::Write() {
     pairs.push_back(LogPair(name, candidate.log.scanned.life));
     for (const auto& [id, chunk] : candidate.chosen) pairs.push_back(ChunkPair(name, chunk));
     for (const v1::PinnedVersion& pin : candidate.old.pins) pairs.push_back(PinPair(name, pin));
-    result_.done.push_back(absl::StrCat("job '", name, "': entries made anew, up to step ", candidate.committed, ", ",
+    result_.done.push_back(absl::StrCat("job '", name, "': rebuilt its entries, up to step ", candidate.committed, ", ",
                                         candidate.chosen.size(), " chunks"));
   }
   // At once: pins are nowhere else.

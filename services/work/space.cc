@@ -47,10 +47,11 @@ absl::Status Space::CheckContinues(const model::EpochPlan& plan, const std::vect
     continues = held.index == mine[i] && held.unit == chunk.unit && held.range == chunk.range;
   }
   if (continues) return absl::OkStatus();
-  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
-                      absl::StrCat("job '", core_->name, "' already has chunks on server '", core_->around.server_id,
-                                   "', and this Open would lay them out anew by other members, weights, chunk size or "
-                                   "tensors; take them from GetJob and only append, or drop the job"));
+  return model::Error(
+      absl::StatusCode::kInvalidArgument, model::kBadSpec,
+      absl::StrCat("job '", core_->name, "' already has chunks on server '", core_->around.server_id,
+                   "', and this Open would lay them out differently: it has other members, weights, chunk size or "
+                   "tensors; take them from GetJob and only append, or drop the job"));
 }
 
 NewChunks Space::NewOf(const model::EpochPlan& plan, const std::vector<uint64_t>& mine, const Chunks& held,

@@ -39,11 +39,10 @@ absl::Status CatalogError(const rocksdb::Status& status, absl::string_view what,
   const std::string message = absl::StrCat("catalog ", path, ": ", what, ": ", status.ToString());
   if (status.IsNoSpace()) return model::Error(absl::StatusCode::kInternal, model::kDiskFull, message);
   if (!status.IsCorruption()) return model::Error(absl::StatusCode::kInternal, model::kIo, message);
-  return model::Error(
-      absl::StatusCode::kDataLoss, model::kIo,
-      absl::StrCat(message,
-                   "; it is damaged: check its disk, then run `ballastctl verify --rebuild`, which makes "
-                   "the entries of durable jobs anew"));
+  return model::Error(absl::StatusCode::kDataLoss, model::kIo,
+                      absl::StrCat(message,
+                                   "; it is damaged: check its disk, then run `ballastctl verify --rebuild`, which "
+                                   "rebuilds the entries of durable jobs"));
 }
 
 // Sends RocksDB's messages to the server's log. RocksDB's own log file would fill the disk too, and Debian's build

@@ -201,16 +201,18 @@ absl::Status NvmeTier::TakeFile(Device* device, const std::string& path) {
   const std::optional<DeviceHeader>& header = *found;
   if (!header.has_value() && bytes <= kDeviceHeaderBytes) return absl::OkStatus();
   if (!header.has_value() || !known_.paths.contains(header->id)) {
-    std::string owner = "nobody known";
-    if (header.has_value() && header->owner == known_.owner) owner = "this server's data directory at another time";
+    std::string owner = "an unknown server";
+    if (header.has_value() && header->owner == known_.owner) {
+      owner = "an earlier or later state of this server's data directory";
+    }
     if (header.has_value() && header->owner != known_.owner) {
       owner = absl::StrCat("server '", absl::CEscape(header->owner), "'");
     }
     return model::Error(
         absl::StatusCode::kDataLoss, model::kIo,
-        absl::StrCat(path, " is of ", owner,
-                     ", and this server's catalog does not know it; nothing of it was touched. Mount the right disk "
-                     "there, or move the file away if nothing of it is wanted"));
+        absl::StrCat(path, " belongs to ", owner,
+                     ", and this server's catalog does not know it; nothing was changed there. Mount the right disk, "
+                     "or move the file away if you do not need it"));
   }
   NvmeFileId id = header->id;
   for (const auto& [last, last_path] : known_.paths) {

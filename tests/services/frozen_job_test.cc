@@ -319,7 +319,7 @@ TEST_F(FrozenRefusals, ValuesThatAreNotFiniteWhereTheyAreKept) {
 TEST_F(FrozenRefusals, AnotherWayToKeepThemLater) {
   ASSERT_EQ(group_.Initialise(Initial), absl::OkStatus());
   TrainerGroup unfrozen({server_.get()}, Spec(v1::DURABILITY_NONE, false), 1, 2);
-  ExpectRefused(unfrozen.Start(), {"would lay them out anew"});
+  ExpectRefused(unfrozen.Start(), {"would lay them out differently"});
   v1::JobSpec unknown = Spec(v1::DURABILITY_NONE);
   unknown.set_name("unknown");
   unknown.mutable_registrations(0)->mutable_tensors(0)->set_frozen(static_cast<v1::Frozen>(7));

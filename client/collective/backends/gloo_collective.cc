@@ -175,7 +175,7 @@ absl::StatusOr<std::shared_ptr<gloo::transport::Device>> Listen(int rank, const 
   // Names are looked up here: Gloo 2022-05 crashes on a host that does not resolve, and leaks when an interface is
   // unknown.
   if (by_interface) {
-    if (if_nametoindex(options.interface.c_str()) == 0) return refuse("there is none of that name");
+    if (if_nametoindex(options.interface.c_str()) == 0) return refuse("there is no such interface");
   } else {
     absl::StatusOr<std::string> address = LocalAddress(options.host);
     if (!address.ok()) return refuse(address.status().message());

@@ -55,7 +55,7 @@ kernels::Dtype DtypeOf(const nb::dlpack::dtype& dtype) {
   constexpr auto kBfloat = static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat);
   if (dtype.lanes == 1 && dtype.bits == 16 && dtype.code == kBfloat) return kernels::Dtype::kBf16;
   if (dtype.lanes == 1 && dtype.bits == 16 && dtype.code == kFloat) return kernels::Dtype::kF16;
-  throw nb::type_error("a tensor has a dtype that is none of float32, bfloat16 and float16");
+  throw nb::type_error("a tensor has another dtype than float32, bfloat16 or float16");
 }
 
 using MaybeArrays = std::vector<std::optional<Array>>;

@@ -516,9 +516,9 @@ size_t PythonSession::Find(const std::string& tensor, uint64_t elements) const {
   const auto found = std::find(names_.begin(), names_.end(), tensor);
   const auto index = static_cast<size_t>(found - names_.begin());
   if (found != names_.end() && tensors_->local_elements(index) == elements) return index;
-  throw StatusError(model::Error(
-      absl::StatusCode::kInvalidArgument, model::kBadLength,
-      absl::StrCat("tensor '", tensor, "' has not ", elements, " local elements, or is none of the session's")));
+  throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                                 absl::StrCat("tensor '", tensor, "' does not have ", elements,
+                                              " local elements, or the session does not know it")));
 }
 
 void PythonSession::Write(const std::string& tensor, absl::Span<const float> values) {
@@ -543,8 +543,8 @@ Report PythonSession::CommitState(const std::string& array, absl::Span<const Sta
     const size_t index = found == by_name.end() ? 0 : found->second;
     if (found == by_name.end() || state.values.size() != tensors_->local_elements(index)) {
       throw StatusError(model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
-                                     absl::StrCat("tensor '", state.tensor, "' has not ", state.values.size(),
-                                                  " local elements, or is none of the session's")));
+                                     absl::StrCat("tensor '", state.tensor, "' does not have ", state.values.size(),
+                                                  " local elements, or the session does not know it")));
     }
     which.push_back(index);
     values.push_back(state.values.data());

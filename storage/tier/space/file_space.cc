@@ -59,7 +59,7 @@ absl::Status FileSpace::FinishPromise(const Reservation& reservation, absl::Stat
     for (const ByteRange& range : reservation.ranges) GiveBackRange(range);
     ran = model::Error(absl::StatusCode::kResourceExhausted, model::kDiskFull,
                        absl::StrCat("the disk of ", file_->path(), " has no space left for ", reservation.bytes,
-                                    " bytes beside what was promised before"));
+                                    " bytes more than it has promised already"));
   }
   if (!ran.ok()) promised_ -= reservation.bytes;
   // A failed reservation may have made the file longer.

@@ -110,8 +110,8 @@ TEST(Config, SaysThatADirectoryIsNoFile) {
 TEST(Config, StagingMustFitTheBudgetThatItIsTakenFrom) {
   const std::string tiers = "data_directory: /tmp\nbudget: {dram: 40MiB, nvme: 1GiB}\n";
   ExpectBad(tiers,
-            "staging: expected 2097152 to 41943040 bytes (budget.dram, which it is taken from) beside a "
-            "budget.nvme; came 54525952, the default; set staging, or raise budget.dram");
+            "staging: expected 2097152 to 41943040 bytes (of budget.dram) when budget.nvme is "
+            "set; came 54525952, the default; set staging, or raise budget.dram");
   ExpectBad(tiers + "staging: 1MiB\n", "s.yaml:3: staging: expected 2097152 to 41943040 bytes");
   ExpectBad(tiers + "staging: 16777215TiB\n", "came 18446742974197923840;");
   EXPECT_TRUE(FromText(tiers + "staging: 2MiB\n").ok());

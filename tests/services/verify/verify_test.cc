@@ -541,7 +541,7 @@ TEST_F(VerifyTest, IsACommandWithExitCodes) {
   EXPECT_THAT(run({"--json"}).out, HasSubstr("\"recovery\":\"job_refused\""));
   const Finished rebuilt = run({"--rebuild"});
   EXPECT_EQ(rebuilt.code, 0);
-  EXPECT_THAT(rebuilt.out, HasSubstr("rebuild: job 'job': entries made anew, up to step 12"));
+  EXPECT_THAT(rebuilt.out, HasSubstr("rebuild: job 'job': rebuilt its entries, up to step 12"));
   EXPECT_EQ(run({}).code, 0);
 }
 

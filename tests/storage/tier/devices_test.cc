@@ -279,8 +279,8 @@ TEST_F(DevicesTest, AForeignDiskIsRefusedOrLeftAlone) {
   const absl::Status refused = TryOpen().status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kDataLoss);
   // The file is not in the catalog: this server's is older than the file, or the file is another server's.
-  EXPECT_THAT(refused.message(), AllOf(HasSubstr(tier_a_), HasSubstr("of this server's data directory at another time"),
-                                       HasSubstr("move")));
+  EXPECT_THAT(refused.message(),
+              AllOf(HasSubstr(tier_a_), HasSubstr("state of this server's data directory"), HasSubstr("move")));
   options_.known.owner = "server-2";
   EXPECT_THAT(TryOpen().status().message(), AllOf(HasSubstr(tier_a_), HasSubstr("server 'server-1'")));
   options_.known.owner = "server-1";
