@@ -165,7 +165,7 @@ void AddRepairs(uint64_t wire, Families* out) {
       .Add({{"where", "log"}}, disk.wrong_payloads.load())
       .Add({{"where", "extent"}}, disk.wrong_extents.load());
   Counter(out, "ballast_repaired_total",
-          "Damage that was mended: a log's block from its second copy, a slice's block from its parity.")
+          "Damage that was repaired: a log's block from its second copy, a slice's block from its parity.")
       .Add({{"what", "log_block"}}, disk.repaired_log_blocks.load())
       .Add({{"what", "payload_block"}}, disk.repaired_payloads.load());
 }

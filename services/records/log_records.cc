@@ -95,10 +95,10 @@ absl::StatusOr<std::vector<int64_t>> DecodeChanged(const v1::LogSnapshot& snapsh
     if (fits) changed.insert(changed.end(), run.chunks(), static_cast<int64_t>(committed - run.age()));
   }
   if (fits && changed.size() == chunks) return changed;
-  return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
-                      absl::StrCat("the snapshot of step ", snapshot.committed(), " at the log's beginning tells of ",
-                                   changed.size(), " chunks as they were then, and its Open gives ", chunks,
-                                   " to this server; is it another server's log?"));
+  return model::Error(
+      absl::StatusCode::kDataLoss, model::kDiverged,
+      absl::StrCat("the snapshot of step ", snapshot.committed(), " at the start of the log describes ", changed.size(),
+                   " chunks, but its Open gives ", chunks, " to this server; the log may belong to another server"));
 }
 
 uint64_t NormBytesMax(const model::Chunk& chunk) {

@@ -59,11 +59,11 @@ std::string Scrub::Tell(const storage::ScrubbedExtent& extent, const absl::Statu
       extent.kept ? "A restore of this version will be refused; everything else goes on"
       : extent.moments_unread
           ? "Pulls of parameters go on from memory until a step updates the chunk, which stops the job: "
-            "restore a kept version, but take a copy of the parameters before, if they are wanted"
+            "restore a kept version, but copy the parameters first if you need them"
       : extent.in_memory ? "Steps go on from memory; a restart or a restore that needs this extent will be refused"
                          : "Steps go on until the state is needed, and then the job stops here: restore a kept "
                            "version, or take a copy of the model, while it still runs";
-  return absl::StrCat(what, ". It cannot be mended: ", mended.message(), ". ", next);
+  return absl::StrCat(what, ". It cannot be repaired: ", mended.message(), ". ", next);
 }
 
 void Scrub::Next(absl::Span<std::byte> buffer) {

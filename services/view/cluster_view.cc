@@ -120,9 +120,9 @@ void AddDuplicates(ClusterView* cluster) {
     if (!server.error.ok() || server.status.server_id().empty()) continue;
     const auto [first, fresh] = addresses.try_emplace(server.status.server_id(), server.address);
     if (fresh) continue;
-    cluster->problems.push_back(absl::StrCat("servers ", first->second, " and ", server.address,
-                                             " both say that they are '", server.status.server_id(),
-                                             "': one server named twice, or two of one id, of which one must go"));
+    cluster->problems.push_back(absl::StrCat(
+        "servers ", first->second, " and ", server.address, " both say that they are '", server.status.server_id(),
+        "': you named one server twice, or two servers use one id; then stop one"));
   }
 }
 

@@ -267,7 +267,8 @@ TEST_F(ScrubTest, MomentsThatOnlyTheDiskHadAreNamedWhileTheMasterIsServed) {
   EXPECT_EQ(scrub.mended(), 0u);
   ASSERT_EQ(scrub.damaged(), 1u);
   EXPECT_THAT(scrub.damage(0), HasSubstr("chunk 1 of job 'job', version 2: "));
-  EXPECT_THAT(scrub.damage(0), HasSubstr("cannot be mended: its moments, which only the disk has since the restart, "));
+  EXPECT_THAT(scrub.damage(0),
+              HasSubstr("cannot be repaired: its moments, which only the disk has since the restart, "));
   EXPECT_THAT(scrub.damage(0), HasSubstr("chunk 1: moment2 in"));
   EXPECT_THAT(scrub.damage(0), HasSubstr("which stops the job: restore a kept version"));
   EXPECT_EQ(Masters(), before);

@@ -50,7 +50,7 @@ Check CheckConfig(const DoctorCommand& command, Subject* subject) {
   } else if (given) {
     check.verdict = Verdict::kBad;
     check.found = std::string(config.status().message());
-    check.mend = "mend that line; ballastd --help lists the keys";
+    check.mend = "correct that line; ballastd --help lists the keys";
   } else {
     check.verdict = Verdict::kNote;
     check.found = "none: budgets, data directory and ports are not checked";
@@ -69,8 +69,7 @@ std::string ShowText(const Checks& checks) {
     const bool ok = check.verdict == Verdict::kOk;
     absl::StrAppendFormat(&out, "%-4s  %-*s  %s", Name(check.verdict), width, check.what, Printable(check.found));
     const std::string indent = "\n" + std::string(8 + width, ' ');
-    absl::StrAppend(&out, ok ? " (" : indent, "wanted: ", check.wanted, ok ? ")" : indent + "mend: " + check.mend,
-                    "\n");
+    absl::StrAppend(&out, ok ? " (" : indent, "wanted: ", check.wanted, ok ? ")" : indent + "fix: " + check.mend, "\n");
   }
   const int64_t bad = Count(checks, Verdict::kBad), notes = Count(checks, Verdict::kNote);
   absl::StrAppend(&out,
