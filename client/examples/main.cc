@@ -82,13 +82,14 @@ void AddJobFlags(CLI::App& app, Flags& flags) {
   app.add_option("--resume", flags.resume, "What to do about an existing job of that name")
       ->capture_default_str()
       ->check(CLI::IsMember({"never", "auto", "must"}));
-  app.add_option("--durability", flags.durability,
-                 "What a decided step survives: servers and trainers that are killed (step), only trainers (none), or "
-                 "that, and servers go back to the last of every --pin-interval steps (every-K)")
+  app.add_option(
+         "--durability", flags.durability,
+         "What a decided step survives: killed servers and trainers (step); killed trainers only (none); killed "
+         "trainers, while a restarted server goes back at most --pin-interval steps (every-K)")
       ->capture_default_str()
       ->check(CLI::IsMember({"none", "step", "every-K"}));
   app.add_option("--pin-interval", flags.pin_interval, "The K of --durability every-K, in steps");
-  app.add_option("--timeout", flags.timeout_s, "Seconds that a step or a missing rank is waited for")
+  app.add_option("--timeout", flags.timeout_s, "Seconds to wait for a step or a missing rank")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
   app.add_option("--chunk-elements", flags.chunk_elements,
@@ -120,18 +121,18 @@ void AddOptimizerFlags(CLI::App& app, Flags& flags) {
                                              {"sgd", OptimizerKind::kSgd},
                                              {"adagrad", OptimizerKind::kAdagrad},
                                              {"lion", OptimizerKind::kLion}},
-        "What updates the parameters");
+        "Optimizer of the servers");
   named("--moments", &o.moments,
         std::map<std::string, MomentFormat>{{"f32", MomentFormat::kF32},
                                             {"bf16", MomentFormat::kBf16},
                                             {"i8", MomentFormat::kI8},
                                             {"f8", MomentFormat::kF8}},
-        "How its moments are kept");
+        "Format of the optimizer's moments");
   named("--master", &o.master,
         std::map<std::string, MasterFormat>{{"f32", MasterFormat::kF32}, {"remainder", MasterFormat::kRemainder}},
-        "How servers keep masters beside bf16 working copies");
-  named("--gradient-dtype", &o.gradient, dtypes, "Of gradients on their way to the servers");
-  named("--working-dtype", &o.working, dtypes, "Of parameters on their way from the servers");
+        "Format of fp32 masters on servers; remainder needs bf16 working copies");
+  named("--gradient-dtype", &o.gradient, dtypes, "Dtype of gradients sent to the servers");
+  named("--working-dtype", &o.working, dtypes, "Dtype of parameters that servers send");
   app.add_flag("--amsgrad", o.amsgrad, "AdamW and Adam: keep the largest second moment");
   app.add_flag("--momentum", o.momentum, "SGD: keep a momentum buffer; --beta1 is the momentum");
   app.add_flag("--nesterov", o.nesterov, "SGD with momentum: Nesterov's");
@@ -145,8 +146,8 @@ void AddTrainingFlags(CLI::App& app, Flags& flags) {
   app.add_option("--steps", t.schedule.total_steps, "Steps of the whole run, which the schedule spans")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
-  app.add_option("--stop-at", flags.stop_at, "End after this step, short of --steps, to be resumed");
-  app.add_option("--seed", t.seed, "Of initial values and of the choice of text")->capture_default_str();
+  app.add_option("--stop-at", flags.stop_at, "End after this step, before --steps; resume later");
+  app.add_option("--seed", t.seed, "Seed of initial values and of the choice of text")->capture_default_str();
   app.add_option("--layers", t.shape.layers, "Transformer layers")->capture_default_str();
   app.add_option("--width", t.shape.width, "Width of the residual stream")->capture_default_str();
   app.add_option("--heads", t.shape.heads, "Attention heads")->capture_default_str();
@@ -156,7 +157,7 @@ void AddTrainingFlags(CLI::App& app, Flags& flags) {
       ->capture_default_str();
   app.add_option("--lr", t.schedule.peak, "Peak learning rate")->capture_default_str()->check(CLI::NonNegativeNumber);
   app.add_option("--warmup", t.schedule.warmup_steps, "Steps of linear warm-up")->capture_default_str();
-  app.add_option("--weight-decay", t.weight_decay, "Of matrices; norm gains have none")
+  app.add_option("--weight-decay", t.weight_decay, "Weight decay of matrices; norm gains have none")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);
   app.add_option("--clip", t.max_norm, "Bound on the gradient's global norm; 0 = none")
@@ -172,7 +173,7 @@ void AddOutputFlags(CLI::App& app, Flags& flags) {
   app.add_option("--json", flags.json, "Write this rank's figures to FILE");
   app.add_option("--dump-master", flags.dump_master, "Write the final fp32 master weights to FILE (rank 0)");
   app.add_flag("--digest", flags.digest, "Print the CRC32C of the final master weights (rank 0)");
-  app.add_option("--log-every", flags.log_every, "Steps between lines where the output is no terminal")
+  app.add_option("--log-every", flags.log_every, "Steps between lines when the output is not a terminal")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
 }
@@ -187,7 +188,7 @@ absl::Status CheckFlags(const Flags& flags) {
         absl::StrCat("--rank must be from 0 to ", flags.world_size - 1, " (--world-size - 1), got ", flags.rank));
   }
   if (flags.reference && flags.world_size > 1)
-    return BadFlag("--reference is one process; use --threads in place of --world-size");
+    return BadFlag("--reference runs in one process; use --threads instead of --world-size");
   if (flags.reference && !flags.servers.empty())
     return BadFlag("--reference uses no servers; leave out one of the two");
   if (!flags.reference && flags.servers.empty()) return BadFlag("--servers host:port,... is needed, or --reference");
