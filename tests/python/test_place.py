@@ -76,8 +76,8 @@ def test_a_cgroup_has_what_its_limit_leaves(lines, limited, names, tmp_path, mon
 
 
 def test_a_budget_that_staging_would_use_up_is_refused(tmp_path):
-    refused(directory=tmp_path, dram='16MiB', nvme='1MiB', match='dram: 0.0156 GiB, and state on its way to and from nvme takes 0.0508 GiB')
-    refused(directory=tmp_path, dram=0, nvme='1MiB', match='dram: 0 GiB, and state on its way')
+    refused(directory=tmp_path, dram='16MiB', nvme='1MiB', match='dram: 0.0156 GiB, but buffers for state on nvme alone take 0.0508 GiB')
+    refused(directory=tmp_path, dram=0, nvme='1MiB', match='dram: 0 GiB, but buffers for state on nvme')
 
 
 def test_the_kind_of_a_file_system(tmp_path):

@@ -196,7 +196,7 @@ def make(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme:
         dram, nvme = budgets(None if is_temporary else directory, dram, nvme)
         moving = _native.staging(dram)
         if nvme > 0 and moving >= dram:
-            raise Error(f'dram: {_gib(dram)}, and state on its way to and from nvme takes {_gib(moving)} of it alone: expected more, or '
+            raise Error(f'dram: {_gib(dram)}, but buffers for state on nvme alone take {_gib(moving)}: raise dram, or set '
                         'nvme=0', 'BAD_CONFIG')
     except BaseException:
         if is_temporary:
