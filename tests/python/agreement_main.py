@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.group import ranks
+from ballast.torch.ranks import groups
 
 CASES = {}
 
@@ -252,18 +252,18 @@ def stages_with_one_seed():
 @case
 def many_parameters_that_differ():
     """The longest message, too."""
-    lengths, real = [], ranks.Group._exchange
+    lengths, real = [], groups.Group._exchange
 
     def watched(group, what, timeout, option, mine):
         lengths.append(len(mine))
         return real(group, what, timeout, option, mine)
     names = [hashlib.sha256(f'{i}'.encode()).hexdigest() for i in range(4000)]
     optimizer = make([(name, nn.Parameter(torch.zeros(1 + i // 3999 * dist.get_rank()))) for i, name in enumerate(names)])
-    ranks.Group._exchange = watched
+    groups.Group._exchange = watched
     try:
         return told(optimizer.resume), max(lengths)
     finally:
-        ranks.Group._exchange = real
+        groups.Group._exchange = real
 
 
 @case

@@ -10,9 +10,9 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.group import ranks
 from ballast.torch.job import registration
-from ballast.torch.stepping import marks
+from ballast.torch.ranks import groups
+from ballast.torch.tensors import marks
 
 CASES = {}
 
@@ -53,10 +53,10 @@ class Failing:
 
 @contextlib.contextmanager
 def failing(optimizer, call):
-    session = optimizer.job.session
-    optimizer.job.session = Failing(session, call)
+    session = optimizer.job.opened.session
+    optimizer.job.opened.session = Failing(session, call)
     yield
-    optimizer.job.session = session
+    optimizer.job.opened.session = session
 
 
 # --- errors of one rank behind the first agreement of its call
@@ -199,7 +199,7 @@ def a_registration_that_was_cut_off():
         optimizer.step()
     trained = parameters_of(model)
     optimizer.add_param_group({'params': [('late', late)]})
-    optimizer.job.session = Interrupted(optimizer.job.session)
+    optimizer.job.opened.session = Interrupted(optimizer.job.opened.session)
     with contextlib.suppress(KeyboardInterrupt):
         grown_step(model, late, optimizer, 3)
     optimizer.close()
@@ -305,7 +305,7 @@ def a_rollback_that_was_refused():
     dist.barrier()
     resumed = told(optimizer.resume)
     assert torch.equal(parameters_of(model), expected)
-    optimizer.job.unpulled = True  # as after Ctrl-C behind a step
+    optimizer.job.opened.unpulled = True  # as after Ctrl-C behind a step
     if dist.get_rank() == 0:
         optimizer.full_state_dict()
         optimizer.state_dict()
@@ -323,7 +323,7 @@ def an_edit_that_one_rank_could_not_write():
         state = optimizer.full_state_dict()
         named = optimizer.state_dict()
         assert named
-        version = optimizer.job.session.version
+        version = optimizer.job.opened.session.version
         before = parameters_of(model)
         backward(model)
         with torch.no_grad():
@@ -394,13 +394,13 @@ def no_store():
     server = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore('127.0.0.1', server.port, is_master=False)
     del server
-    real = ranks.Group.torchs_store
-    ranks.Group.torchs_store = property(lambda group: client)
+    real = groups.Group.torchs_store
+    groups.Group.torchs_store = property(lambda group: client)
     try:
-        return [told(act) for act in (lambda: ranks.of().exchange('a test', 2.0)(b''), lambda: ranks.of().store('test').decide('x'),
+        return [told(act) for act in (lambda: groups.of().exchange('a test', 2.0)(b''), lambda: groups.of().store('test').decide('x'),
                                       make(nn.Linear(2, 2).named_parameters(), step_timeout=2.0, open_timeout=1.0).resume)]
     finally:
-        ranks.Group.torchs_store = real
+        groups.Group.torchs_store = real
 
 
 if __name__ == '__main__':

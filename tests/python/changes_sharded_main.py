@@ -14,7 +14,7 @@ from torch import nn
 
 import ballast.torch as bt
 from ballast import Error
-from ballast.torch.sharding.remote import remote_of
+from ballast.torch.tensors.remote import remote_of
 
 LR = 0.25
 MOMENTS = ['between steps', 'after a pass without backward', 'after a pass with gradients alone', 'after a caught exception',
@@ -430,7 +430,7 @@ def units():
     names = {}
     for kind in ('dict', 'sequential', 'named'):
         model = bt.shard(Titan(kind))
-        names[kind] = sorted({part.unit.name for part in map(remote_of, model.parameters())})
+        names[kind] = sorted({part.home.name for part in map(remote_of, model.parameters())})
     losses = []
     for chosen in ([], None):
         torch.manual_seed(2)

@@ -100,7 +100,7 @@ def part_of(parameter, whole):
     """This rank's part of a whole tensor, by another way than DTensor's own arithmetic."""
     if not isinstance(parameter, DTensor):
         return whole
-    from ballast.torch.group import placement
+    from ballast.torch.tensors import placement
     key = placement.key_of('', parameter)
     return whole[tuple(slice(begin, end) for begin, end in placement.box(key, tuple(parameter.shape), dist.get_rank()))]
 

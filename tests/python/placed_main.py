@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ballast.torch as bt
 from ballast import Error
-from ballast.torch.sharding.remote import remote_of
+from ballast.torch.tensors.remote import remote_of
 
 STEPS = int(os.environ.get('PLACED_STEPS', '30'))
 WIDTH, HIDDEN, UNEVEN = 8, 12, 14
@@ -409,7 +409,7 @@ def killed():
         if i == 2 and point == 'gradients':
             end()
         if i == 2 and point in ('pushed', 'decided'):
-            optimizer.job.session = Leaving(optimizer.job.session, point)
+            optimizer.job.opened.session = Leaving(optimizer.job.opened.session, point)
         optimizer.step()
         if i == 2 and point == 'after':
             end()

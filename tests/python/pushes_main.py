@@ -11,7 +11,8 @@ from torch import nn
 import ballast
 import ballast.torch as bt
 from ballast.torch.sharding import pushes
-from ballast.torch.stepping import background, members
+from ballast.torch.steps import background
+from ballast.torch.tensors import memory
 
 
 def step(model, optimizer, tokens):
@@ -102,7 +103,7 @@ def step_not_begun():
     """What step() is told that fails before the session is asked, and losses of training that goes on; a twin's."""
     twin, model = plain(made()), bt.shard(made())
     other, optimizer = theirs(twin.parameters()), ours(model)
-    wait = members.Memory.wait
+    wait = memory.Memory.wait
 
     def fails(self):
         raise ballast.Error('no memory', 'IO')
@@ -111,11 +112,11 @@ def step_not_begun():
         if i == 3:
             optimizer.zero_grad()
             loss_of(model, tokens).backward()
-            members.Memory.wait = fails
+            memory.Memory.wait = fails
             try:
                 refusal = told(optimizer.step)
             finally:
-                members.Memory.wait = wait
+                memory.Memory.wait = wait
         losses.append([step(twin, other, tokens), step(model, optimizer, tokens)])
     optimizer.close()
     return refusal, torch.tensor(losses)

@@ -633,7 +633,7 @@ def rolled_back():
     model = bt.shard(made())
     optimizer = durable('rolled_back', model)
     train(model, optimizer, 4)
-    state, version = optimizer.state_dict(), optimizer.job.session.version
+    state, version = optimizer.state_dict(), optimizer.job.opened.session.version
     evaluated = [evaluation(model)]
     first, _ = train(model, optimizer, 3)
     evaluated.append(evaluation(model))  # FSDP2 keeps the root gathered after it

@@ -10,7 +10,7 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.job.state import State
+from ballast.torch.states.state import State
 
 WRONG = {
     'dram': 'lots', 'nvme': -1, 'resume': 'x', 'durability': 'y', 'moments': 'z', 'master': 'z', 'pin_interval': 3,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ballast import Error
-from ballast.torch.group import placement
+from ballast.torch.tensors import placement
 
 ROUNDS = 1000 if os.environ.get('TEST_ROUNDS') == 'full' else 150
 NAMES = ('rep', 'dp', 'ep', 'tp')

@@ -46,7 +46,7 @@ def leave():
     if os.environ['END'] == 'kill':
         os.kill(os.getpid(), signal.SIGKILL)
     raise KeyboardInterrupt if os.environ['END'] == 'Ctrl-C' else ballast.Error('no memory', 'BUDGET')
-optimizer.job.session = Leaving(optimizer.job.session, leave)
+optimizer.job.opened.session = Leaving(optimizer.job.opened.session, leave)
 try:
     loop(model, late, optimizer, 3, 4)
 except (KeyboardInterrupt, ballast.Error):
@@ -77,7 +77,7 @@ def test_a_job_that_was_left_as_a_parameter_registered_is_resumed(end, tmp_path)
 @pytest.mark.parametrize('end', ['Ctrl-C', 'error'])
 def test_the_same_optimizer_goes_on_after_a_registration_that_did_not_end(end, tmp_path):
     run(tmp_path, LEFT + '''
-optimizer.job.session = optimizer.job.session._session
+optimizer.job.opened.session = optimizer.job.opened.session._session
 assert optimizer.resume().step == 3
 loop(model, late, optimizer, 3, 7, grow=False)
 check(model, late)
@@ -94,13 +94,13 @@ class Interrupted(Leaving):
 model = mlp()
 optimizer = make(model)
 loop(model, late, optimizer, 0, 3)
-session = optimizer.job.session
-optimizer.job.session = Interrupted(session, None)
+session = optimizer.job.opened.session
+optimizer.job.opened.session = Interrupted(session, None)
 try:
     loop(model, late, optimizer, 3, 4)
 except KeyboardInterrupt:
     pass
-optimizer.job.session = session
+optimizer.job.opened.session = session
 loop(model, late, optimizer, 3, 7, grow=False)
 check(model, late)
 ''')
@@ -110,18 +110,18 @@ def test_a_job_without_a_disk_stays_where_its_next_optimizer_leaves(tmp_path):
     """It has steps, though one of its tensors has no values."""
     left = LEFT.replace('make(model)', 'make(model, directory=None, nvme=None)').replace("os.environ['END']", "'Ctrl-C'")
     run(tmp_path, left + '''
-from ballast.torch.job.job import Job
+from ballast.torch.job.opened import OpenJob
 torch.manual_seed(9)
 other = mlp()
 again = bt.AdamW([{'params': list(other.named_parameters())}, {'params': [('late', late)]}], lr=1e-2, resume='must')
 def fail(*_):
     raise KeyboardInterrupt
-real, Job.take_blob = Job.take_blob, fail
+real, OpenJob.take_blob = OpenJob.take_blob, fail
 try:
     again.resume()
 except KeyboardInterrupt:
     pass
-Job.take_blob = real
+OpenJob.take_blob = real
 assert again.resume().step == 3
 loop(other, late, again, 3, 7, grow=False)
 check(other, late)
@@ -151,15 +151,15 @@ train(2)
 state, version = optimizer.state_dict(), optimizer.versions()[-1]
 kept = [parameter.detach().clone() for parameter in model.parameters()]
 train(3)
-session = optimizer.job.session
-optimizer.job.session = Interrupted(session)
+session = optimizer.job.opened.session
+optimizer.job.opened.session = Interrupted(session)
 try:
     optimizer.rollback(version) if {call!r} == 'rollback' else optimizer.load_state_dict(state)
 except KeyboardInterrupt:
     pass
 else:
     raise AssertionError
-optimizer.job.session = session
+optimizer.job.opened.session = session
 assert optimizer.resume() == (2, b'2'), optimizer.resume()
 assert all(map(torch.equal, kept, model.parameters()))
 ''')
@@ -185,15 +185,15 @@ for batch in batches(5):
     other.step()
 optimizer = make(model)
 optimizer.resume()
-session = optimizer.job.session
-optimizer.job.session = Interrupted(session)
+session = optimizer.job.opened.session
+optimizer.job.opened.session = Interrupted(session)
 try:
     optimizer.load_state_dict(other.state_dict())
 except KeyboardInterrupt:
     pass
 else:
     raise AssertionError
-optimizer.job.session = session
+optimizer.job.opened.session = session
 assert optimizer.resume().step == 5
 optimizer.close()
 assert make(model, resume='must').resume().step == 5

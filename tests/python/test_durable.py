@@ -93,7 +93,7 @@ def test_a_state_dict_takes_the_job_back(tmp_path):
 def test_a_state_dict_of_another_job_or_version_is_refused(tmp_path):
     run(tmp_path, CHECKPOINT)
     run(tmp_path, '''
-        from ballast.torch.state_dict import marker
+        from ballast.torch.states import marker
         saved = torch.load('checkpoint.pt', weights_only=True)['optimizer']
         said = marker.of(saved['param_groups'])
         for name, change, reason in (('other', {}, 'BAD_SPEC'), ('default', {'version': 3}, 'VERSION_GONE')):

@@ -41,7 +41,7 @@ def pair(model, job, servers, **more):
             for each, early in ((model, True), (twin, False))]
     for optimizer in made:
         optimizer.resume()
-    made[0].job.session = made[0].job.early.session = Watched(made[0].job.session)
+    made[0].job.opened.session = made[0].job.features[0].session = Watched(made[0].job.opened.session)
     return (model, made[0]), (twin, made[1])
 
 
@@ -66,7 +66,7 @@ def test_to_the_last_bit_as_without(dtype, overlap, job, two_servers):
     twin = copy.deepcopy(model)
     mine, theirs = make(model, job['name'], True), make(twin, job['name'] + '-twin', False)
     mine.resume()
-    mine.job.session = mine.job.early.session = Watched(mine.job.session)
+    mine.job.opened.session = mine.job.features[0].session = Watched(mine.job.opened.session)
     for batch in batches(20):
         for each, optimizer in ((model, mine), (twin, theirs)):
             optimizer.zero_grad()
@@ -76,8 +76,8 @@ def test_to_the_last_bit_as_without(dtype, overlap, job, two_servers):
     theirs.wait()
     assert same(model, twin)
     assert mine.grad_norm == theirs.grad_norm
-    assert mine.job.session.pushed == 20 * UNITS
-    assert mine.job.session.dropped == 0
+    assert mine.job.opened.session.pushed == 20 * UNITS
+    assert mine.job.opened.session.dropped == 0
 
 
 def test_gradients_whose_elements_lie_apart(job, two_servers):
@@ -103,8 +103,8 @@ def test_accumulation_goes_with_the_last(job, two_servers):
                 optimizer.step()
                 optimizer.zero_grad()
     assert same(model, twin)
-    assert mine.job.session.dropped == 1
-    assert mine.job.session.pushed == 5 * UNITS  # the first time too soon
+    assert mine.job.opened.session.dropped == 1
+    assert mine.job.opened.session.pushed == 5 * UNITS  # the first time too soon
     for count in (1, 3, 2):  # and then another count of batches
         for each, optimizer in ((model, mine), (twin, theirs)):
             for batch in batches(count):
@@ -125,8 +125,8 @@ def test_zero_grad_takes_it_back(job, two_servers):
             optimizer.step()
             optimizer.zero_grad()
     assert same(model, twin)
-    assert mine.job.session.dropped == 3
-    assert mine.job.session.pushed == 9 * UNITS
+    assert mine.job.opened.session.dropped == 3
+    assert mine.job.opened.session.pushed == 9 * UNITS
 
 
 def test_gradients_that_are_changed_go_again(job, two_servers):
@@ -140,7 +140,7 @@ def test_gradients_that_are_changed_go_again(job, two_servers):
                 optimizer.step()
     assert len(told) == 1
     assert same(model, twin)
-    assert mine.job.session.dropped == 6
+    assert mine.job.opened.session.dropped == 6
 
 
 def test_a_gradient_that_is_replaced_or_taken_away(job, two_servers):
@@ -219,7 +219,7 @@ def test_what_else_is_asked_of_the_job_takes_it_back(job, two_servers):
             look(each, optimizer)
             optimizer.step()
     assert same(model, twin)
-    assert mine.job.session.dropped == 4
+    assert mine.job.opened.session.dropped == 4
     for each, optimizer in ((model, mine), (twin, theirs)):  # and an edit, and parameters that come later
         optimizer.zero_grad()
         backward(each, next(batches(1)))
@@ -245,7 +245,7 @@ def test_a_unit_without_gradients(job, two_servers):
             backward(each, batch)
             optimizer.step()
     assert same(model, twin)
-    assert 8 < mine.job.session.pushed < 24
+    assert 8 < mine.job.opened.session.pushed < 24
 
 
 def test_a_step_that_is_refused_can_be_made_again(job, two_servers):
@@ -295,7 +295,7 @@ def test_over_a_server_that_is_killed_between_backward_and_step(job, tmp_path):
             optimizer.zero_grad()
             backward(each, batch)
             if i in (2, 4) and each is model:
-                assert mine.job.early.stands([parameter.grad for parameter in model.parameters()])  # it is all there
+                assert mine.job.features[0]._stands([parameter.grad for parameter in model.parameters()])  # it is all there
                 server.kill()
                 server.wait()
                 server.stdout.close()
@@ -350,8 +350,8 @@ def test_embedded(tmp_path):
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
-        assert optimizer.job.session.pushes_gradients == (more['durability'] == 'step')
-        assert (optimizer.job.early is None) or optimizer.job.early.is_hooked == optimizer.job.session.pushes_gradients
+        assert optimizer.job.opened.session.pushes_gradients == (more['durability'] == 'step')
+        assert (not optimizer.job.features) or optimizer.job.features[0].is_hooked == optimizer.job.opened.session.pushes_gradients
         return list(model.parameters())
     model = mlp()
     plain = train(copy.deepcopy(model), name='plain', durability='none')
@@ -395,7 +395,7 @@ def test_gradients_that_went_outlive_the_session(job, two_servers):
     optimizer = bt.AdamW(model.named_parameters(), servers=two_servers, name=job['name'], push_early=True)
     optimizer.resume()
     backward(model, next(batches(1)))
-    memory = [weakref.ref(tensor) for sent in optimizer.job.early.sent.values() for tensor in sent.gradients]
+    memory = [weakref.ref(tensor) for sent in optimizer.job.features[0]._sent.values() for tensor in sent.gradients]
     model.zero_grad()
     there, close = [], optimizer.job.connection.close
 

@@ -91,7 +91,7 @@ def test_a_flipped_bit_is_refused(job, exported):
     fresh = make(model, job, '-fresh')
     with pytest.raises(ballast.Error, match='not what was exported'):
         bt.import_state(fresh, folder)
-    assert fresh.job.session is None  # nothing was begun
+    assert fresh.job.opened is None  # nothing was begun
     shard.write_bytes(data[:-100])
     with pytest.raises(ballast.Error, match='another copy') as error:
         bt.import_state(fresh, folder)

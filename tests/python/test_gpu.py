@@ -10,14 +10,14 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.stepping import host_memory, members
+from ballast.torch.tensors import host_memory, memory
 
 
 @pytest.fixture(params=['copied', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='no GPU'))])
 def device(request, monkeypatch):
     if request.param == 'cuda':
         return torch.device('cuda')
-    monkeypatch.setattr(members, 'is_elsewhere', lambda tensor: True)
+    monkeypatch.setattr(memory, 'is_elsewhere', lambda tensor: True)
     return torch.device('cpu')
 
 
@@ -37,7 +37,7 @@ def test_trains_as_without_copies(device, dtype, overlap, over_servers, job, two
         job = {'name': job['name']}
     mine = of(model, job, overlap=model if overlap else None, push_early=over_servers, **more)
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(members, 'is_elsewhere', host_memory.is_elsewhere)
+        plain.setattr(memory, 'is_elsewhere', host_memory.is_elsewhere)
         theirs = of(twin, {**job, 'name': job['name'] + '-twin'}, **more)
     for batch in batches(20):
         mine.zero_grad()
@@ -46,7 +46,7 @@ def test_trains_as_without_copies(device, dtype, overlap, over_servers, job, two
             b.grad = a.grad.cpu()
         mine.step()
         with pytest.MonkeyPatch.context() as plain:
-            plain.setattr(members, 'is_elsewhere', host_memory.is_elsewhere)
+            plain.setattr(memory, 'is_elsewhere', host_memory.is_elsewhere)
             theirs.step()
     mine.wait()
     for a, b in zip(model.parameters(), twin.parameters()):
@@ -199,7 +199,7 @@ def test_another_thread_may_look_amid_a_step(device, job, two_servers):
 
     def look():
         while not done.is_set():
-            assert optimizer.job.session.version >= 0
+            assert optimizer.job.opened.session.version >= 0
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()

@@ -8,7 +8,7 @@ pytest.importorskip('peft')
 from models import ARGUMENTS, MODELS, check, compare  # noqa: E402
 
 import ballast.torch as bt  # noqa: E402
-from ballast.torch.job.registration import new_tensors  # noqa: E402
+from ballast.torch.job.fit import new_tensors  # noqa: E402
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -27,5 +27,5 @@ def test_same_losses_over_two_servers(name, dtype, two_servers):
 def test_units_are_blocks(job):
     model = MODELS['gpt2']()
     optimizer = bt.AdamW(model.parameters(), **ARGUMENTS, **job).attach(model)
-    units = {tensor.unit for _, _, tensor in new_tensors(optimizer.job)}
+    units = {tensor.unit for _, _, tensor in new_tensors(optimizer.job.parameters, optimizer.job.group)}
     assert units == {'transformer', 'transformer.h.0', 'transformer.h.1'}

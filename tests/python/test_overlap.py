@@ -12,7 +12,7 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.stepping.step import Step
+from ballast.torch.steps.step import Step
 
 
 class Gated:
@@ -46,8 +46,8 @@ class Gated:
 def gated(model, job, **more):
     optimizer = bt.AdamW(model.parameters(), overlap=model, **job, **more)
     optimizer.resume()
-    optimizer.job.session = Gated(optimizer.job.session)
-    return optimizer, optimizer.job.session
+    optimizer.job.opened.session = Gated(optimizer.job.opened.session)
+    return optimizer, optimizer.job.opened.session
 
 
 def backward(model):
@@ -361,7 +361,7 @@ def test_an_error_of_the_last_step_is_told_at_the_end(tmp_path):
             return getattr(session, name)
         def step(self, *_, **__):
             raise ballast.Error('the disk is gone', 'IO')
-    session, optimizer.job.session = optimizer.job.session, Failing()
+    session, optimizer.job.opened.session = optimizer.job.opened.session, Failing()
     optimizer.step()
     ''')
     assert 'the disk is gone' in done

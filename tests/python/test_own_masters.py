@@ -14,7 +14,7 @@ import ballast
 import ballast.torch as bt
 from ballast import embedded
 from ballast.torch.job import spec
-from ballast.torch.stepping import members
+from ballast.torch.tensors import memory
 
 
 def bits(model, optimizer):
@@ -56,7 +56,7 @@ def test_bits_of_masters_on_the_server(way, make_model, job, monkeypatch, tmp_pa
         train(model, optimizer, steps=5, after_backward=backward)
         if way == 'overlap':
             optimizer.wait()
-        lends = optimizer.job.lends_masters
+        lends = optimizer.job.opened.lends_masters
         assert way != 'nvme' or dict(zip(('dram', 'nvme'), embedded._running.server.tiers))['nvme'][1] > 16 << 20
         found = lends, bits(model, optimizer), None if wide is None else wide.detach().numpy().tobytes()
         optimizer.close()
@@ -222,7 +222,7 @@ def test_without_them_a_job_is_refused_until_a_state_is_loaded(job):
     train(model, first, steps=3)
     state = copy.deepcopy(first.state_dict())
     second = bt.AdamW(other.named_parameters(), lr=1e-2, resume='auto', **job)
-    first.job.members = []  # as of one that another thread is closing
+    first.job.opened.members = []  # as of one that another thread is closing
     with pytest.warns(UserWarning, match='was open in another optimizer'), pytest.raises(ballast.Error, match='no values of') as error:
         second.resume()
     assert error.value.reason == 'STATE_LOST'
@@ -238,7 +238,7 @@ def test_other_dtypes_and_devices_keep_masters_on_the_server(job):
         model.bias.data = model.bias.data.to(dtype)
         optimizer = bt.AdamW(model.parameters(), **{**job, 'name': f"{job['name']}{dtype}".replace('torch.', '-')})
         optimizer.resume()
-        assert not optimizer.job.lends_masters
+        assert not optimizer.job.opened.lends_masters
         optimizer.close()
 
 
@@ -272,7 +272,7 @@ def test_parameters_that_move_to_a_device_in_mid_run(job, monkeypatch):
         optimizer = make(model.parameters())
         losses = train(model, optimizer, steps=2)
         if isinstance(optimizer, bt.AdamW):
-            monkeypatch.setattr(members, 'is_elsewhere', lambda _: True)
+            monkeypatch.setattr(memory, 'is_elsewhere', lambda _: True)
         losses += train(model, optimizer, steps=3)
         by_data(model[0].weight)
         losses += train(model, optimizer, steps=3)
@@ -288,7 +288,7 @@ def test_an_error_after_the_step_was_decided_loses_nothing(job, monkeypatch):
     other = bt.AdamW(twin.parameters(), lr=1e-2, **{**job, 'name': job['name'] + '-other'})
     train(model, optimizer, steps=2)
     train(twin, other, steps=3)
-    session = optimizer.job.session
+    session = optimizer.job.opened.session
 
     class Interrupted:
         def __getattr__(self, name):
@@ -297,12 +297,12 @@ def test_an_error_after_the_step_was_decided_loses_nothing(job, monkeypatch):
         def step(self, *arguments, **more):
             session.step(*arguments, **more)
             raise KeyboardInterrupt
-    monkeypatch.setattr(optimizer.job, 'session', Interrupted())
+    monkeypatch.setattr(optimizer.job.opened, 'session', Interrupted())
     optimizer.zero_grad()
     loss_of(model, list(batches(3))[2]).backward()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    monkeypatch.setattr(optimizer.job, 'session', session)
+    monkeypatch.setattr(optimizer.job.opened, 'session', session)
     assert optimizer.resume().step == 3
     assert bits(model, optimizer) == bits(twin, other)
 

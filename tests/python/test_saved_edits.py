@@ -40,12 +40,12 @@ def test_an_average_that_was_swapped_in_saved_and_swapped_back_leaves_the_master
     model = mlp().bfloat16()
     optimizer = bt.AdamW(model.named_parameters(), **durable)
     train(model, optimizer, steps=3)
-    own, before, version = bits(model), masters(optimizer, model), optimizer.job.session.version
+    own, before, version = bits(model), masters(optimizer, model), optimizer.job.opened.session.version
     write(model, halved(model))
     optimizer.state_dict()
     optimizer.full_state_dict()
     write(model, own)
-    assert optimizer.job.session.version == version
+    assert optimizer.job.opened.session.version == version
     assert same(masters(optimizer, model), before)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -306,13 +306,13 @@ def test_an_edit_of_bf16_keeps_the_master_bits_of_what_was_not_edited(job):
     optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, **job)
     train(model, optimizer, steps=3)
     before = torch.empty(model[0].weight.numel())
-    optimizer.job.session.read('0.weight', 'master', before)
+    optimizer.job.opened.session.read('0.weight', 'master', before)
     with torch.no_grad():
         model[0].weight[0, 0] = 3.0
     optimizer.sync_from_params()
-    optimizer.job.session.commit_values()
+    optimizer.job.opened.session.commit_values()
     after = torch.empty_like(before)
-    optimizer.job.session.read('0.weight', 'master', after)
+    optimizer.job.opened.session.read('0.weight', 'master', after)
     assert after[0] == 3.0
     assert torch.equal(after[1:], before[1:])
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import ballast
 import ballast.torch as bt
-from ballast.torch.state_dict import marker
+from ballast.torch.states import marker
 
 _jobs = itertools.count()
 
@@ -95,7 +95,7 @@ def test_one_that_does_not_say_which_state_it_is_is_refused(make):
     words = r"does not say which state that was; job '\w+' has made 3 steps.*call resume\(\) before"
     with pytest.raises(ballast.Error, match=words) as error:
         second.load_state_dict(saved)
-    assert second.job.session is None and second.resume().step == 3
+    assert second.job.opened is None and second.resume().step == 3
     kept = second.state_dict()
     train(model, second, 1, first=3)
     with pytest.raises(ballast.Error, match='does not say which state that was') as error:
@@ -153,7 +153,7 @@ def test_a_refused_load_leaves_nothing_behind(state, make):
     with pytest.raises(ballast.Error, match=text) as refused:
         second.load_state_dict(wrong)
     kept.append(refused)
-    assert second.job.session is None and second.job.options.resume == 'never' and second.param_groups[0]['lr'] == 0.5
+    assert second.job.opened is None and second.job.options.resume == 'never' and second.param_groups[0]['lr'] == 0.5
     if state == 'missing':
         train(model, second, 1)  # a new job, as it had been
         assert second.resume().step == 1

@@ -109,7 +109,7 @@ def test_8_bit_moments(job):
 @pytest.mark.parametrize('batch_bytes', [1, 1100, 1 << 20])
 def test_into_a_job_that_has_made_steps(batch_bytes, job, monkeypatch):
     """As torch's: what the job had is replaced, what the model has is kept. In however many transactions."""
-    monkeypatch.setattr('ballast.torch.job.loading._BATCH_BYTES', batch_bytes)
+    monkeypatch.setattr('ballast.torch.states.loading._BATCH_BYTES', batch_bytes)
     twin, model = mlp(), mlp()
     theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     train(twin, theirs, 0, 5)
@@ -117,9 +117,9 @@ def test_into_a_job_that_has_made_steps(batch_bytes, job, monkeypatch):
     train(model, optimizer, 0, 3)
     checkpoint = saved(twin, theirs)
     model.load_state_dict(checkpoint['model'])
-    before = optimizer.job.session.version
+    before = optimizer.job.opened.session.version
     optimizer.load_state_dict(checkpoint['optimizer'])
-    assert optimizer.job.session.version - before == {1: 12, 1100: 6, 1 << 20: 2}[batch_bytes]  # of each moment
+    assert optimizer.job.opened.session.version - before == {1: 12, 1100: 6, 1 << 20: 2}[batch_bytes]  # of each moment
     assert optimizer.resume().step == 5
     train(twin, theirs, 5, 10)
     train(model, optimizer, 5, 10)
@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(job):
     good = theirs.state_dict()
     optimizer = bt.AdamW(model.named_parameters(), lr=1e-3, **job)
     train(model, optimizer, 0, 2)
-    version = optimizer.job.session.version
+    version = optimizer.job.opened.session.version
 
     def refused(match, **changes):
         bad = copy.deepcopy(good)
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(job):
                 bad['state'][2][key] = value
         with pytest.raises(ballast.Error, match=match):
             optimizer.load_state_dict(bad)
-        assert optimizer.job.session.version == version and optimizer.param_groups[0]['lr'] == 1e-3
+        assert optimizer.job.opened.session.version == version and optimizer.param_groups[0]['lr'] == 1e-3
 
     refused("'2.weight' has no 'exp_avg_sq'", exp_avg_sq=None)
     refused("'2.weight' has no 'step'", step=None)
@@ -207,7 +207,7 @@ def test_an_empty_state_is_loaded_before_the_first_step(job):
     model = mlp()
     optimizer = bt.AdamW(model.named_parameters(), lr=1e-3, **job)
     optimizer.load_state_dict(torch.optim.AdamW(mlp().parameters(), lr=0.5).state_dict())
-    assert optimizer.param_groups[0]['lr'] == 0.5 and optimizer.job.session is None
+    assert optimizer.param_groups[0]['lr'] == 0.5 and optimizer.job.opened is None
 
 
 NONE = '''
@@ -283,9 +283,9 @@ if os.path.exists('died'):
 left = int(os.environ['LEFT'])
 if left >= 0:
     open('died', 'w').close()
-    if optimizer.job.session is None:
+    if optimizer.job.opened is None:
         optimizer.resume()
-    optimizer.job.session = Mortal(optimizer.job.session, left)
+    optimizer.job.opened.session = Mortal(optimizer.job.opened.session, left)
 if 'ROLLBACK' in os.environ:
     optimizer.load_state_dict(torch.load('kept.pt', weights_only=True))
     assert optimizer.resume().step == 3

@@ -164,7 +164,7 @@ def test_values_that_are_there_already_are_no_write(move, dtype, job):
     train(model, optimizer, 2)
     for to in (lambda value: value.to('cpu'), torch.clone, lambda value: value.clone().t().contiguous().t() if value.dim() == 2 else value):
         move(optimizer.state, to)
-    assert optimizer.job.session.version == 2  # no transaction was made
+    assert optimizer.job.opened.session.version == 2  # no transaction was made
     stale = {p: dict(entry) for p, entry in optimizer.state.items()}
     train(model, optimizer, 1, first=2)
     with pytest.raises(ballast.Error, match='is a copy of what the servers hold'):
@@ -394,7 +394,7 @@ def test_before_the_first_step_there_is_no_state(job):
     assert optimizer.state[model[0].weight] == {}
     optimizer.state.clear()
     optimizer.state = {}
-    assert optimizer.job.session is None
+    assert optimizer.job.opened is None
 
 
 def test_a_reset_outlives_the_process_that_made_it(tmp_path):

@@ -1,4 +1,5 @@
 """Programs of users, as mypy --strict and pyright read them, and what help() and the README say of the arguments."""
+import ast
 import inspect
 import json
 import os
@@ -13,6 +14,7 @@ import torch
 
 import ballast
 import ballast.torch as bt
+from ballast import _native
 from ballast.torch import options
 
 README = pathlib.Path(__file__).parents[2] / 'client/python/README.md'
@@ -155,6 +157,23 @@ def check(found):
     """found: {file: {line, ...}} of errors."""
     last = len(HEAD.splitlines()) + 1
     assert found == {f'wrong_{name}.py': {last} for name in WRONG}
+
+
+def test_the_stub_has_the_names_of_the_native_module():
+    """mypy reads client/python/ballast/_native.pyi, and nothing else says what the module has."""
+    def public(names):
+        return {name for name in names if not name.startswith('_')}
+
+    def named(body):
+        defined = (ast.ClassDef, ast.FunctionDef)
+        return public([each.name for each in body if isinstance(each, defined)]
+                      + [each.target.id for each in body if isinstance(each, ast.AnnAssign)])
+    stub = ast.parse((SOURCES / 'ballast/_native.pyi').read_text(encoding='utf-8')).body
+    classes = {each.name: each for each in stub if isinstance(each, ast.ClassDef)}
+    assert named(stub) - {'Store'} == public(dir(_native))  # Store: what Session.open() asks of Python
+    for name, described in classes.items():
+        if name != 'Store':
+            assert named(described.body) == public(vars(getattr(_native, name))), name
 
 
 def test_mypy(programs):

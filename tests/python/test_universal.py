@@ -288,7 +288,7 @@ def test_refused(left, job, case):
     assert raised.value.reason == reason
     assert not (folder / 'ran').exists()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert optimizer.param_groups[0]['lr'] == 0.5 and optimizer.job.session is None
+    assert optimizer.param_groups[0]['lr'] == 0.5 and optimizer.job.opened is None
 
 
 def test_refused_by_an_open_job(left, job):

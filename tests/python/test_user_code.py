@@ -11,6 +11,7 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
+from ballast.torch.job.opened import OpenJob
 
 
 def backward(model):
@@ -192,7 +193,7 @@ def test_ctrl_c_amid_an_open(job, monkeypatch):
 
     def interrupt(optimizer):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(optimizer.job, 'take_blob', interrupted)
+            patch.setattr(OpenJob, 'take_blob', lambda _: interrupted())
             optimizer.resume()
     model = two_layers()
     first = bt.AdamW(model.named_parameters(), lr=0.1, **job)

@@ -29,14 +29,14 @@ def same(a, b):
     return all(torch.equal(value, b[name]) for name, value in a.items())
 def refused(model, optimizer, saved, reason, *words):
     """The load is, by name, and changes nothing."""
-    before, version = parameters(model), optimizer.job.session.version
+    before, version = parameters(model), optimizer.job.opened.session.version
     try:
         optimizer.load_state_dict(saved['optimizer'])
     except ballast.Error as error:
         assert error.reason == reason and all(word in str(error) for word in words), error
     else:
         raise AssertionError('loaded')
-    assert same(before, parameters(model)) and optimizer.job.session.version == version
+    assert same(before, parameters(model)) and optimizer.job.opened.session.version == version
 '''
 
 
@@ -135,8 +135,8 @@ class Slow:
         return self._session.step(*arguments, ready=lambda _: calls and calls.pop()(), **more)
 def interrupted_step(model, optimizer, batch, slow):
     """The loop's next step; what the step raised."""
-    session = optimizer.job.session
-    optimizer.job.session = Slow(session, slow)
+    session = optimizer.job.opened.session
+    optimizer.job.opened.session = Slow(session, slow)
     optimizer.zero_grad()
     loss_of(model, batch).backward()
     try:
@@ -144,7 +144,7 @@ def interrupted_step(model, optimizer, batch, slow):
     except KeyboardInterrupt as error:
         return error
     finally:
-        optimizer.job.session = session
+        optimizer.job.opened.session = session
     raise AssertionError('no interrupt')
 def ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)

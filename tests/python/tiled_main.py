@@ -53,7 +53,7 @@ def trains():
     results = [[*train(twin, theirs(twin.parameters()), 10), whole(twin)]]
     optimizer = ours(model)
     results.append([*train(model, optimizer, 10), whole_of(model)])
-    assert len({p._local_tensor.of.unit for p in model.parameters()}) == 2 * 6 + 4 + 2 + 1
+    assert len({p._local_tensor.of.home for p in model.parameters()}) == 2 * 6 + 4 + 2 + 1
     optimizer.close()
     return results
 
@@ -66,7 +66,8 @@ def one_at_a_time():
     tiles = list(model[0].tiles)
     bt.shard(model, prefetch_bytes=1)
     optimizer = ours(model)
-    pulls = next(iter(model.parameters()))._local_tensor.of.unit.model.pulls
+    model_of = next(iter(model.parameters()))._local_tensor.of.home.model
+    pulls = model_of.pulls
     most, pulled = {'forward': 0, 'backward': 0}, []
     take, begin, way = pulls.take, pulls._begin, 'forward'
 
@@ -78,7 +79,9 @@ def one_at_a_time():
         pulled.append(unit.bytes(4))
         return begin(unit, job)
     optimizer.resume()
-    pulls.take, pulls._begin = taken, begun
+    for unit in model_of.units:
+        unit._pull = taken
+    pulls._begin = begun
     loss = model(torch.randn(3, 32)).square().mean()
     forward, way = pulled[:], 'backward'
     loss.backward()

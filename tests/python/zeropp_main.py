@@ -145,7 +145,7 @@ def goes_back():
             losses.append(loss_of(model, tokens).item())
         return losses
     steps()
-    state, version = optimizer.state_dict(), optimizer.job.session.version
+    state, version = optimizer.state_dict(), optimizer.job.opened.session.version
     found.append(steps())
     optimizer.rollback(version)
     found.append(steps())

@@ -242,9 +242,9 @@ def _start(directory: str | os.PathLike[str] | None, dram: int | str | None, nvm
     others = [] if _running is None else _running.differs(asked)
     if directory is None and _running is not None and _running.keeps_folder:
         others.append('directory')
-    if others and not _running.is_free:
-        raise _running.refuse(others[0], asked[others[0]])
-    if others:
+    if others and _running is not None:
+        if not _running.is_free:
+            raise _running.refuse(others[0], asked[others[0]])
         _stop()
     if _running is None:
         _running = _Embedded(**asked, keeps_parameters=False)
@@ -265,9 +265,9 @@ def _start_apart(directory: str | os.PathLike[str] | None, dram: int | str | Non
     running = _apart.get(asked['directory'])
     _check_process(running)
     others = [] if running is None else running.differs(asked)
-    if others and not running.is_free:
-        raise running.refuse(others[0], asked[others[0]])
-    if others:
+    if others and running is not None:
+        if not running.is_free:
+            raise running.refuse(others[0], asked[others[0]])
         _end_apart(running)
         running = None
     if running is None:

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from ballast import place, programs, temporary
 from ballast.errors import Error
@@ -22,7 +22,7 @@ Result = TypeVar('Result')
 def _on_lasting_thread(start: Callable[[], Result]) -> Result:
     """Runs start() on a thread that lasts as long as this process: Linux tells a child (--end-with) that its parent has
     ended when the thread that started it has."""
-    started = concurrent.futures.Future()
+    started: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
     def run() -> None:
         try:
@@ -50,15 +50,21 @@ class Daemon:
         self.process = _on_lasting_thread(lambda: subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True,
                                                                    start_new_session=True))  # Ctrl-C is for the ranks, which end it
         self._exit = weakref.finalize(self, self.stop)  # keeps this object; those that are newer run before
-        line = self.process.stdout.readline()
+        line = self._output.readline()
         ready = re.search(r'ready listen=(\S+)', line)
         if ready is None:
-            said = (line + self.process.stdout.read()).strip().removeprefix('ballastd failed: ')
+            said = (line + self._output.read()).strip().removeprefix('ballastd failed: ')
             code = self.process.wait()
             self.stop()
             how = f'exit code {code}' if code >= 0 else f'signal {-code}'
             raise Error(f'the private ballastd ended with {how} before it was ready: {said or "it gave no reason"}', 'SERVER_DOWN')
         self.address = ready[1]
+
+    @property
+    def _output(self) -> IO[str]:
+        if self.process.stdout is None:
+            raise ValueError('ballastd was started without a pipe')
+        return self.process.stdout
 
     def stop(self) -> None:
         if os.getpid() != self.pid:
@@ -71,6 +77,6 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        self.process.stdout.close()
+        self._output.close()
         if self.place.is_temporary:
             temporary.remove(self.place.directory)

@@ -92,8 +92,10 @@ def _cgroups(proc: str = '/proc/self/cgroup', root: str = '/sys/fs/cgroup') -> I
         yield top, *names
     for _, controllers, path in groups:
         for controller in controllers.split(','):
-            top, names = versions.get(controller, (None, None))
-            while top is not None and path.strip('/'):
+            if controller not in versions:
+                continue
+            top, names = versions[controller]
+            while path.strip('/'):
                 yield top + path, *names
                 path = os.path.dirname(path)
 
@@ -103,8 +105,8 @@ def _limits() -> tuple[int, int]:
     memory = _memory()
     most = memory['MemTotal']
     free = memory.get('MemAvailable', memory['MemFree'])
-    for folder, limit, used, cache in _cgroups():
-        limit, used = _number_in(f'{folder}/{limit}'), _number_in(f'{folder}/{used}')
+    for folder, limit_file, used_file, cache in _cgroups():
+        limit, used = _number_in(f'{folder}/{limit_file}'), _number_in(f'{folder}/{used_file}')
         if limit is not None and used is not None:
             most, free = min(most, limit), min(free, max(limit - used + _cache_in(f'{folder}/memory.stat', cache), 0))
     return most, free
@@ -188,7 +190,7 @@ def make(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme:
     """directory: None for a temporary one. dram, nvme: as budgets(). BAD_CONFIG where the machine has not what was asked for; warns
     where it may not."""
     is_temporary = directory is None
-    directory = temporary.make() if is_temporary else os.path.abspath(directory)
+    directory = temporary.make() if directory is None else os.path.abspath(directory)
     try:
         if not is_temporary:
             _make_directory(directory)
@@ -206,10 +208,11 @@ def make(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme:
 
 
 def _check_machine(directory: str, dram: int | str | None, nvme: int | str | None) -> None:
-    if dram is not None:
-        _check_dram(parse_bytes('dram', dram))
-    if nvme is not None and parse_bytes('nvme', nvme) > 0:
-        _check_nvme(directory, parse_bytes('nvme', nvme))
+    memory, disk = parse_bytes('dram', dram), parse_bytes('nvme', nvme)
+    if memory is not None:
+        _check_dram(memory)
+    if disk:
+        _check_nvme(directory, disk)
 
 
 def for_scratch(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None, default: str) -> Place:

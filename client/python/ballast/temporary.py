@@ -52,7 +52,7 @@ def make() -> str:
 
 def remove(path: str) -> None:
     """Removes a directory of make(), once; a forked child leaves it alone."""
-    owner, descriptor = _mine.pop(path, (None, None))
-    if owner == os.getpid():
+    mine = _mine.pop(path, None)
+    if mine is not None and mine[0] == os.getpid():
         shutil.rmtree(path, ignore_errors=True)
-        os.close(descriptor)
+        os.close(mine[1])

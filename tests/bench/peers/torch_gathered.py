@@ -53,8 +53,9 @@ class Gatherer(Ballast):
         self.one()
         sharded, = models_of(self.model)
         parts = list(sharded.parameters)
-        self.session = sharded.open().session
-        self.which = [sharded.pulls._indices[part.unit][part.unit.parts.index(part)] for part in parts]
+        self.session = sharded.open_job().session
+        index = {part: i for unit, indices in sharded.pulls._indices.items() for part, i in zip(unit.parts, indices)}
+        self.which = [index[part] for part in parts]
         self.places = [torch.zeros(part.shape or (1,), dtype=torch.bfloat16) for part in parts]
         self.rounds = 0
 

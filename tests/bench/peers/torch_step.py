@@ -116,7 +116,7 @@ class BallastNvmeEarly(BallastNvmeStep):
 
 class BallastUnsampled(Ballast):
     def make_optimizer(self):
-        from ballast.torch.stepping import marks
+        from ballast.torch.tensors import marks
         marks._samples = lambda memory, turns: [0] * len(memory)
         super().make_optimizer()
 

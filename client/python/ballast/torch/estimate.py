@@ -11,11 +11,12 @@ import torch
 
 from ballast import _native, place
 from ballast.errors import Error
-from ballast.torch.group import ranks
 from ballast.torch.job.naming import UnitsBySize, positional_name, split_named, unit_of
 from ballast.torch.job.spec import own_masters
+from ballast.torch.ranks.groups import world
 from ballast.torch.sharding.shard import _PREFETCH_BYTES
-from ballast.torch.stepping.members import DTYPES, check_parameter
+from ballast.torch.tensors.kinds import DTYPES
+from ballast.torch.tensors.members import check_parameter
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -45,7 +46,7 @@ def _processes(told: _native.EstimateReport, tensors: list[_native.Tensor], elem
     """is_inside: the server is in the trainer's process. is_sharded: by shard()."""
     if not told.fits:
         return []
-    units: dict[int, int] = {}
+    units: dict[str, int] = {}
     for tensor in tensors:
         units[tensor.unit] = units.get(tensor.unit, 0) + math.prod(tensor.shape) * element_bytes
     largest, whole, server = max(units.values()), sum(units.values()), dict(told.tiers)['dram']
@@ -71,13 +72,13 @@ def _tensors(params: torch.nn.Module | ParamsT, frozen: str | None) -> tuple[lis
             unit = unit_of(name) if name is not None else by_size.next(parameter.numel())
             name = name if name is not None else positional_name(g, i, parameter.shape)
             if parameter.dtype not in DTYPES:
-                check_parameter(name, parameter, ranks.world())  # refuses it; a device does not matter here: 'meta' is as good
+                check_parameter(name, parameter, world())  # refuses it; a device does not matter here: 'meta' is as good
             parameters.append(parameter)
             dtypes.add(parameter.dtype)  # also of frozen ones: they may want gradients later
             if not parameter.requires_grad and frozen is None:
                 continue
             tensor = _native.Tensor(name, unit, list(parameter.shape) or [1], g)
-            tensor.frozen = '' if parameter.requires_grad or frozen == 'state' else frozen
+            tensor.frozen = '' if parameter.requires_grad or frozen == 'state' else frozen or ''
             tensors.append(tensor)
     return tensors, parameters, len(groups), DTYPES[dtypes.pop()] if len(dtypes) == 1 else 'f32'
 

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ballast.errors import Error
-from ballast.torch.group.together import together
-from ballast.torch.job import checkpoint
-from ballast.torch.job.registration import name_of, placed
 from ballast.torch.modes import plainly
+from ballast.torch.ranks.together import together
+from ballast.torch.states import checkpoint
 
 if TYPE_CHECKING:
     from ballast.torch.job.job import Job
@@ -48,7 +47,7 @@ class Progress:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(memoryview(tensor.contiguous().numpy()).cast('B') if tensor.numel() else b'').hexdigest()
+    return hashlib.sha256(tensor.contiguous().numpy().data.cast('B') if tensor.numel() else b'').hexdigest()
 
 
 def _safetensors() -> Any:
@@ -113,12 +112,11 @@ def export_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
     if os.listdir(folder):
         raise Error(f"'{folder}' is not empty; give a folder of its own to an export", 'BAD_CONFIG')
     job = optimizer.job
-    job.open(alone=True)
-    if not job.roster.is_alike:
+    if not job.open(alone=True).roster.is_alike:
         raise Error('export_state() writes the parameters of the calling rank, and the ranks of this job have different ones: continue '
                     "the job on one rank that has all of them (resume='must'), and export there", 'UNSUPPORTED')
     shards, steps = _Shards(folder), {}
-    named = [(name_of(job, g, i, parameter), parameter) for g, i, parameter in placed(job)]
+    named = [(job.parameters.name_of(g, i, parameter), parameter) for g, i, parameter in job.parameters.placed()]
     # Masters and two moments, mostly.
     progress = Progress('exporting state', sum(12 * parameter.numel() for _, parameter in named))
     for name, parameter in named:
@@ -165,7 +163,8 @@ def _read_index(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
 def _read_tensors(folder: str | os.PathLike[str], files: Mapping[str, str], digests: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """By name; each compared with its digest."""
     safe_open = _safetensors().safe_open
-    tensors, by_file = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    by_file: dict[str, list[str]] = {}
     for name, file in files.items():
         if os.path.basename(file) != file:
             raise Error(f"the index names '{file}', which is not in the folder itself", 'BAD_CONFIG')
@@ -202,7 +201,7 @@ def _read(job: Job, folder: str | os.PathLike[str]) -> dict[str, Any]:
     if metadata['optimizer'] != job.algorithm.kind:
         raise Error(f"the export is of {metadata['optimizer']}, this optimizer is {job.algorithm.kind}", 'BAD_SPEC')
     tensors = _read_tensors(folder, files, digests)
-    mine = [name_of(job, g, i, parameter) for g, i, parameter in placed(job)]
+    mine = [job.parameters.name_of(g, i, parameter) for g, i, parameter in job.parameters.placed()]
     exported = [name for group in metadata['param_groups'] for name in group['params']]
     if sorted(mine) != sorted(exported):
         apart = sorted(set(mine) ^ set(exported))

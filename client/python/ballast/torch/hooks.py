@@ -16,8 +16,8 @@ def around_state_dict(state_dict: Callable[[Any], dict[str, Any]]) -> Callable[[
         for hook in optimizer._optimizer_state_dict_pre_hooks.values():
             hook(optimizer)
         result = state_dict(optimizer)
-        for hook in optimizer._optimizer_state_dict_post_hooks.values():
-            changed = hook(optimizer, result)
+        for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(optimizer, result)
             result = result if changed is None else changed
         return result
     return wrapped
@@ -31,6 +31,6 @@ def around_load_state_dict(load_state_dict: Callable[[Any, dict[str, Any]], None
             changed = hook(optimizer, state_dict)
             state_dict = state_dict if changed is None else changed
         load_state_dict(optimizer, state_dict)
-        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-            hook(optimizer)
+        for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            post_hook(optimizer)
     return wrapped

@@ -7,11 +7,16 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 
-Function = TypeVar('Function', bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from typing_extensions import ParamSpec
+    Arguments = ParamSpec('Arguments')
+
+Result = TypeVar('Result')
 Class = TypeVar('Class', bound=type)
 
 
@@ -21,18 +26,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.view(bits) == b.view(bits)
 
 
-def plainly(function: Function) -> Function:
+def plainly(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """`function`, run as it is in whatever mode its caller is. Within a compiled function it is a graph break, as torch.optim's own
     methods around step() are."""
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)
-    untraced = torch._disable_dynamo(run)
+    untraced = _disable_dynamo(run)
 
     @functools.wraps(function)
-    def plain(*args: Any, **kwargs: Any) -> Any:
+    def plain(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         return (untraced if _may_be_traced() else run)(*args, **kwargs)
     return plain
 
@@ -43,14 +48,21 @@ def _may_be_traced() -> bool:
     return 'torch._dynamo' in sys.modules
 
 
-def of_torch(method: Function) -> Function:
-    """A method that torch hides from its compiler: as it is beneath, as long as there is no compiler. A method that others have put in its
-    place stays."""
-    hidden = method.__code__.co_filename == _HIDES.co_filename
-    return method.__wrapped__ if hidden and not _may_be_traced() else method
+def of_torch(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """An object's method that torch hides from its compiler: as it is beneath, as long as there is no compiler. A method that others have
+    put in its place stays."""
+    function = method.__func__ if isinstance(method, types.MethodType) else None
+    if not isinstance(method, types.MethodType) or _may_be_traced() or _file_of(function) != _HIDES:
+        return method
+    beneath: Callable[Arguments, Result] = types.MethodType(vars(function)['__wrapped__'], method.__self__)
+    return beneath
 
 
-_HIDES = torch._disable_dynamo(lambda: None).__code__
+def _file_of(function: object) -> str | None:
+    return function.__code__.co_filename if isinstance(function, types.FunctionType) else None
+
+
+_HIDES = _file_of(_disable_dynamo(lambda: None))
 
 
 def methods_plainly(*besides: str) -> Callable[[Class], Class]:
@@ -62,6 +74,6 @@ def methods_plainly(*besides: str) -> Callable[[Class], Class]:
             if isinstance(value, types.FunctionType):
                 setattr(cls, name, plainly(value))
             elif isinstance(value, property):
-                setattr(cls, name, property(plainly(value.fget), value.fset and plainly(value.fset), doc=value.__doc__))
+                setattr(cls, name, property(value.fget and plainly(value.fget), value.fset and plainly(value.fset), doc=value.__doc__))
         return cls
     return decorate

@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import torch
 
-from ballast import _native
 from ballast.errors import Error
 from ballast.torch import arguments, hooks
 from ballast.torch.algorithms import Algorithm
-from ballast.torch.job import checkpoint, edits, loading, spec
-from ballast.torch.job.job import Job
+from ballast.torch.job.job import made
 from ballast.torch.job.naming import Group, split_named, unwrapped
-from ballast.torch.job.state import State
 from ballast.torch.modes import methods_plainly, of_torch
 from ballast.torch.options import complete
 from ballast.torch.sharding import sharded
-from ballast.torch.stepping.early import Early
-from ballast.torch.stepping.overlap import Overlap
-from ballast.torch.stepping.stepper import Stepper
+from ballast.torch.states import checkpoint, loading, values
+from ballast.torch.states.state import Looks, State
+from ballast.torch.steps.early import Early
+from ballast.torch.steps.overlap import Overlap
+from ballast.torch.steps.stepper import Stepper
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -53,33 +52,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, algorithm: Algorithm, **ballast: Unpack[Arguments]) -> None:
         given = complete(type(self).__name__, ballast)
-        arguments.check(**given)
-        options = _native.OpenOptions()
-        options.job, options.resume, options.pin_interval = given['name'], given['resume'], given['pin_interval']
-        options.chunk_elements, options.seed = given['chunk_elements'], given['seed']
-        options.step_timeout, options.open_timeout = float(given['step_timeout']), float(given['open_timeout'])
-
-        def some(*names: str) -> dict[str, Any]:
-            return {name: given[name] for name in names}
-        self.job = Job(algorithm, options, _groups_of(self), servers=given['servers'], access=some('tls', 'token_file'),
-                       durability=given['durability'], formats=some('moments', 'master'),
-                       budgets=some('dram', 'nvme', 'directory', 'threads'), checkpoints=given['checkpoints'],
-                       tied=arguments.groups('tied', given['tied']), group=arguments.group('group', given['group']), host=given['host'])
-        if given['states'] == 'named' and self.job.durability_to_be == 'none':
-            raise Error("states='named': no version of a job with durability='none' outlives it, and a state cannot name one; expected "
-                        "'full', None, or durability='step'", 'BAD_CONFIG')
-        self.job.states = given['states']
-        self.job.debug = arguments.flag('debug', given['debug'], 'BALLAST_DEBUG')
+        self.job = made(algorithm, given, _groups_of(self))
+        self.looks = Looks(self.job)
         overlap = given['overlap']
-        beside = self.job.overlap = None if overlap is None else Overlap(overlap)
+        beside = None if overlap is None else Overlap(overlap)
         if arguments.flag('push_early', given['push_early']):
-            self.job.early = Early(self.job.debug, lambda: beside is not None and beside.is_under_way)
-        self._stepper = Stepper(self.job, float(given['max_norm']))
+            self.job.features.append(Early(self.job.parameters.debug, lambda: beside is not None and beside.is_under_way))
+        if beside is not None:
+            self.job.features.append(beside)
+        self._stepper = Stepper(self.job, float(given['max_norm']), beside)
         super().__init__([{**group, 'param_names': names} for group, names in zip(*split_named(params))], defaults)
         if overlap is not None:
             self.attach(overlap)
 
-    @property
+    # torch's is a defaultdict, and whoever uses an optimizer uses a mapping of parameters.
+    @property  # type: ignore[override]
     def state(self) -> State:
         return State(self)
 
@@ -99,31 +86,31 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's. The parameters register with an open job at the next step."""
         job = self.job
-        if job.session is not None and len(self.param_groups) == job.options.group_count:
+        if job.opened is not None and len(self.param_groups) == job.options.group_count:
             raise Error(f'the job has room for {job.options.group_count} parameter groups, and has them all: make a new job, with '
                         'all groups from the start', 'BAD_SPEC')
         groups, names = split_named([param_group])
         if len({id(parameter) for parameter in groups[0]['params']}) < len(groups[0]['params']):
             raise ValueError('some parameters appear more than once in a parameter group')
-        groups[0] = Group(groups[0], job.names)
-        of_torch(super().add_param_group.__func__)(self, groups[0])
-        if job.session is not None:
+        groups[0] = Group(groups[0], job.parameters.names)
+        of_torch(super().add_param_group)(groups[0])
+        if job.opened is not None:
             try:
-                spec.check(job, job.options.optimizer)
+                job.check_groups(job.options.optimizer)
             except Error:
                 self.param_groups.pop()
                 raise
-        job.names.add(groups[0], names[0])
+        job.parameters.names.add(groups[0], names[0])
         sharded.adopt(job, names[0], groups[0]['params'])
 
     def attach(self, model: torch.nn.Module) -> Optimizer:
         """Names of parameters, and units (a block each), from `model`; before the first step. Returns self."""
-        if self.job.session is not None:
+        if self.job.opened is not None:
             raise Error('attach(model) comes before the first step: the job has its names', 'BAD_REQUEST')
         self.job.buffers.of(model)
         known = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
         for group in self.param_groups:
-            self.job.names.add(group, [known.get(parameter) for parameter in group['params']])
+            self.job.parameters.names.add(group, [known.get(parameter) for parameter in group['params']])
         return self
 
     def resume(self) -> Resumed:
@@ -133,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def sync_from_params(self) -> None:
         """Takes over what was written to parameters through `.data`, which their version counters do not tell. All ranks."""
-        edits.sync(self.job)
+        values.sync(self.job)
 
     # --- checkpoints
 
@@ -146,10 +133,10 @@ class Optimizer(torch.optim.Optimizer):
         """The name of a durable job and its version now, which the servers keep (see kept.Kept). Any one rank may ask, or all. Before
         the job is open the state names no version. With states='full', and of a job with durability none: torch.optim's format with the
         moments, those of a DTensor as a DTensor of which this rank reads its own part."""
-        if self.job.session is None:
+        if self.job.opened is None:
             return checkpoint.unopened(self.job)
-        self.job.open(alone=True)
-        return checkpoint.full(self.job, whole=False) if self.job.gives_moments else checkpoint.keep(self.job)
+        opened = self.job.open(alone=True)
+        return checkpoint.full(self.job, whole=False) if self.job.gives_moments else checkpoint.keep(self.job, opened)
 
     def full_state_dict(self) -> dict[str, Any]:
         """torch.optim's format, with the moments themselves, whole tensors also of DTensors. Any one rank may ask, with memory for all."""
@@ -175,28 +162,30 @@ class Optimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def gradient_scale(self, scale: float) -> Iterator[None]:
         """Within it, step() multiplies gradients by `scale`, and skips without a word where one is not finite."""
-        self._stepper.scale = scale
+        self._stepper.results.scale = scale
         try:
             yield
         finally:
-            self._stepper.scale = None
+            self._stepper.results.scale = None
 
     def stats(self) -> dict[str, float]:
         """The seconds that step() spent so far: taking gradients (push), until the step was decided (seal), until parameters held the
         new version, its update included (pull). With shard() also its pulls, see sharding.sharded.Sharded.stats()."""
         self.wait()
-        seconds = {f'{key}_seconds': value for key, value in self._stepper.seconds.items()}
-        return {'steps': self.job.progress.steps, **seconds, **({} if self.job.sharded is None else self.job.sharded.stats())}
+        seconds = {f'{key}_seconds': value for key, value in self._stepper.results.seconds.items()}
+        for feature in self.job.features:
+            seconds.update(feature.stats())
+        return {'steps': self.job.progress.steps, **seconds}
 
     @property
     def grad_norm(self) -> float | None:
         self.wait()
-        return self._stepper.grad_norm
+        return self._stepper.results.grad_norm
 
     @property
     def last_step_skipped(self) -> bool:
         self.wait()
-        return self._stepper.skipped
+        return self._stepper.results.skipped
 
     def wait(self) -> None:
         """With overlap: returns when the last step has ended and every parameter holds its version. Raises what it raised."""
@@ -205,12 +194,9 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
             self.wait()  # the step reads them
-        if self.job.early is not None:
-            self.job.early.discard()
-        if self.job.sharded is not None:
-            self.job.sharded.passes.forget()
-            self.job.sharded.discard()
-        of_torch(super().zero_grad.__func__)(self, set_to_none)
+        for feature in self.job.features:
+            feature.zero_grad()
+        of_torch(super().zero_grad)(set_to_none)
 
     @overload
     def step(self, closure: None = None, *, blob: bytes = b'') -> None: ...

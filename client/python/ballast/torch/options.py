@@ -108,11 +108,12 @@ def complete(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def shown(arguments: type) -> Callable[[Class], Class]:
     """A class decorator: help() and signature() show the arguments in place of the constructor's **ballast."""
     def decorate(cls: Class) -> Class:
-        parameters = list(inspect.signature(cls.__init__).parameters.values())
+        constructor = inspect.getattr_static(cls, '__init__')
+        parameters = list(inspect.signature(constructor).parameters.values())
         hints = get_type_hints(arguments)
         own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=about.default, annotation=hints[name])
                for name, about in _table(arguments).items()]
-        cls.__init__.__signature__ = inspect.Signature([*parameters[:-1], *own], return_annotation=None)
+        constructor.__signature__ = inspect.Signature([*parameters[:-1], *own], return_annotation=None)
         lines = [textwrap.fill(f'{name}: {about.meaning}. Default: {_default(about)}', 110, initial_indent=' ' * 4,
                                subsequent_indent=' ' * 8) for name, about in _table(arguments).items()]
         cls.__doc__ = '\n'.join([inspect.cleandoc(cls.__doc__ or ''), '', "Ballast's own keyword arguments:", *lines])

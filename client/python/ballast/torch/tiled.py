@@ -57,7 +57,7 @@ class TiledLinear(nn.Module):
                    dtype=weight.dtype)
         row = 0
         for o in range(out_tiles):
-            column, tiles = 0, made.tiles[o * in_tiles:(o + 1) * in_tiles]
+            column, tiles = 0, made._row(o)
             for tile in tiles:
                 part = weight.detach()[row:row + tile.out_features, column:column + tile.in_features]
                 tile.weight = _copy(part, weight)
@@ -73,10 +73,14 @@ class TiledLinear(nn.Module):
         inputs = x.tensor_split(self.in_tiles, dim=-1)
         return torch.cat([self._rows(inputs, o) for o in range(self.out_tiles)], dim=-1)
 
+    def _row(self, o: int) -> list[nn.Linear]:
+        """The tiles of the o-th part of the outputs."""
+        return [tile for tile in self.tiles[o * self.in_tiles:(o + 1) * self.in_tiles] if isinstance(tile, nn.Linear)]
+
     def _rows(self, inputs: Sequence[torch.Tensor], o: int) -> torch.Tensor:
         """The o-th part of the outputs."""
-        first, *rest = self.tiles[o * self.in_tiles:(o + 1) * self.in_tiles]
-        total = first(inputs[0])
+        first, *rest = self._row(o)
+        total: torch.Tensor = first(inputs[0])
         dtype = total.dtype
         for tile, part in zip(rest, inputs[1:]):
             total = total.to(torch.promote_types(dtype, torch.float32)) + tile(part)
@@ -94,5 +98,5 @@ def _parts(side: str, features: int, tiles: int) -> list[int]:
     return [features // tiles + (i < features % tiles) for i in range(tiles)]
 
 
-def _copy(part: torch.Tensor, of: nn.Parameter) -> nn.Parameter:
+def _copy(part: torch.Tensor, of: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=of.requires_grad)

@@ -82,7 +82,8 @@ def _event_now(device: torch.device) -> torch.cuda.Event | None:
     """Behind what the current stream was given so far."""
     if device.type != 'cuda':
         return None
-    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
+    return event
 
 
 class DeviceBytes:

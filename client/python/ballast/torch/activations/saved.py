@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
 def layout_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Layout:
     width = tensor.element_size()
-    first = tensor.storage_offset() * width
+    first = int(tensor.storage_offset()) * width
     own = tensor.numel() * width
     extent = (1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride()))) * width
     place = storage._cdata, tensor._version
@@ -162,4 +162,5 @@ class Wrapped:
 
     def restore(self) -> torch.Tensor:
         inner = {name: saved.restore() for name, saved in self._inner.items()}
-        return self._type.__tensor_unflatten__({**self._parts, **inner}, self._context, self._shape, self._stride)
+        made: torch.Tensor = self._type.__tensor_unflatten__({**self._parts, **inner}, self._context, self._shape, self._stride)
+        return made

@@ -20,7 +20,7 @@ from ballast import _native, place
 from ballast.errors import Error
 from ballast.torch.activations.movement import DeviceBytes, DeviceCopies, HostBytes
 from ballast.torch.activations.saved import InPlace, Lot, Moved, Wrapped, layout_of
-from ballast.torch.stepping.host_memory import is_elsewhere
+from ballast.torch.tensors.host_memory import is_elsewhere
 
 # Smaller tensors stay: a transfer's fixed cost would be most of its time.
 SMALL_BYTES = 64 << 10

@@ -8,27 +8,38 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ballast import _native, embedded, place
 from ballast.errors import Error
 from ballast.torch import arguments
-from ballast.torch.group import hosts
-from ballast.torch.group.ranks import Exchange, Group
-from ballast.torch.group.together import alike, together
 from ballast.torch.job import private_server
+from ballast.torch.ranks import hosts
+from ballast.torch.ranks.groups import Exchange, Group
+from ballast.torch.ranks.together import alike, together
 
 if TYPE_CHECKING:
-    from ballast.torch.job.job import Job
+    from ballast.torch.agreement.roster import Roster
+    from ballast.torch.job.fit import Fit
     from ballast.torch.job.private_server import PrivateServer
-    from ballast.torch.job.registration import Fit
+    from ballast.torch.tensors.members import Member
+
+
+class Holder(Protocol):
+    """Has parameters that are the masters of a job on this process's server: a Job."""
+
+    @property
+    def members(self) -> Sequence[Member]: ...
+    def wait(self) -> None: ...
 
 
 class Connection:
     """`servers`: a list, 'host:port,...', or None for BALLAST_SERVERS. `budgets`: arguments of embedded.server(). `access`: tls and
-    token_file of arguments.access(). `host`: see hosts.check()."""
+    token_file of arguments.access(). `host`: see hosts.check(). `holder`: has the parameters, and this object."""
 
-    def __init__(self, servers: str | Sequence[str] | None, budgets: dict[str, Any], access: dict[str, Any], host: str | None) -> None:
+    def __init__(self, servers: str | Sequence[str] | None, budgets: dict[str, Any], access: dict[str, Any], host: str | None,
+                 holder: Holder) -> None:
+        self._holder = weakref.ref(holder)
         if host is not None:
             hosts.check(host)
         self._host = host
@@ -45,7 +56,7 @@ class Connection:
         self._found = False  # the job was there before
         self.was_used = False  # the job was open in another optimizer of this process
         self._pid = os.getpid()
-        self._finish: weakref.finalize | None = None
+        self._finish: weakref.finalize[..., Connection] | None = None
 
     def default_durability(self, group: Group, apart: bool) -> str:
         """group, apart: as open()'s."""
@@ -70,18 +81,18 @@ class Connection:
         self._apart = self._budgets['directory']
         embedded.want_apart(self, self._apart)
 
-    def open(self, group: Group, options: _native.OpenOptions, look: Callable[[], Fit], apart: bool) -> tuple[_native.Session, Fit]:
-        """The session, and the tensors that the job has; all ranks of the group. Starts a server where none is named. look(): a
-        registration.Fit, or the error that all ranks get before any server is asked. apart: the trainer has no parameters, so that the
+    def open(self, group: Group, options: _native.OpenOptions, look: Callable[[], Fit], apart: bool) -> tuple[_native.Session, Fit, Roster]:
+        """The session, the tensors that the job has, and those of all ranks of the group. Starts a server where none is named. look(): a
+        Fit, or the error that all ranks get before any server is asked. apart: the trainer has no parameters, so that the
         server keeps them."""
         private, self.was_used = None, False
-        embed = contextlib.nullcontext()
+        embed: contextlib.AbstractContextManager[embedded.Use | None] = contextlib.nullcontext()
         options.rank, options.world_size = group.rank, group.world_size
         options.servers, options.access = self._servers, self._access
         timeout, option = max((options.step_timeout, 'step_timeout'), (options.open_timeout, 'open_timeout'))
         exchange = group.exchange('the opening of a job', timeout, option)
         fit = alike(exchange, look, lambda _: self._entries(options))
-        fit.agree(exchange)
+        roster = fit.agree(exchange)
         if group.several:
             places = hosts.meet(group, exchange, self._host)
             options.host = places[group.rank].address
@@ -93,7 +104,7 @@ class Connection:
         with embed as local:
             try:
                 self.was_used = local is not None and local.was_used
-                session = self._open_session(group, options, fit, None if local is None else local.server, exchange)
+                session, roster = self._open_session(group, options, fit, roster, None if local is None else local.server, exchange)
             except BaseException:
                 if private is not None:
                     private.end()
@@ -101,7 +112,7 @@ class Connection:
             self._finish = weakref.finalize(self, _finish, session, local, private, self._pid)
             self._use, self._private = local, private
         self._found = session.version >= 0
-        return session, fit
+        return session, fit, roster
 
     def what_is_left(self, options: _native.OpenOptions) -> str:
         """Of the job, once its session has ended: a sentence for the user."""
@@ -124,29 +135,31 @@ class Connection:
         servers = f'one of {len(self._servers)}' if self._servers else 'none'
         return [("the job's name", repr(options.job)), ('the list of servers', servers)]
 
-    def _open_session(self, group: Group, options: _native.OpenOptions, fit: Fit, within: _native.Server | None,
-                      exchange: Exchange) -> _native.Session:
+    def _open_session(self, group: Group, options: _native.OpenOptions, fit: Fit, roster: Roster, within: _native.Server | None,
+                      exchange: Exchange) -> tuple[_native.Session, Roster]:
         """within: this process's server; None: options name others."""
         while True:
             store = group.store(f"open/{group.count('open')}") if group.several else None
             try:
-                return _native.Session.open(options, fit.tensors, within, store)
+                return _native.Session.open(options, fit.tensors, within, store), roster
             except Error as error:
                 if error.reason != 'TENSORS_DIFFER':
                     raise
                 refused = error
             # The same on all ranks but for what is frozen, and for words in front of it.
             together(exchange, functools.partial(fit.follow, refused))
-            fit.agree(exchange)
+            roster = fit.agree(exchange)
 
-    def hold_masters(self, job: Job) -> None:
-        """The parameters of this Job are the masters of the job on this process's server."""
-        self._use.masters = weakref.ref(job)
+    def hold_masters(self) -> None:
+        """The parameters here are the masters of the job on this process's server."""
+        if self._use is not None:
+            self._use.masters = self._holder
 
     @property
-    def masters_holder(self) -> Job | None:
-        """The Job that said so last, while it lives."""
-        return None if self._use.masters is None else self._use.masters()
+    def masters_holder(self) -> Holder | None:
+        """The one that said so last, while it lives."""
+        masters = None if self._use is None else self._use.masters
+        return None if masters is None else masters()
 
     def close(self) -> None:
         """Ends the session. Rank 0 of a private server waits until the other ranks have ended theirs, see PrivateServer."""

@@ -61,7 +61,8 @@ class Kept:
     def _pin(self, session: _native.Session) -> None:
         while True:
             try:
-                return session.pin()
+                session.pin()
+                return
             except Error as error:
                 if error.reason not in ('BUDGET', 'DISK_FULL') or not self._give_up_oldest(session, error.reason):
                     raise

@@ -1,16 +1,18 @@
-"""Names of parameters and the units that they are kept in."""
+"""The parameters of an optimizer, their names, and the units that they are kept in."""
 
 from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ballast.torch.tensors.members import Member
+
 if TYPE_CHECKING:
-    from ballast.torch.job.job import Job
+    import torch.distributed as dist
 
 # Without names: units of about so many elements, in the order of the groups.
 _UNIT_ELEMENTS = 1 << 24
@@ -33,7 +35,7 @@ class _Mark:
     swaps nothing with a tensor that has weak references, and what a framework has replaced must not stay in memory."""
     attribute = '_ballast_mark'
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return collections.OrderedDict, ()  # a saved parameter needs no ballast to be loaded
 
 
@@ -42,8 +44,9 @@ class Names:
     torch.utils.swap_tensors gives the parameter what another held. A parameter that took the place of one that is in no group any more, as
     Accelerate's under FSDP2, has that one's name from then on."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = weakref.ref(job)
+    def __init__(self, groups: Callable[[], list[dict[str, Any]]], registered: Callable[[], Sequence[Member]]) -> None:
+        """groups(): the optimizer's param_groups as they are now. registered(): the job's members."""
+        self._groups, self._registered = groups, registered
         # By id of the group: the group, and names as it was added; None: no name.
         self._places: dict[int, tuple[dict[str, Any], list[str | None]]] = {}
         # By id of the parameter, while it lives: its mark's weak reference, and its name.
@@ -55,40 +58,42 @@ class Names:
 
     def add(self, group: dict[str, Any], names: Sequence[str | None]) -> None:
         """names: of the group's parameters, in their order; None: the one that it has already, or no name."""
-        names = [self.of(group, i) if name is None else self._own(group['params'][i], name) for i, name in enumerate(names)]
-        self._places[id(group)] = group, names
-        if len(self._places) > len(self._job().param_groups):
+        self._places[id(group)] = group, [self.of(group, i) if name is None else self._own(group['params'][i], name)
+                                          for i, name in enumerate(names)]
+        if len(self._places) > len(self._groups()):
             self.follow()
 
     def follow(self) -> None:
         """Takes up the groups as they are now. A group that went is not kept, nor are its parameters."""
         self._index = None
-        there = {id(group) for group in self._job().param_groups}
+        there = {id(group) for group in self._groups()}
         self._places = {key: place for key, place in self._places.items() if key in there}
 
     def of(self, group: dict[str, Any], i: int) -> str | None:
         """The name of the i-th parameter that `group` has now; None: it has no name."""
         parameter = group['params'][i]
-        mark, name = self._names.get(id(parameter), (None, None))
-        if mark is not None and mark() is parameter.__dict__.get(_Mark.attribute):
-            return name
-        known, names = self._places.get(id(group), (None, ()))
-        if known is not group or len(names) != len(group['params']) or names[i] is None:
+        named = self._names.get(id(parameter))
+        if named is not None and named[0]() is parameter.__dict__.get(_Mark.attribute):
+            return named[1]
+        known, names = self._places.get(id(group), (None, []))
+        name = names[i] if known is group and len(names) == len(group['params']) else None
+        if name is None:
             return None
-        owner = self._owners.get(names[i])
-        if owner not in (None, id(parameter)) and self._find(owner, registered=False) is not None:
+        owner = self._owners.get(name)
+        if owner is not None and owner != id(parameter) and self._find(owner, registered=False) is not None:
             return None
-        return self._own(parameter, names[i])
+        return self._own(parameter, name)
 
     def _own(self, parameter: torch.Tensor, name: str) -> str:
         mark = parameter.__dict__.get(_Mark.attribute)
         if not isinstance(mark, _Mark):
             mark = parameter.__dict__[_Mark.attribute] = _Mark()
-        mine, key = weakref.ref(self), id(parameter)
+        weak, key = weakref.ref(self), id(parameter)
 
-        def ended(_):
-            if mine() is not None:
-                mine()._ended(key)
+        def ended(_: weakref.ref[_Mark]) -> None:
+            mine = weak()
+            if mine is not None:
+                mine._ended(key)
         self._forget(key)
         self._names[key] = weakref.ref(mark, ended), name
         if self._index is not None and key not in self._index[1]:
@@ -97,37 +102,37 @@ class Names:
         return name
 
     def _forget(self, key: int) -> str | None:
-        _, name = self._names.pop(key, (None, None))
-        if self._owners.get(name) == key:
-            del self._owners[name]
-        return name
+        named = self._names.pop(key, None)
+        if named is None:
+            return None
+        if self._owners.get(named[1]) == key:
+            del self._owners[named[1]]
+        return named[1]
 
     def _ended(self, key: int) -> None:
         """The mark of a parameter: with it, before another can have its id, or swapped out of it, and then it is still there."""
         name = self._forget(key)
         parameter = self._find(key)
-        if parameter is not None:
+        if parameter is not None and name is not None:
             self._own(parameter, name)
 
     def _find(self, key: int, registered: bool = True) -> torch.Tensor | None:
         """The parameter of this id that is in a group, or registered; None: there is none. A conversion of a model asks for all, one after
         another, so it is looked up where each was as long as the lists are the same. The index keeps nothing in memory."""
-        job = self._job()
-        if job is None:
-            return None
-        lists = [*(group['params'] for group in job.param_groups), job.members]
-        known = [(id(each), len(each)) for each in lists]
+        groups: list[list[torch.Tensor]] = [group['params'] for group in self._groups()]
+        members = self._registered() or ()  # one object wherever there are none
+        known = [(id(each), len(each)) for each in (*groups, members)]
         for is_stale in (False, True):
             index = self._index
             if is_stale or index is None or index[0] != known:
-                *groups, members = lists
                 where = {id(member.parameter): (-1, i) for i, member in enumerate(members)}
                 where.update((id(parameter), (g, i)) for g, params in enumerate(groups) for i, parameter in enumerate(params))
                 index = self._index = known, where
-            g, i = index[1].get(key, (None, None))
-            if g is None:
+            place = index[1].get(key)
+            if place is None:
                 return None
-            parameter = lists[g][i] if g >= 0 else lists[g][i].parameter
+            g, i = place
+            parameter = groups[g][i] if g >= 0 else members[i].parameter
             if id(parameter) == key:
                 return parameter if g >= 0 or registered else None
         return None
@@ -140,7 +145,7 @@ def _in_order(params: Iterable[Any]) -> list[Any]:
     return list(params)
 
 
-class Group(dict):
+class Group(dict[str, Any]):
     """One of an optimizer's param_groups. group['param_names'] gives the names that its parameters have now, as a group of torch.optim has
     them, and is no key of it: what takes a state apart by the keys of a group (torch.distributed.checkpoint) finds no names to look for. A
     pickle or copy of it is an OrderedDict."""
@@ -152,9 +157,10 @@ class Group(dict):
     def __missing__(self, key: str) -> list[str]:
         names = self._names() if key == 'param_names' else None
         found = [] if names is None else [names.of(self, i) for i in range(len(self['params']))]
-        if names is None or None in found:
+        named = [name for name in found if name is not None]
+        if names is None or len(named) < len(found):
             raise KeyError(key)
-        return found
+        return named
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return collections.OrderedDict, (), None, None, iter(self.items())
@@ -162,7 +168,8 @@ class Group(dict):
 
 def split_named(params: Any) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
     """`params` as torch.optim takes them, without names; and the names by group and position (None: no name)."""
-    groups, names = [], []
+    groups: list[dict[str, Any]] = []
+    names: list[list[str | None]] = []
     if isinstance(params, torch.Tensor):
         raise TypeError('params argument given to the optimizer should be an iterable of Tensors or dicts, but got a Tensor: expected '
                         'model.named_parameters(), or a list')
@@ -225,3 +232,33 @@ class UnitsBySize:
             self._elements = 0
         self._elements += elements
         return f'unit{self._unit}'
+
+
+class Parameters:
+    """What an optimizer has been given, whether its job is open or not."""
+
+    def __init__(self, groups: Callable[[], list[dict[str, Any]]], registered: Callable[[], Sequence[Member]],
+                 tied: Mapping[str, dist.ProcessGroup]) -> None:
+        """groups(): param_groups as they are now. registered(): the job's members. tied: by name, the group that a parameter's gradients
+        are summed over."""
+        self._groups, self.tied = groups, tied
+        self.names = Names(groups, registered)
+        self.debug = False  # digests tell of writes that marks do not show
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return self._groups()
+
+    def placed(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Each parameter with its group's number and its place in the group."""
+        self.names.follow()
+        for g, group in enumerate(self.groups):
+            for i, parameter in enumerate(group['params']):
+                yield g, i, parameter
+
+    def all(self) -> Iterator[torch.Tensor]:
+        return (parameter for _, _, parameter in self.placed())
+
+    def name_of(self, g: int, i: int, parameter: torch.Tensor) -> str:
+        name = self.names.of(self.groups[g], i)
+        return positional_name(g, i, parameter.shape) if name is None else name

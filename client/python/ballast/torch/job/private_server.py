@@ -14,9 +14,9 @@ from typing import Any
 
 from ballast import embedded_daemon, place
 from ballast.errors import Error, warn
-from ballast.torch.group import hosts
-from ballast.torch.group.ranks import Exchange, Group, Store, world
-from ballast.torch.group.together import everyone
+from ballast.torch.ranks import hosts
+from ballast.torch.ranks.groups import Exchange, Group, Store, world
+from ballast.torch.ranks.together import everyone
 
 _POLL_SECONDS = 0.02
 
@@ -120,7 +120,8 @@ class PrivateServer:
             self._wait_for_others()
             with self._lock:
                 self._is_ending = self._left.is_set()
-        self._daemon.stop()
+        if self._daemon is not None:
+            self._daemon.stop()
         self._exit.detach()
         self._ended.set()
 
@@ -163,8 +164,9 @@ def start(group: Group, exchange: Exchange, places: list[hosts.Place], asked: di
                     "your trainers and name them all: servers='host:port,...' or BALLAST_SERVERS", 'BAD_CONFIG')
     servers, key = world().servers, (tuple(group.numbers), asked['directory'])
     budgets = {**asked, **{key: place.parse_bytes(key, asked[key]) for key in ('dram', 'nvme')}}
-    known = servers.get(key)
-    server = daemon = None
+    known: PrivateServer | None = servers.get(key)
+    server: PrivateServer | None = None
+    daemon: embedded_daemon.Daemon | None = None
 
     def begin() -> str:
         """Rank 0's is the one to say whether there is a server: others may have left one that it has not ended yet."""

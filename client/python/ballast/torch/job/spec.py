@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ballast import _native
 from ballast.errors import Error
-from ballast.torch.job.registration import frozen_as, placed
-from ballast.torch.sharding.remote import working_dtype
-from ballast.torch.stepping.members import DTYPES, Member
+from ballast.torch.algorithms import Algorithm
+from ballast.torch.job.naming import Parameters
+from ballast.torch.tensors.kinds import DTYPES
+from ballast.torch.tensors.members import Member, frozen_as
+from ballast.torch.tensors.remote import working_dtype
 
-if TYPE_CHECKING:
-    from ballast.torch.job.job import Job
 
-
-def of(job: Job) -> _native.Optimizer:
-    """The open job's; else the one that the parameters and groups ask for."""
-    if job.session is not None:
-        return job.options.optimizer
+def of(algorithm: Algorithm, formats: Mapping[str, str], parameters: Parameters, may_lend: bool) -> _native.Optimizer:
+    """What the parameters and groups of a job that is not open ask for. formats: how servers keep moments and master. may_lend: parameters
+    that can be their own masters are."""
     spec = _native.Optimizer()
-    spec.kind, spec.moments, spec.master = job.algorithm.kind, job.formats['moments'], job.formats['master']
-    for group in job.param_groups:
-        for key, value in job.algorithm.spec(group).items():
+    spec.kind, spec.moments, spec.master = algorithm.kind, formats['moments'], formats['master']
+    for group in parameters.groups:
+        for key, value in algorithm.spec(group).items():
             setattr(spec, key, value or getattr(spec, key))
     # Frozen ones too: they may want gradients later, unless the servers have values alone of them.
-    spec.gradient = _only({parameter.dtype for _, _, parameter in placed(job) if not frozen_as(parameter)}
-                          or {parameter.dtype for _, _, parameter in placed(job)})
-    spec.working = _only({working_dtype(parameter) for _, _, parameter in placed(job)})
-    if job.durability_to_be == 'none' and job.shares_process and own_masters(spec, (parameter for _, _, parameter in placed(job))):
+    spec.gradient = _only({parameter.dtype for parameter in parameters.all() if not frozen_as(parameter)}
+                          or {parameter.dtype for parameter in parameters.all()})
+    spec.working = _only({working_dtype(parameter) for parameter in parameters.all()})
+    if may_lend and own_masters(spec, parameters.all()):
         spec.master = 'lent'
     return spec
 
@@ -47,10 +45,10 @@ def _only(dtypes: set[torch.dtype]) -> str:
     return DTYPES.get(next(iter(dtypes)), 'f32') if len(dtypes) == 1 else 'f32'
 
 
-def check(job: Job, spec: _native.Optimizer) -> None:
+def check(algorithm: Algorithm, groups: Sequence[dict[str, Any]], spec: _native.Optimizer) -> None:
     """Refuses a group that wants what its job was not made for."""
-    for g, group in enumerate(job.param_groups):
-        for key, value in job.algorithm.spec(group).items():
+    for g, group in enumerate(groups):
+        for key, value in algorithm.spec(group).items():
             if value == getattr(spec, key) or (key == 'momentum' and not value):  # a group without leaves its buffer as it is
                 continue
             if key == 'momentum':

@@ -8,40 +8,27 @@ from __future__ import annotations
 import datetime
 import math
 import time
-import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ballast.errors import Error
-from ballast.torch.group import ranks
-
-if TYPE_CHECKING:
-    from ballast.torch.sharding.unit import Unit
+from ballast.torch.agreement import gathers
+from ballast.torch.ranks import groups
+from ballast.torch.sharding.unit import Unit
 
 # Elements that share a scale: 4 bytes beside as many bytes of values.
 BLOCK = 64
 _MOST = 127
 # Their names since torch 2.13, and before.
 _all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
-# Of the bytes that ranks exchange; keys of stats().
-WAYS = 'gather_bytes', 'node_bytes', 'reduce_bytes'
 _reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
 # A rank that has waited so long in a gather says so to the others.
 _SAY_SECONDS = 2.0
-# Units that ranks tell each other where their gathers differ.
-_ORDER_TOLD = 4096
 # Below it an element of 8 bits may be off by half of it: its block's scale is no smaller.
 _TINY = torch.finfo(torch.float32).tiny
-
-
-class Order(NamedTuple):
-    """Gathers that came one after another."""
-    count: int
-    digest: int  # CRC-32 of all names
-    first: list[str]  # names of the first _ORDER_TOLD
 
 
 def quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,25 +71,6 @@ class _Wire:
                         'dtype of all, or a MixedPrecisionPolicy that gives them one', 'UNSUPPORTED')
 
 
-def note_gather(unit: Unit, group: Any) -> None:
-    """A gather has no room to say what it is of, and ranks that gather different units of one size would mix them without a word: so this
-    rank notes which units it gathers with other ranks, of all models, and the next step compares. Notes belong to the default group: one
-    that is made again begins without any, since another process may be in it."""
-    orders, together = ranks.world().gathers, tuple(dist.get_process_group_ranks(group))
-    order = orders.get(together, Order(0, 0, []))
-    name = f'model {unit.model.number}: {unit.name}'
-    if len(order.first) < _ORDER_TOLD:
-        order.first.append(name)
-    orders[together] = Order(order.count + 1, zlib.crc32(name.encode(), order.digest), order.first)
-
-
-def take_gathers(group: ranks.Group) -> dict[tuple[int, ...], Order]:
-    """What was noted since the last step, by the ranks that gather together, where all are in the group; by their numbers in it."""
-    orders = ranks.world().gathers
-    taken = {together: orders.pop(together) for together in list(orders) if group.numbers.keys() >= set(together)}
-    return {tuple(map(group.numbers.get, together)): order for together, order in taken.items()}
-
-
 class Gather(_Wire):
     """A unit's all-gather. Threads and streams: those of FSDP2's call; the result is there, in the stream, as the call returns.
 
@@ -121,9 +89,9 @@ class Gather(_Wire):
         return self._second is not None and self._at == self._unit.model.now()
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> None:
-        note_gather(self._unit, group)
-        if self.has_second:
-            self._gather_within(output_tensor)
+        gathers.note(f'model {self._unit.model.number}: {self._unit.name}', group)
+        if self.has_second and self._second is not None:
+            self._gather_within(output_tensor, self._second)
             return
         self._second = None
         self._gather(output_tensor, input_tensor, group)
@@ -166,16 +134,16 @@ class Gather(_Wire):
                 if left <= 0:
                     raise self._missing(what, group, error) from error
             if not said:
-                self._store(what).set(str(ranks.world().rank), b'')
+                self._store(what).set(str(groups.world().rank), b'')
                 said = True
 
-    def _store(self, what: str) -> ranks.Store:
+    def _store(self, what: str) -> groups.Store:
         return self._unit.model.group.store(f'gather/{self._unit.model.number}/{self._unit.name}/{self._unit.gathers}/{what}')
 
     def _missing(self, what: str, group: Any, error: RuntimeError) -> Error:
         """Ranks that came have said so, or will soon: the connection of one may have broken before it waited."""
         store = self._store(what)
-        store.set(str(ranks.world().rank), b'')
+        store.set(str(groups.world().rank), b'')
         missing, until = [], time.monotonic() + 2 * _SAY_SECONDS
         for rank in dist.get_process_group_ranks(group):
             try:
@@ -183,12 +151,12 @@ class Gather(_Wire):
             except RuntimeError:  # dist.DistStoreError
                 missing.append(rank)
         who = f'ranks {missing} did not come to it' if missing else 'all ranks came to it'
-        return Error(f"a gather of unit '{self._unit.name}' ended on rank {ranks.world().rank} by a broken connection or after "
+        return Error(f"a gather of unit '{self._unit.name}' ended on rank {groups.world().rank} by a broken connection or after "
                      f'{self._unit.model.timeout:g} s (step_timeout), and {who}; expected all ranks to run the same passes over the same '
                      f'units, and to live; start all ranks again ({str(error).splitlines()[0]})', 'RANK_MISSING')
 
     def _share(self, output: torch.Tensor) -> int:
-        return -(-output.numel() // self._node.size())
+        return -(-output.numel() // int(self._node.size()))
 
     def _mine(self, output: torch.Tensor) -> torch.Tensor:
         share = self._share(output)
@@ -196,10 +164,10 @@ class Gather(_Wire):
         mine = output[begin:begin + share]
         return torch.nn.functional.pad(mine, (0, share - mine.numel()))
 
-    def _gather_within(self, output: torch.Tensor) -> None:
+    def _gather_within(self, output: torch.Tensor, second: torch.Tensor) -> None:
         whole = output.new_empty(self._share(output) * self._node.size())
-        self._together('node', whole, self._second, self._node)
-        self._count('node_bytes', self._node, self._second)
+        self._together('node', whole, second, self._node)
+        self._count('node_bytes', self._node, second)
         output.copy_(whole[:output.numel()])
 
 

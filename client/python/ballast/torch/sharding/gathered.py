@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from ballast.errors import Error
-from ballast.torch.group.together import everyone
-from ballast.torch.job import edits
-from ballast.torch.sharding.remote import Part, remote_of
+from ballast.torch.ranks.together import everyone
 from ballast.torch.sharding.sharded import Sharded, models_of
-from ballast.torch.stepping.members import DTYPES, digest_of
+from ballast.torch.sharding.unit import Unit
+from ballast.torch.states.values import give
+from ballast.torch.tensors.kinds import DTYPES, digest_of
+from ballast.torch.tensors.remote import Part, part_of
 
 
 @contextlib.contextmanager
@@ -38,11 +39,11 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     for model in models:
         model.passes.settle()
         model.passes.prepare()
-    copies = _Copies(module)
+    copies = _Copies(module, {part: (model, unit) for model in models for unit in model.units for part in unit.parts})
     if not copies.places:
         raise Error('gathered(module): no parameter of it lives on the servers; was shard() called, does no forward pass run, and is the '
                     'module the model, or a part of it?', 'BAD_REQUEST')
-    refused: BaseException | None = None
+    refused: Exception | None = None
     changed: dict[Part, torch.Tensor] = {}
     try:
         copies.enter()
@@ -62,7 +63,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         copies.leave()
     if write:
         for model in models:
-            _give(model, {part: value for part, value in changed.items() if part.unit.model is model}, refused)
+            _give(model, {part: value for part, value in changed.items() if part in model.parameters}, refused)
 
 
 def _give(model: Sharded, changed: dict[Part, torch.Tensor], refused: Exception | None) -> None:
@@ -82,7 +83,7 @@ def _give(model: Sharded, changed: dict[Part, torch.Tensor], refused: Exception 
                 raise Error(f"gathered(write=True): ranks {first} and {rank} wrote other values to parameter '{name}', or one of them did "
                             'not write to it; write the same on all ranks', 'RANKS_DIFFER')
     if any(digest is not None for _, digest in written.values()):
-        edits.give(job, {id(model.parameters[part]): part.of(value) for part, value in changed.items()})
+        give(job, {id(model.parameters[part]): part.of(value) for part, value in changed.items()})
 
 
 class _Place(NamedTuple):
@@ -95,10 +96,12 @@ class _Place(NamedTuple):
 class _Copies:
     """Copies in the place of the parameters of a module, and all that the module was before."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.places = [_Place(inner, leaf, remote_of(parameter), parameter) for inner in module.modules()
-                       for leaf, parameter in inner._parameters.items() if remote_of(parameter) is not None]
+    def __init__(self, module: nn.Module, owners: Mapping[Part, tuple[Sharded, Unit]]) -> None:
+        """owners: of each part, at least of those of the module."""
+        self._module, self._owners = module, owners
+        self.places = [_Place(inner, leaf, part, parameter) for inner in module.modules()
+                       for leaf, parameter in inner._parameters.items()
+                       if parameter is not None and (part := part_of(parameter)) is not None]
         self._leaves = {inner: set(inner._parameters) for inner in module.modules()}
         self._before: list[Callable[[], None]] = []
         self._copies: dict[Part, nn.Parameter] = {}
@@ -113,20 +116,22 @@ class _Copies:
         parameters = {part: parameter for _, _, part, parameter in self.places}
         digests = {}
         with concurrent.futures.ThreadPoolExecutor(1, 'ballast-gathered') as digesting:
-            for part, values in _read(parameters):
+            for part, values in _read(parameters, self._owners):
                 self._copies[part] = nn.Parameter(values, requires_grad=parameters[part].requires_grad)
                 digests[part] = digesting.submit(digest_of, values)
             self._digests = {part: digest.result() for part, digest in digests.items()}
         for inner, leaf, part, _ in self.places:
-            inner._parameters[leaf] = part.unit.model.copies[part] = self._copies[part]
-            for wrapped in part.unit.modules:
+            model, unit = self._owners[part]
+            inner._parameters[leaf] = model.copies[part] = self._copies[part]
+            for wrapped in unit.modules:
                 vars(wrapped)['_apply'] = functools.partial(_refuse_apply, part)  # FSDP2's own takes the copies for parameters
 
     def leave(self) -> None:
         for inner, leaf, part, parameter in self.places:
             inner._parameters[leaf] = parameter
-            part.unit.model.copies.pop(part, None)
-            for wrapped in part.unit.modules:
+            model, unit = self._owners[part]
+            model.copies.pop(part, None)
+            for wrapped in unit.modules:
                 vars(wrapped).pop('_apply', None)
 
     def carry(self) -> None:
@@ -167,12 +172,13 @@ class _Copies:
         return {part: now.detach().cpu() for part, now in there.items() if digest_of(now) != self._digests[part]}
 
 
-def _read(parameters: Mapping[Part, nn.Parameter]) -> Iterator[tuple[Part, torch.Tensor]]:
+def _read(parameters: Mapping[Part, nn.Parameter], owners: Mapping[Part, tuple[Sharded, Unit]],
+          ) -> Iterator[tuple[Part, torch.Tensor]]:
     """Whole parameters in their own dtype: by pulls, or read one by one and rounded where gathers have another."""
     pulled: dict[Sharded, list[Part]] = {}
     for part, parameter in parameters.items():
-        model = part.unit.model
-        job = model.open()
+        model, _ = owners[part]
+        job = model.open_job()
         if DTYPES[parameter.dtype] == job.options.optimizer.working:
             pulled.setdefault(model, []).append(part)
             continue

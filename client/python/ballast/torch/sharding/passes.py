@@ -4,6 +4,7 @@ pass that an exception has cut off."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,33 +12,38 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ballast.errors import Error, warn
+from ballast.torch.sharding.model import Model
+from ballast.torch.sharding.unit import Unit
+from ballast.torch.sharding.wrapped import is_wrapped, outermost
 
 if TYPE_CHECKING:
-    from ballast.torch.sharding.sharded import Sharded
-    from ballast.torch.sharding.unit import Unit
+    from ballast.torch.sharding.wrapped import Wrapped
 
 
 class Passes:
     """Hooks of the modules that fully_shard has wrapped. Threads: the training loop's; hooks of recomputation run on autograd's."""
 
-    def __init__(self, model: nn.Module, sharded: Sharded, fsdp_module: type) -> None:
-        """model: with Remotes in the place of its parameters, all of which sharded has in units."""
-        self.model, self._sharded, self._fsdp_module = model, sharded, fsdp_module
+    def __init__(self, model: nn.Module, sharded: Model, units: Sequence[Unit], open_job: Callable[[], object],
+                 drop_pushed: Callable[[], None]) -> None:
+        """model: with Remotes in the place of its parameters, all of which are in the units of sharded. open_job(): opens the job where it
+        is not open. drop_pushed(): no step will take gradients that went."""
+        self.model, self._sharded, self._units = model, sharded, units
+        self._open_job, self._drop_pushed = open_job, drop_pushed
         self._is_prepared = False  # FSDP2 has made its memory
         self._inside: set[nn.Module] = set()  # outermost modules whose forward pass has begun
         self._is_cut_off = False  # an exception has ended a forward pass
         self._had = False  # there were gradients before the last forward pass
         self._spoilt = False  # a backward pass was cut off, and its gradients are among those that there are
-        self._outermost = _outermost(model, fsdp_module)
-        for unit in sharded.units:
+        self._outermost = outermost(model)
+        for unit in units:
             for module in unit.modules:
                 # Ahead of FSDP2's own hooks.
                 module.register_forward_pre_hook(functools.partial(self._before, unit), prepend=True)
                 module.register_forward_hook(functools.partial(self._after, unit), always_call=True)
-        for module in self._outermost:
-            module.register_forward_pre_hook(self._begin, prepend=True)
-            module.register_forward_hook(self._end)
-            module.register_forward_hook(self._left, always_call=True)
+        for top in self._outermost:
+            top.register_forward_pre_hook(self._begin, prepend=True)
+            top.register_forward_hook(self._end)
+            top.register_forward_hook(self._left, always_call=True)
 
     # --- hooks
 
@@ -49,7 +55,7 @@ class Passes:
         self.recover()
         if not self._sharded.copies:
             with torch.inference_mode(False), torch.no_grad():
-                self._sharded.open()  # what it refuses has not begun a pass, which FSDP2 would have to forget
+                self._open_job()  # what it refuses has not begun a pass, which FSDP2 would have to forget
         self._inside.add(module)
         if self._sharded.copies:
             return
@@ -58,7 +64,7 @@ class Passes:
             self._make_memory(module)
         self._is_prepared = True
         if torch.is_grad_enabled():
-            self._had = any(unit.has_gradients for unit in self._sharded.units)
+            self._had = any(unit.has_gradients for unit in self._units)
             if not self._had:
                 self._spoilt = False  # recover() has dropped them
 
@@ -72,7 +78,7 @@ class Passes:
         """FSDP2 makes its memory at the first gathers, and what is made in inference mode it could not use for training."""
         with torch.inference_mode(False), torch.no_grad():
             for inner in module.modules():
-                if isinstance(inner, self._fsdp_module):
+                if is_wrapped(inner):
                     inner.unshard()
                     inner.reshard()
 
@@ -80,7 +86,7 @@ class Passes:
         if _in_backward():
             return
         self._inside.discard(module)
-        for unit in self._sharded.units:
+        for unit in self._units:
             unit.hide()
         if torch.is_grad_enabled():
             hook = functools.partial(self._before_backward, self._sharded.now(), [])
@@ -97,15 +103,15 @@ class Passes:
     def _before_backward(self, at: object, begun: list[bool], _: torch.Tensor) -> None:
         """at: Sharded.now() of the forward pass. begun: its outputs whose gradients have come. Recomputation runs modules once more."""
         if at != self._sharded.now():
-            raise Error(f"parameter '{self._sharded.units[0].parts[0].name}' and others have other values since the forward pass of this "
+            raise Error(f"parameter '{self._units[0].parts[0].name}' and others have other values since the forward pass of this "
                         'backward pass, by a step, a load or a rollback, and its gradients would be of both: run the forward pass again',
                         'BAD_REQUEST')
-        for unit in self._sharded.units if not begun else ():
+        for unit in self._units if not begun else ():
             unit.check()
             unit.show()
         begun.append(True)
 
-    def _before(self, unit: Unit, module: nn.Module, _: Any) -> None:
+    def _before(self, unit: Unit, module: Wrapped, _: Any) -> None:
         if unit.has_copies:
             unit.lend()
             return
@@ -130,7 +136,7 @@ class Passes:
         if not hasattr(torch.distributed.fsdp.FSDPModule, 'reset_iter_state'):
             raise Error(f'an exception has cut off a pass of the model, and FSDP2 of torch {torch.__version__} cannot forget it: expected '
                         'torch 2.13 or later to go on after it; start all ranks again', 'UNSUPPORTED')
-        kept = [(group, group._partial_reduce_output) for unit in self._sharded.units for group in unit.groups if not in_backward]
+        kept = [(group, group._partial_reduce_output) for unit in self._units for group in unit.groups if not in_backward]
         for state in states:
             if state._is_root:
                 state._reset_iter_state()
@@ -142,12 +148,11 @@ class Passes:
 
     def _spoil(self) -> None:
         self._spoilt = True
-        for unit in self._sharded.units:
+        for unit in self._units:
             unit.forget_whole_gradients()
         if self._had:
             return  # those of earlier passes are mixed with them: the step refuses, until zero_grad()
-        if self._sharded.pushes is not None:
-            self._sharded.pushes.discard()
+        self._drop_pushed()
         for parameter in self._sharded.parameters.values():
             parameter.grad = None
         warn('an exception has cut off a backward pass of a model of shard(): no gradient of that pass counts')
@@ -155,7 +160,7 @@ class Passes:
     def settle(self) -> None:
         """Parameters are in their places, and none is gathered. Errors: as Unit.check()."""
         self.recover()
-        for unit in self._sharded.units:
+        for unit in self._units:
             unit.check()
             unit.reshard()
 
@@ -167,9 +172,8 @@ class Passes:
         if self._spoilt:
             raise Error('a backward pass was cut off by an exception, and the gradients that there are since the last step are not whole: '
                         'call zero_grad() of the optimizer, and run forward and backward again, on all ranks', 'BAD_REQUEST')
-        there = set(self.model.modules())
-        for unit in self._sharded.units:
-            unit.check(there, self.model)
+        for unit in self._units:
+            unit.check(self.model)
 
     def forget(self) -> None:
         """The gradients that there are count no more."""
@@ -179,7 +183,3 @@ class Passes:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _outermost(module: nn.Module, kind: type) -> list[nn.Module]:
-    return [module] if isinstance(module, kind) else [each for child in module.children() for each in _outermost(child, kind)]

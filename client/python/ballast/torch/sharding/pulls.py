@@ -5,19 +5,16 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ballast import _native
 from ballast.errors import Error
-from ballast.torch.sharding.memory import held
-
-if TYPE_CHECKING:
-    from ballast import _native
-    from ballast.torch.job.job import Job
-    from ballast.torch.sharding.memory import Memory
-    from ballast.torch.sharding.remote import Part
-    from ballast.torch.sharding.unit import Unit
+from ballast.torch.job.opened import OpenJob
+from ballast.torch.sharding.memory import Memory, held
+from ballast.torch.sharding.unit import Unit
+from ballast.torch.tensors.remote import Part
 
 # Gathers of one step, or of passes without a step, that are remembered.
 _GATHERS_MAX = 1 << 16
@@ -49,8 +46,8 @@ class Pulls:
     """The order of a step's gathers is that of the step before, until it changes: then the gather that was not foreseen waits for its
     pull, and the order goes on from there. Threads: one at a time."""
 
-    def __init__(self, job: Callable[[], Job], bytes_max: int, memory: Memory) -> None:
-        """job(): the job, opened. bytes_max: bound on the memory of pulls ahead of use; one unit is always pulled ahead. memory: for
+    def __init__(self, job: Callable[[], OpenJob], bytes_max: int, memory: Memory) -> None:
+        """job(): the open job. bytes_max: bound on the memory of pulls ahead of use; one unit is always pulled ahead. memory: for
         pulls."""
         self._job, self._bytes_max = job, bytes_max
         self._memory = memory
@@ -91,7 +88,9 @@ class Pulls:
     def whole(self, parts: Sequence[Part]) -> Iterator[tuple[Part, torch.Tensor]]:
         """Whole parameters at the job's version, in the job's working dtype, as they come: also those of which other ranks have parts.
         Several are under way at a time."""
-        session, dtype = self._job().session, _DTYPES[self._job().options.optimizer.working]
+        job = self._job()
+        session, dtype = job.session, _DTYPES[job.options.optimizer.working]
+        index = {part: i for unit, indices in self._indices.items() for part, i in zip(unit.parts, indices)}
         waiting = collections.deque(parts)
         under_way: collections.deque[tuple[int, list[tuple[Part, torch.Tensor]]]] = collections.deque()
         used = 0
@@ -102,7 +101,7 @@ class Pulls:
                     part = waiting.popleft()
                     batch.append((part, torch.empty(part.shape or (1,), dtype=dtype, device='cpu')))
                     size += batch[-1][1].nbytes
-                indices = [self._indices[part.unit][part.unit.parts.index(part)] for part, _ in batch]
+                indices = [index[part] for part, _ in batch]
                 under_way.append((session.start_pull(indices, [values for _, values in batch], whole=True), batch))
                 used += size
             number, batch = under_way.popleft()
@@ -127,7 +126,7 @@ class Pulls:
                 pull.drop()
         self._under_way, self._made, self._at = {}, [], 0
 
-    def _drop_stale(self, job: Job) -> None:
+    def _drop_stale(self, job: OpenJob) -> None:
         """Of other versions, as a step or a rollback leaves them."""
         version = job.session.version
         for unit, pulls in self._under_way.items():
@@ -136,7 +135,7 @@ class Pulls:
                     pull.drop()
             self._under_way[unit] = [pull for pull in pulls if pull.version == version]
 
-    def _begin(self, unit: Unit, job: Job) -> _Pull:
+    def _begin(self, unit: Unit, job: OpenJob) -> _Pull:
         dtype = _DTYPES[job.options.optimizer.working]
         size = unit.bytes(dtype.itemsize)
         pieces = unit.pieces(self._memory.take(size // dtype.itemsize, dtype, unit.is_pinned))
@@ -163,7 +162,7 @@ class Pulls:
         if again is not None:
             self._order, self._at, self._is_step = made[again:], 1, False
 
-    def _go_ahead(self, job: Job) -> None:
+    def _go_ahead(self, job: OpenJob) -> None:
         used = sum(pull.size for pulls in self._under_way.values() for pull in pulls)
         width = _DTYPES[job.options.optimizer.working].itemsize
         ahead: collections.Counter[Unit] = collections.Counter()

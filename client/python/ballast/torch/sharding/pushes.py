@@ -6,22 +6,22 @@ import concurrent.futures
 import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ballast import _native
 from ballast.errors import Error
+from ballast.torch.job.opened import OpenJob
 from ballast.torch.modes import plainly
-from ballast.torch.sharding.remote import GoneGradient, Remote, named, remote_of
-from ballast.torch.stepping import background
-from ballast.torch.stepping.host_memory import current_streams, is_elsewhere
-from ballast.torch.stepping.members import Member, digest_of, gradient_of, local, on_host
-from ballast.torch.stepping.sketch import sketch
-
-if TYPE_CHECKING:
-    from ballast import _native
-    from ballast.torch.job.job import Job
-    from ballast.torch.sharding.memory import Memory
+from ballast.torch.sharding.memory import Memory
+from ballast.torch.steps import background
+from ballast.torch.tensors.host_memory import current_streams, is_elsewhere
+from ballast.torch.tensors.kinds import digest_of, is_sharded, local, on_host
+from ballast.torch.tensors.members import Member
+from ballast.torch.tensors.memory import gradient_of
+from ballast.torch.tensors.remote import GoneGradient, Remote, gone_of, named, part_of
+from ballast.torch.tensors.sketch import sketch
 
 # Units whose gradients are on their way from a GPU at one time: backward waits for the older ones.
 _UNDER_WAY_MAX = 2
@@ -37,16 +37,16 @@ class Pushes:
         self._backwards, self._memory = backwards, memory
         self._background: background.Background | None = None
         self._session: _native.Session | None = None
-        self._job: weakref.ref[Job] | None = None
+        self._job: weakref.ref[OpenJob] | None = None
         self._members: list[Member] = []
         self._units: list[list[int]] = []  # members, by index
         self._unit_of: dict[int, int] = {}
         self._hooks: dict[int, Any] = {}  # by member
         self._came: dict[int, int] = {}  # by member: reductions since the last step
         self._made: dict[int, torch.cuda.Event] = {}  # by member: behind its last reduction
-        self._gone: dict[int, concurrent.futures.Future] = {}  # units, the oldest first
+        self._gone: dict[int, concurrent.futures.Future[None]] = {}  # units, the oldest first
 
-    def follow(self, job: Job) -> None:
+    def follow(self, job: OpenJob) -> None:
         """Takes up the session and members that the job has now."""
         session, members = job.session, job.members
         if session is not self._session:
@@ -56,8 +56,23 @@ class Pushes:
             self._members, self._units = list(members), session.units
             self._unit_of = {i: unit for unit, tensors in enumerate(self._units) for i in tensors}
         for i, member in enumerate(members):
-            if i not in self._hooks and member.parameter.requires_grad and remote_of(member.parameter) is not None:
+            if i not in self._hooks and member.parameter.requires_grad and part_of(member.parameter) is not None:
                 self._hooks[i] = member.parameter.register_post_accumulate_grad_hook(_Hook(self, i))
+
+    @property
+    def _sent_to(self) -> _native.Session:
+        """The session that gradients went to."""
+        if self._session is None:
+            raise Error('the session that gradients went to is over', 'BAD_REQUEST')
+        return self._session
+
+    @property
+    def _there(self) -> OpenJob:
+        """The open job: backward passes are within it."""
+        job = None if self._job is None else self._job()
+        if job is None:
+            raise Error('the job that gradients go to is not open', 'BAD_REQUEST')
+        return job
 
     def leave(self) -> None:
         """The session is over, with all that went to it."""
@@ -80,7 +95,7 @@ class Pushes:
             self._made[i] = torch.cuda.current_stream(gradient.device).record_event()
         tensors = self._units[unit]
         wanted = [j for j in tensors if self._members[j].parameter.requires_grad]
-        tied = self._job().tied
+        tied = self._there.parameters.tied
         if any(self._members[j].name in tied for j in tensors):
             return  # stages sum their gradients at the step
         if all(j in self._hooks and self._came.get(j, 0) >= self._backwards for j in wanted):
@@ -89,22 +104,22 @@ class Pushes:
     def _send(self, unit: int, tensors: list[int]) -> None:
         members = [self._members[j] for j in tensors]
         gradients = [gradient_of(member) for member in members]
-        if any(remote_of(gradient) is not None for gradient in gradients):
+        if any(gone_of(gradient) is not None for gradient in gradients):
             return
         self._gone[unit] = self._push(unit, gradients)
-        job = self._job()
+        job = self._there
         for j, member, gradient in zip(tensors, members, gradients):
             if gradient is not None:
-                _replace(member, gradient, len(job.roster.replicas[j]) > 1 and member.is_due(job.progress.steps, job.debug))
+                _replace(member, gradient, len(job.roster.replicas[j]) > 1 and member.is_due(job.progress.steps, job.parameters.debug))
 
-    def _push(self, unit: int, gradients: list[torch.Tensor | None]) -> concurrent.futures.Future:
+    def _push(self, unit: int, gradients: list[torch.Tensor | None]) -> concurrent.futures.Future[None]:
         """What fails is the step's error: raised here, within backward, it would leave other ranks waiting in theirs."""
         there = [gradient for gradient in gradients if gradient is not None]
         earlier = list(self._gone.values())[:1 - _UNDER_WAY_MAX]
         try:
             if not any(is_elsewhere(gradient) for gradient in there):
                 memory = [None if gradient is None else on_host(gradient) for gradient in gradients]
-                self._session.push_early(unit, memory, let_go=True)
+                self._sent_to.push_early(unit, memory, let_go=True)
                 return _over()
             concurrent.futures.wait(earlier)
             if self._background is None:
@@ -112,7 +127,7 @@ class Pushes:
             copies = iter(self._copied(unit, [local(gradient).detach() for gradient in there]))
             memory = [None if gradient is None else next(copies) for gradient in gradients]
             copied = [stream.record_event(torch.cuda.Event(blocking=True)) for stream in current_streams(there)]
-            return self._background.push(self._session, unit, memory, copied, let_go=True)
+            return self._background.push(self._sent_to, unit, memory, copied, let_go=True)
         except Exception as error:
             return _over(error)
 
@@ -133,7 +148,7 @@ class Pushes:
         """Until all pushes are over. Errors: the first of theirs, after which no thread goes on with others."""
         try:
             for future in self._gone.values():
-                background.wait(future, self._session)
+                background.wait(future, self._sent_to)
         except Exception as error:
             self._end_background()
             if isinstance(error, Error):
@@ -145,7 +160,7 @@ class Pushes:
         """Until all pushes are over, whatever becomes of them."""
         for future in self._gone.values():
             with contextlib.suppress(Exception):
-                background.wait(future, self._session)
+                background.wait(future, self._sent_to)
 
     def _end_background(self) -> None:
         if self._background is not None:
@@ -156,7 +171,7 @@ class Pushes:
         """No step will take what went. COLLECTIVE."""
         self._settle()
         if self._gone:
-            self._session.drop()
+            self._sent_to.drop()
         self._begin()
 
     @property
@@ -177,7 +192,7 @@ class Pushes:
             return  # settle() drops them
         self._wait()
         for i, gradient in enumerate(gradients):
-            gone = gradient is not None and remote_of(gradient) is not None
+            gone = gone_of(gradient) is not None
             if gone and i not in went:
                 raise Error(f"the gradient of parameter '{self._members[i].name}' went to the servers for a step that was not made: run "
                             'forward and backward again', 'BAD_REQUEST')
@@ -201,8 +216,8 @@ class Pushes:
         self._settle()
         if self._gone:
             with contextlib.suppress(Error):  # the session is over
-                if self._session.attempt == attempt:
-                    self._session.drop()
+                if self._sent_to.attempt == attempt:
+                    self._sent_to.drop()
         self._begin()
 
 
@@ -210,15 +225,17 @@ def _replace(member: Member, gradient: torch.Tensor, compares: bool) -> None:
     """The gradient leaves the trainer: a Remote stays in its place, so that whoever wants it gets an error and not silence. compares:
     replicas compare it at the step."""
     grad = member.parameter.grad
+    if not is_sharded(grad):
+        return
     told = (digest_of(gradient), sketch(gradient)) if compares else (None, None)
     gone = Remote(GoneGradient(member.name, *told), local(grad).shape, grad.dtype, grad.device)
     member.parameter.grad = named(type(grad).from_local(gone, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape,
                                                         stride=grad.stride()))
 
 
-def _over(error: Exception | None = None) -> concurrent.futures.Future:
+def _over(error: Exception | None = None) -> concurrent.futures.Future[None]:
     """A push that is over, or has failed."""
-    future = concurrent.futures.Future()
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
     if error is None:
         future.set_result(None)
     else:

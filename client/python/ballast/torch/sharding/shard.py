@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from ballast.errors import Error
 from ballast.torch.arguments import flag
-from ballast.torch.group import placement, ranks
 from ballast.torch.job.naming import unwrapped
+from ballast.torch.ranks import groups
 from ballast.torch.sharding import blocks
 from ballast.torch.sharding.collectives import Gather, QuantizedReduce, Reduce
-from ballast.torch.sharding.passes import Passes
-from ballast.torch.sharding.remote import Part, Remote, named, remote_of
 from ballast.torch.sharding.sharded import Sharded, note
 from ballast.torch.sharding.states import States
 from ballast.torch.sharding.unit import Unit
+from ballast.torch.sharding.wrapped import is_wrapped
+from ballast.torch.tensors import placement
+from ballast.torch.tensors.kinds import is_sharded
+from ballast.torch.tensors.remote import Part, Remote, named, part_of
+
+if TYPE_CHECKING:
+    # Which torch has since 2.9, so that ours are no subclasses.
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+    from ballast.torch.sharding.wrapped import Wrapped
 
 # FSDP2 of 2.6 does not run on CPUs, so that it could not be tried. Before 2.9 nothing can replace FSDP2's collectives.
 _TORCH = 2, 7
@@ -63,11 +71,10 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     In passes: RANK_MISSING where ranks do not come to a gather within the optimizer's step_timeout, on CPUs. Local: no rank waits for
     another."""
     _check(model, offload_policy, reshard_after_forward, prefetch_bytes, backwards)
-    from torch.distributed.fsdp import FSDPModule
-    _check_collectives(FSDPModule, gather, reduce, second)
+    _check_collectives(gather, reduce, second)
     if frozen not in ('working', 'q8', 'state'):
         raise Error(f"shard(frozen={frozen!r}): expected 'working', 'q8' or 'state'", 'BAD_CONFIG')
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if any(is_wrapped(module) for module in model.modules()):
         given = {'mesh': mesh, 'units': units, 'mp_policy': mp_policy, 'reshard_after_forward': reshard_after_forward}
         extra = [name for name, value in given.items() if value is not None]
         if extra:
@@ -76,20 +83,20 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     else:
         is_chosen = units is None
         _wrap(model, mesh, units, mp_policy, reshard_after_forward)
-    _check_wrapped(model, FSDPModule, gather, reduce, second)
+    _check_wrapped(model, gather, reduce, second)
     how = {'gather': gather, 'reduce': reduce, 'second': second and f'{len(second.mesh)} ranks'}
     sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed, '' if frozen == 'state' else frozen,
                       ''.join(f', {name}={value}' for name, value in how.items() if value is not None))
-    for wrapped, unit in _replace(model, sharded, FSDPModule, getattr(mp_policy, 'param_dtype', None)).items():
+    for wrapped, unit in _replace(model, sharded, getattr(mp_policy, 'param_dtype', None)).items():
         if hasattr(wrapped, 'set_custom_all_gather') and not _has_own_meshes(wrapped):
             unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
-            wrapped.set_custom_all_gather(unit.gather)
-            wrapped.set_custom_reduce_scatter(Reduce(unit) if reduce is None else QuantizedReduce(unit))
+            wrapped.set_custom_all_gather(cast('AllGather', unit.gather))
+            wrapped.set_custom_reduce_scatter(cast('ReduceScatter', Reduce(unit) if reduce is None else QuantizedReduce(unit)))
     if is_chosen:
         blocks.warn_of_large(sharded.units)
     States(model, sharded)
-    sharded.passes = Passes(model, sharded, FSDPModule)
-    sharded.number = ranks.world().count(('model', *sorted(sharded.holders)))
+    sharded.watch(model)
+    sharded.number = groups.world().count(('model', *sorted(sharded.holders)))
     note(model, sharded)
     return model
 
@@ -114,27 +121,28 @@ def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, pr
         if buffer.is_meta:
             raise Error(f"buffer '{name}' is on the meta device, and no server keeps buffers: give it values before shard()", 'BAD_SPEC')
     for name, parameter in model.named_parameters():
-        if remote_of(parameter) is not None:
+        if part_of(parameter) is not None:
             raise Error(f"parameter '{name}' lives on the servers already: shard() was called before", 'BAD_REQUEST')
 
 
-def _check_collectives(fsdp_module: type, gather: Any, reduce: Any, second: Any) -> None:
-    if not hasattr(fsdp_module, 'set_custom_all_gather') and (gather, reduce, second) != (None, None, None):
+def _check_collectives(gather: Any, reduce: Any, second: Any) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    if not hasattr(FSDPModule, 'set_custom_all_gather') and (gather, reduce, second) != (None, None, None):
         raise Error('shard(gather=, reduce=, second=) replaces collectives of FSDP2, which needs torch 2.9 or later, and this is '
                     f'{torch.__version__}: leave them out', 'UNSUPPORTED')
     for name, value in (('gather', gather), ('reduce', reduce)):
         if value not in (None, 'q8'):
             raise Error(f"shard({name}={value!r}): expected None or 'q8'; dtypes of gathers and reductions are mp_policy's", 'BAD_CONFIG')
-    if second is not None and (getattr(second, 'ndim', None) != 1 or ranks.world().rank not in second.mesh.tolist()):
+    if second is not None and (getattr(second, 'ndim', None) != 1 or groups.world().rank not in second.mesh.tolist()):
         raise Error(f'shard(second={second!r}): expected a DeviceMesh of one dimension that has this rank: the ranks of one node, as '
                     "init_device_mesh(device, (nodes, ranks_per_node), mesh_dim_names=('node', 'local'))['local']", 'BAD_CONFIG')
 
 
-def _check_wrapped(model: nn.Module, fsdp_module: type, gather: Any, reduce: Any, second: Any) -> None:
+def _check_wrapped(model: nn.Module, gather: Any, reduce: Any, second: Any) -> None:
     """Refuses, before anything changes, what fully_shard or the caller has set otherwise than shard() needs."""
     compresses = gather is not None or reduce is not None
     for name, module in model.named_modules():
-        if not isinstance(module, fsdp_module):
+        if not is_wrapped(module):
             continue
         first = next((own for own, _ in module.named_parameters(name)), name)
         for parameter, known in _fsdp_params(module):
@@ -147,7 +155,7 @@ def _check_wrapped(model: nn.Module, fsdp_module: type, gather: Any, reduce: Any
             if second is not None and not together.issuperset(second.mesh.tolist()):
                 raise Error(f"shard(second=): ranks {second.mesh.tolist()} are not all among ranks {sorted(together)}, which gather "
                             f"parameter '{first}' together; expected ranks of one gather", 'BAD_CONFIG')
-            if compresses and parameter.device_mesh.mesh.numel() > known.mesh_info.mesh.mesh.numel():
+            if compresses and is_sharded(parameter) and parameter.device_mesh.mesh.numel() > known.mesh_info.mesh.mesh.numel():
                 raise Error(f"shard(gather=, reduce=): parameter '{first}' is over {parameter.device_mesh}, fully_shard over less; "
                             'beside tensor or expert parallelism 8 bits would round replicas differently: leave them out', 'UNSUPPORTED')
         if (compresses or second is not None) and _has_own_meshes(module):
@@ -162,7 +170,7 @@ def _check_wrapped(model: nn.Module, fsdp_module: type, gather: Any, reduce: Any
                                 'set_allocate_memory_from_process_group_for_comm', 'UNSUPPORTED')
 
 
-def _has_own_meshes(wrapped: nn.Module) -> bool:
+def _has_own_meshes(wrapped: Wrapped) -> bool:
     """shard_placement_fn has given parameters of the unit meshes of their own; nothing can replace the gathers of several."""
     return len({known.mesh_info.shard_process_group for _, known in _fsdp_params(wrapped)}) > 1
 
@@ -183,14 +191,14 @@ def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_pol
     fully_shard(model, **arguments)
 
 
-def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch.dtype | None) -> dict[nn.Module, Unit]:
+def _replace(model: nn.Module, sharded: Sharded, dtype: torch.dtype | None) -> dict[Wrapped, Unit]:
     """Parameters become Remotes, and those of a module of fully_shard a unit, which is returned by module. A parameter belongs to the
     innermost such module that holds it. dtype: of gathers, if known."""
-    owner: dict[torch.Tensor, tuple[str, nn.Module]] = {}
-    wrapped_by: dict[Any, tuple[str, list[nn.Module]]] = {}  # by FSDP2's state: several modules may be gathered as one
+    owner: dict[torch.Tensor, tuple[str, Wrapped]] = {}
+    wrapped_by: dict[Any, tuple[str, list[Wrapped]]] = {}  # by FSDP2's state: several modules may be gathered as one
     known: dict[torch.Tensor, Any] = {}
     for name, module in model.named_modules():
-        if isinstance(module, fsdp_module):
+        if is_wrapped(module):
             name, together = wrapped_by.setdefault(module._get_fsdp_state(), (name, []))
             together.append(module)
             owner.update((parameter, (name, together[0])) for parameter in module.parameters())
@@ -200,7 +208,7 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(parameter, []).append((module, name, leaf))
-    by_unit: dict[nn.Module, tuple[str, dict[Part, torch.Tensor]]] = {}
+    by_unit: dict[Wrapped, tuple[str, dict[Part, nn.Parameter]]] = {}
     known_of: dict[Part, Any] = {}
     for parameter, there in places.items():
         module, path, leaf = there[0]
@@ -210,7 +218,7 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch
         its = known.get(parameter)
         part, made = _remote(unwrapped(name), parameter, None if its is None else its.padded_sharded_param_size, dtype)
         sharded.places[part], known_of[part] = there, its
-        if not parameter.is_meta:
+        if not parameter.is_meta and is_sharded(parameter):
             local = parameter.to_local().detach()
             sharded.values.give(part, local.cpu().clone(memory_format=torch.contiguous_format))
             local.untyped_storage().resize_(0)  # FSDP2 holds it until its first forward pass, and asks no Remote where it lies then
@@ -229,9 +237,9 @@ def _replace(model: nn.Module, sharded: Sharded, fsdp_module: type, dtype: torch
 def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype: torch.dtype | None) -> tuple[Part, nn.Parameter]:
     """padded: what FSDP2 gathers from every rank; None: FSDP2 left the parameter out."""
     from torch.distributed.tensor import DTensor
-    rank, key = ranks.world().rank, placement.key_of(name, parameter)
-    if key is None or padded is None:
-        what = 'a plain tensor' if key is None else f'a DTensor placed as {parameter.placements}'
+    rank, key = groups.world().rank, placement.key_of(name, parameter)
+    if key is None or padded is None or not is_sharded(parameter):
+        what = 'a plain tensor' if not is_sharded(parameter) else f'a DTensor placed as {parameter.placements}'
         raise Error(f"parameter '{name}' is {what}, and fully_shard has not sharded it: leave ignored_params out", 'UNSUPPORTED')
     placement.check(name, parameter, key, rank)
     box = placement.box(key, tuple(parameter.shape), rank)
@@ -242,20 +250,19 @@ def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype
     memory = Remote(part, parameter.to_local().shape, parameter.dtype, device)
     made = DTensor.from_local(memory, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
                               stride=parameter.stride())
-    made = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    return part, named(made)
+    return part, named(nn.Parameter(made, requires_grad=parameter.requires_grad))
 
 
-def _fsdp_params(module: nn.Module) -> Iterator[tuple[torch.Tensor, Any]]:
+def _fsdp_params(module: Wrapped) -> Iterator[tuple[torch.Tensor, Any]]:
     """Parameters of a module that fully_shard has wrapped, each with what FSDP2 knows of it."""
     for group in _fsdp_groups(module):
         for fsdp_param in group.fsdp_params:
             yield fsdp_param.sharded_param, fsdp_param
 
 
-def _fsdp_groups(module: nn.Module) -> list[Any]:
+def _fsdp_groups(module: Wrapped) -> list[Any]:
     """Nothing of FSDP2's public interface tells its offload policy, its collectives, nor the shape of a gather."""
-    state = module._get_fsdp_state()
+    state: Any = module._get_fsdp_state()
     groups = getattr(state, '_fsdp_param_groups', None)
     if groups is None:  # earlier than torch 2.13
         groups = [group for group in (state._fsdp_param_group,) if group is not None]

@@ -2,75 +2,81 @@
 
 from __future__ import annotations
 
-import collections
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ballast import _native
 from ballast.errors import Error
-from ballast.torch import arguments
-from ballast.torch.group import ranks
-from ballast.torch.sharding.collectives import WAYS
-from ballast.torch.sharding.memory import Memory
+from ballast.torch import algorithms, arguments, options
+from ballast.torch.agreement import gathers
+from ballast.torch.agreement.gathers import Order
+from ballast.torch.job.features import Feature
+from ballast.torch.job.job import Job, made
+from ballast.torch.job.naming import Group, Parameters
+from ballast.torch.job.opened import OpenJob
+from ballast.torch.ranks import groups
+from ballast.torch.sharding.model import Model
+from ballast.torch.sharding.passes import Passes
 from ballast.torch.sharding.pulls import Pulls
 from ballast.torch.sharding.pushes import Pushes
-from ballast.torch.sharding.remote import Part, remote_of
 from ballast.torch.sharding.unit import Unit
-from ballast.torch.sharding.values import Values
+from ballast.torch.tensors.kinds import is_sharded
+from ballast.torch.tensors.remote import Part, part_of
 
 if TYPE_CHECKING:
-    from ballast import _native
-    from ballast.torch.job.job import Job
-    from ballast.torch.optimizer import Optimizer
-    from ballast.torch.sharding.passes import Passes
-
+    from ballast.torch.sharding.wrapped import Wrapped
 
 # The budget of a server that holds a model which nothing trains: bytes of a parameter, with room for padding, and the least.
 _HELD_BYTES, _HELD_BYTES_MIN = 8, 256 << 20
 _of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]] = weakref.WeakKeyDictionary()
+_of_part: weakref.WeakKeyDictionary[Part, weakref.ref[Sharded]] = weakref.WeakKeyDictionary()
 
 
-class Sharded:
+class Sharded(Model, Feature):
     """One rank's side. Threads: the training loop's and autograd's, one at a time."""
 
     def __init__(self, prefetch_bytes: int, backwards: int, push_early: bool, seed: int, frozen: str, how: str) -> None:
         """Arguments of shard(). frozen: '' for 'state'. how: those that ranks must have alike, as a text."""
+        super().__init__(seed, frozen, how)
         self.units: list[Unit] = []
-        self.parameters: dict[Part, torch.Tensor] = {}
-        self.places: dict[Part, list[tuple[nn.Module, str, str]]] = {}  # module, its name, the parameter's name in it
         self.tensors: dict[Part, str] = {}  # the job's names
-        self.copies: dict[Part, nn.Parameter] = {}  # that are in the places now, within gathered()
-        self.passes: Passes | None = None  # there is one as soon as all units are
-        self.values = Values(seed, self.places)
-        self.memory = Memory()
-        self.pulls = Pulls(self.open, prefetch_bytes, self.memory)
+        self._passes: Passes | None = None
+        self.pulls = Pulls(self.open_job, prefetch_bytes, self.memory)
         self.pushes = Pushes(backwards, self.memory) if push_early else None
-        self.wire = collections.Counter(dict.fromkeys(WAYS, 0))  # bytes that this rank received
-        self.how = how
-        self.frozen = frozen
-        self.number = 0  # among the models of the same ranks, which give theirs to shard() in one order
         self._mixtures = 0  # so far: gathers of different units
         self._job: weakref.ref[Job] | None = None
-        self._holder: Optimizer | None = None  # of a model that nothing trains
+        self._holder: Job | None = None  # of a model that nothing trains
         self._session: _native.Session | None = None  # the one that parts are placed in
         self._sessions = 0  # so far
 
-    def add(self, name: str, parameters: dict[Part, torch.Tensor], device: torch.device, modules: Sequence[nn.Module],
+    def add(self, name: str, parameters: dict[Part, nn.Parameter], device: torch.device, modules: Sequence[Wrapped],
             known: Mapping[Part, Any], groups: Sequence[Any]) -> Unit:
         """parameters: a unit's, by part. The rest: as Unit's."""
-        self.units.append(Unit(name, list(parameters), device, self, modules, known, groups))
+        self.units.append(Unit(name, list(parameters), device, self, self.pulls.take, modules, known, groups))
         self.parameters.update(parameters)
+        _of_part.update(dict.fromkeys(parameters, weakref.ref(self)))
         return self.units[-1]
+
+    def watch(self, model: nn.Module) -> None:
+        """model: the one that shard() has taken, all of whose units are there."""
+        self._passes = Passes(model, self, self.units, self.open, self.discard)
+
+    @property
+    def passes(self) -> Passes:
+        if self._passes is None:
+            raise Error('shard() has not ended: expected a model that it has returned', 'BAD_REQUEST')
+        return self._passes
 
     def now(self) -> tuple[int, int, int] | None:
         """Names the values that the job has now; None: no session is open."""
         return None if self._session is None else (self._sessions, self._mixtures, self._session.version)
 
-    def distrust(self) -> None:
-        """Ranks may have mixed units: nothing that was gathered counts. COLLECTIVE without a message."""
+    def differed(self) -> None:
+        """Nothing that was gathered counts: ranks may have mixed units."""
         self._mixtures += 1
 
     @property
@@ -79,10 +85,10 @@ class Sharded:
         return set().union(*(part.ranks for part in self.parameters))
 
     @property
-    def group(self) -> ranks.Group:
+    def group(self) -> groups.Group:
         """The ranks that train the job."""
         job = None if self._job is None else self._job()
-        return ranks.world() if job is None else job.group
+        return groups.world() if job is None else job.group
 
     @property
     def timeout(self) -> float:
@@ -93,26 +99,27 @@ class Sharded:
     def adopt(self, job: Job, name: str) -> None:
         """An optimizer has been given a parameter of this name."""
         known = None if self._job is None else self._job()
-        if known is not None and known is not job and self._holder is not None and known is self._holder.job and not known.is_closed:
+        if known is not None and known is not job and self._holder is not None and known is self._holder and not known.is_closed:
             raise Error(f"parameter '{name}' is of a model that was evaluated before it had an optimizer, when nothing of it wanted a "
                         'gradient, and its values are in a job of their own: make the optimizer before the first forward pass',
                         'UNSUPPORTED')
         if known is not None and known is not job and not known.is_closed:
             raise Error(f"parameter '{name}' is of a model that shard() gave to one optimizer, and another has parameters of it: one job "
                         'keeps all of them; close() that optimizer before another is made', 'UNSUPPORTED')
-        if job.sharded not in (None, self):
+        if any(feature.lives_apart and feature is not self for feature in job.features):
             raise Error(f"parameter '{name}' is of one model that shard() has taken, and the optimizer has parameters of another: shard() "
                         'one module that holds both, or give each an optimizer', 'UNSUPPORTED')
         self._job = weakref.ref(job)
-        job.sharded = self
+        if self not in job.features:
+            job.features.append(self)
         job.connection.lives_apart()
         job.buffers.of(self.passes.model)
 
     @property
-    def opened(self) -> Job | None:
+    def job(self) -> Job | None:
         """The job, if it is open."""
         job = None if self._job is None else self._job()
-        return None if job is None or job.session is None or job.is_closed else job
+        return None if job is None or job.opened is None or job.is_closed else job
 
     def open(self) -> Job:
         """The job, opened by the first call. COLLECTIVE."""
@@ -123,23 +130,35 @@ class Sharded:
             name = self.units[0].parts[0].name
             raise Error(f"parameter '{name}' lives on Ballast's servers, and no optimizer says which: make one, as "
                         'ballast.torch.AdamW(model.named_parameters()), before the first forward pass', 'BAD_REQUEST')
-        if job.session is None:
+        if job.opened is None:
             self._check_together()
             job.open()
         job.check_usable()
         return job
 
+    def open_job(self) -> OpenJob:
+        """What is open of it. COLLECTIVE where it is not."""
+        job = self.open()
+        return job.opened or job.open()
+
     def _hold(self) -> Job:
         """A model that nothing trains, as a reference of DPO or a teacher, has a job of its own while this object lives: it needs no
         optimizer."""
-        from ballast.torch.optimizers import SGD
         needed = sum(part.shape.numel() for part in self.parameters) * _HELD_BYTES
         budgets = {} if arguments.addresses(None) else {'dram': max(_HELD_BYTES_MIN, needed)}
-        mesh = next(iter(self.parameters.values())).device_mesh
-        group = mesh if mesh.ndim == 1 and mesh.size() < ranks.world().world_size else None
-        self._holder = SGD([(part.name, parameter) for part, parameter in self.parameters.items()], durability='none', group=group,
-                           name=f'frozen-{ranks.world().run()}-{min(self.holders)}-{self.number}', **budgets)
-        return self._holder.job
+        first = next(iter(self.parameters.values()))
+        mesh = first.device_mesh if is_sharded(first) else None
+        group = mesh if mesh is not None and mesh.ndim == 1 and mesh.size() < groups.world().world_size else None
+        given = options.complete('SGD', {**budgets, 'durability': 'none', 'group': group,
+                                         'name': f'frozen-{groups.world().run()}-{min(self.holders)}-{self.number}'})
+        param_groups: list[dict[str, Any]] = []
+        self._holder = job = made(algorithms.SGD(momentum_buffer=False), given, lambda: param_groups)
+        names, parameters = [part.name for part in self.parameters], list(self.parameters.values())
+        param_groups.append(Group({'params': parameters, 'lr': 0.0, 'momentum': 0.0, 'dampening': 0.0, 'weight_decay': 0.0,
+                                   'nesterov': False, 'maximize': False}, job.parameters.names))
+        job.parameters.names.add(param_groups[0], names)
+        adopt(job, names, parameters)
+        return job
 
     def _check_together(self) -> None:
         """Refuses to open a job amid a pass that other ranks do not make: they wait for what the pass gives, and this rank for them."""
@@ -150,19 +169,24 @@ class Sharded:
                         'do, whose first passes do not begin together: call resume() of the optimizer on all ranks before the first pass',
                         'BAD_REQUEST')
 
-    def check_given(self, given: Iterable[torch.Tensor]) -> None:
-        """Refuses an optimizer that lacks parameters of the model, before a job is made without them. given: the optimizer's."""
-        there = {remote_of(parameter) for parameter in given}
+    # --- hooks of the job
+
+    lives_apart = True
+
+    def opening(self, parameters: Parameters, group: groups.Group) -> None:
+        """Refuses an optimizer that lacks parameters of the model, before a job is made without them."""
+        there = {part_of(parameter) for parameter in parameters.all()}
         missing = next((part for part in self.parameters if part not in there), None)
         if missing is not None:
             raise Error(f"parameter '{missing.name}' lives on the servers alone, by shard(), and is in no group of the optimizer: give the "
                         'optimizer all of model.named_parameters(), not only those that want gradients, or the rest of them by '
                         'add_param_group(); servers keep the value alone of one that is frozen, and no step changes it', 'BAD_SPEC')
 
-    def follow(self, job: Job) -> None:
+    def opened(self, job: OpenJob, for_step: bool) -> None:
         """Takes up the session and members that the job has now."""
         if self._session is not job.session:
-            index = {remote_of(member.parameter): i for i, member in enumerate(job.members)}
+            self.values.forget()  # the servers have them
+            index = {part_of(member.parameter): i for i, member in enumerate(job.members)}
             self.tensors = {part: job.members[i].name for part, i in index.items() if part is not None}
             missing = next((part for part in self.parameters if part not in index), None)
             if missing is not None:
@@ -174,8 +198,7 @@ class Sharded:
         if self.pushes is not None:
             self.pushes.follow(job)
 
-    def leave(self) -> None:
-        """The session is over."""
+    def left(self) -> None:
         self.pulls.forget()
         if self.pushes is not None:
             self.pushes.leave()
@@ -183,32 +206,36 @@ class Sharded:
 
     @property
     def went(self) -> bool:
-        """Gradients of the step to come have gone to the servers."""
         return self.pushes is not None and self.pushes.went
 
+    def before_step(self, parameters: Parameters) -> None:
+        self.passes.check()
+
+    def gathers(self, group: groups.Group) -> Mapping[tuple[int, ...], Order]:
+        return gathers.take(group)
+
     def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Refuses a step with these gradients, by member, if they are not those that went to the servers."""
+        """Refuses gradients that are not those that went to the servers."""
         if self.pushes is not None:
             self.pushes.check(gradients)
 
-    def settle(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A step begins, and takes what went to the servers of these gradients, by member. COLLECTIVE."""
+    def settle(self, gradients: Sequence[torch.Tensor | None], registers: bool) -> None:
         if self.pushes is not None:
             self.pushes.settle(gradients)
 
     def discard(self) -> None:
-        """No step will take what went. COLLECTIVE."""
         if self.pushes is not None:
             self.pushes.discard()
 
+    def zero_grad(self) -> None:
+        self.passes.forget()
+        self.discard()
+
     def failed(self, attempt: int | None = None) -> None:
-        """A step was not made, and what went to the servers for it counts no more. attempt: the session's, which it has still where it
-        was not asked for the step, so that it is told now; None: it was told."""
         if self.pushes is not None:
             self.pushes.failed(attempt)
 
     def stepped(self) -> None:
-        """A step was made."""
         if self.pushes is not None:
             self.pushes.stepped()
         if self._session is not None:
@@ -225,9 +252,10 @@ class Sharded:
 def adopt(job: Job, names: Sequence[str | None], parameters: Sequence[torch.Tensor]) -> None:
     """The optimizer of `job` has been given parameters, some of them sharded perhaps."""
     for name, parameter in zip(names, parameters):
-        part = remote_of(parameter)
-        if part is not None:
-            part.unit.model.adopt(job, part.name if name is None else name)
+        part = part_of(parameter)
+        sharded = None if part is None else _of_part[part]()
+        if part is not None and sharded is not None:
+            sharded.adopt(job, part.name if name is None else name)
 
 
 def note(model: nn.Module, sharded: Sharded) -> None:

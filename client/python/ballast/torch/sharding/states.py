@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from ballast.errors import Error
-from ballast.torch.job import edits
 from ballast.torch.modes import plainly
-from ballast.torch.sharding.remote import Part, remote_of
-from ballast.torch.stepping.members import is_sharded, local
+from ballast.torch.sharding.sharded import Sharded
+from ballast.torch.states import values
+from ballast.torch.tensors.kinds import is_sharded, local
+from ballast.torch.tensors.remote import Part, part_of
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    from ballast.torch.sharding.sharded import Sharded
 
 
 class States:
@@ -31,7 +30,7 @@ class States:
         model.register_state_dict_pre_hook(self._settle)
         model.register_load_state_dict_pre_hook(self._begin)
         for module in model.modules():
-            if any(remote_of(parameter) is not None for parameter in module._parameters.values()):
+            if any(part_of(parameter) is not None for parameter in module._parameters.values()):
                 module.register_state_dict_post_hook(functools.partial(self._give))  # torch marks its hooks, and a method cannot be
                 module.register_load_state_dict_pre_hook(self._take)
         model.register_load_state_dict_post_hook(self._end)
@@ -41,7 +40,7 @@ class States:
         """Each parameter at the job's version, in its own dtype: this rank's part, in memory of the host. COLLECTIVE where it opens the
         job."""
         for leaf, parameter in module._parameters.items():
-            if remote_of(parameter) is not None and prefix + leaf in state:
+            if parameter is not None and part_of(parameter) is not None and prefix + leaf in state:
                 state[prefix + leaf] = self._sharded.open().read_master(parameter, whole=False).to(parameter.dtype)
 
     def _settle(self, *_: Any) -> None:
@@ -65,14 +64,14 @@ class States:
             self._give_up()
             self._settle()
         for leaf, parameter in module._parameters.items():
-            part, value = remote_of(parameter), state.get(prefix + leaf)
-            if part is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            part, value = part_of(parameter), state.get(prefix + leaf)
+            if part is None or parameter is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                 continue  # torch tells what is wrong
             if self._load is None:
                 raise Error(f"load_state_dict() of a module below the one that shard() was given, with parameter '{part.name}': load the "
                             'state into that model, with strict=False where it has no more', 'UNSUPPORTED')
             try:
-                if remote_of(value) is not part:
+                if part_of(value) is not part:
                     self._load.given[part] = _own(parameter, part, value)
             except Error as error:
                 self._load.refused.append(error)
@@ -90,10 +89,12 @@ class States:
         """The values become a new job's, or those of the servers in one transaction; where any of them is refused, on any rank, the model
         stays as it was. COLLECTIVE where the job is open."""
         load, self._load = self._load, None
-        job = self._sharded.opened
+        if load is None:
+            return
+        job = self._sharded.job
         try:
             if job is not None:
-                edits.give(job, {id(self._sharded.parameters[part]): value for part, value in load.given.items()},
+                values.give(job, {id(self._sharded.parameters[part]): value for part, value in load.given.items()},
                            lambda: load.check(keys))
                 return
             load.check(keys)
@@ -145,7 +146,7 @@ def _is_strict() -> bool:
 
 def _own(parameter: torch.Tensor, part: Part, value: torch.Tensor) -> torch.Tensor:
     """This rank's part of `value`, in memory of its own on the host, in the parameter's dtype."""
-    if not is_sharded(value):
+    if not is_sharded(value) or not is_sharded(parameter):
         mine = part.of(value)
     elif value.device_mesh == parameter.device_mesh and value.placements == parameter.placements:
         mine = local(value)

@@ -3,37 +3,59 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from ballast.errors import Error
-from ballast.torch.sharding.remote import Part
+from ballast.torch.sharding.model import Model
+from ballast.torch.tensors.remote import Part
 
 if TYPE_CHECKING:
-    from ballast.torch.sharding.collectives import Gather
-    from ballast.torch.sharding.sharded import Sharded
+    from ballast.torch.sharding.wrapped import Wrapped
+
+
+class Gathers(Protocol):
+    """What gathers the unit: see collectives.Gather."""
+
+    @property
+    def has_second(self) -> bool: ...
 
 
 class Unit:
-    """Threads: one at a time, as FSDP2 gathers."""
+    """The Home of its parts. Threads: one at a time, as FSDP2 gathers."""
 
-    def __init__(self, name: str, parts: Sequence[Part], device: torch.device, model: Sharded, modules: Sequence[nn.Module],
-                 known: Mapping[Part, Any], groups: Sequence[Any]) -> None:
-        """device: where gathers take place. modules: that fully_shard has wrapped together. known, groups: FSDP2's objects, of each
-        parameter and of all of them."""
+    def __init__(self, name: str, parts: Sequence[Part], device: torch.device, model: Model, pull: Callable[[Unit], list[torch.Tensor]],
+                 modules: Sequence[Wrapped], known: Mapping[Part, Any], groups: Sequence[Any]) -> None:
+        """device: where gathers take place. pull(unit): its pieces, by part, at the job's version. modules: that fully_shard has wrapped
+        together. known, groups: FSDP2's objects, of each parameter and of all of them."""
         self.name, self.parts, self.device, self.model = name, list(parts), device, model
         self.modules, self.known, self.groups = list(modules), dict(known), list(groups)
+        self._pull = pull
         self.gathers = 0  # so far: the same on all ranks that gather together
         self._gathered_at: object = None  # Sharded.now() of the last pull
         self._pieces: dict[Part, torch.Tensor] = {}  # of the pull that is being taken, until its gather has them
         self._asked: set[Part] = set()  # by the gather that is being prepared
-        self.gather: Gather | None = None  # None: FSDP2's own, which nothing can replace where a unit has several meshes
+        self.gather: Gathers | None = None  # None: FSDP2's own, which nothing can replace where a unit has several meshes
         self._lent: list[tuple[Any, Any, Any]] = []  # groups, and what FSDP2 has in them otherwise
         for part in self.parts:
-            part.unit = self
+            part.home = self
+
+    @property
+    def frozen(self) -> str:
+        return self.model.frozen
+
+    @property
+    def how(self) -> str:
+        return self.model.how
+
+    def initial(self, part: Part) -> torch.Tensor:
+        return self.model.values.of(part, self.parts)
+
+    def wants_gradient(self, part: Part) -> bool:
+        return self.model.parameters[part].requires_grad
 
     @property
     def is_stale(self) -> bool:
@@ -66,7 +88,7 @@ class Unit:
             if self.gather is not None and self.gather.has_second:
                 return torch.empty(part.padded, dtype=dtype, device=self.device)  # which the gather does not read
             if part not in self._pieces or self._gathered_at != self.model.now():
-                self._pieces = dict(zip(self.parts, self.model.pulls.take(self)))
+                self._pieces = dict(zip(self.parts, self._pull(self)))
                 self._gathered_at = self.model.now()
             piece = self._pieces.pop(part)
             return piece.to(self.device, non_blocking=True).to(dtype).view(part.padded)
@@ -98,8 +120,9 @@ class Unit:
     def note(self) -> None:
         """What was gathered is as FSDP2 wrote it."""
         for part, known in self.known.items():
-            if part.version is None and _whole(known) is not None:
-                part.version = _version(_whole(known))
+            whole = _whole(known)
+            if part.version is None and whole is not None:
+                part.version = _version(whole)
 
     @property
     def has_gradients(self) -> bool:
@@ -110,13 +133,15 @@ class Unit:
         """Those that were not reduced."""
         for known in self.known.values():
             known.unsharded_accumulated_grad = None
-            if _whole(known) is not None:
-                _whole(known).grad = None
+            whole = _whole(known)
+            if whole is not None:
+                whole.grad = None
 
-    def check(self, inside: Collection[nn.Module] | None = None, model: nn.Module | None = None) -> None:
+    def check(self, model: nn.Module | None = None) -> None:
         """Refuses, by the parameter's name, what would be lost: another Parameter in its place, and a write to what was gathered; the
-        parameter is in its place again then. requires_grad that was set on a gathered one becomes the parameter's. inside: the modules
-        that `model` has now; None: not asked for."""
+        parameter is in its place again then. requires_grad that was set on a gathered one becomes the parameter's. model: looks also
+        whether the parameter's module is in it."""
+        inside = set() if model is None else set(model.modules())
         for part, known in self.known.items():
             parameter, whole = self.model.parameters[part], _whole(known)
             for module, path, leaf in self.model.places[part]:
@@ -127,7 +152,7 @@ class Unit:
                         if all((module, other) != (place[0], place[2]) for place in self.model.places[part]):
                             del module._parameters[other]  # as torch.nn.utils.prune gives it another name
                     raise part.lost('it was taken out of its module' if now is None else 'another Parameter took its place')
-                if inside is not None and module not in inside:
+                if model is not None and module not in inside:
                     parent, _, name = path.rpartition('.')
                     with contextlib.suppress(AttributeError):  # others may have wrapped modules since
                         model.get_submodule(parent)._modules[name] = module

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ballast.errors import Error
-from ballast.torch.sharding.remote import Part
+from ballast.torch.tensors.remote import Part
 
 # A module's own way to make its values; torch.nn.MultiheadAttention has the second name.
 _RESETS = ('reset_parameters', '_reset_parameters')
@@ -37,8 +37,8 @@ class Values:
         self._given.clear()
         self._made.clear()
 
-    def of(self, part: Part) -> torch.Tensor:
-        """Values of the part, on the host. Makes all of a unit at once, in memory for whole parameters."""
+    def of(self, part: Part, unit: Iterable[Part]) -> torch.Tensor:
+        """Values of the part, on the host. unit: parts that are made with it, in memory for whole parameters."""
         if part in self._given:
             return self._given[part]
         if part in self._gone:
@@ -46,7 +46,7 @@ class Values:
                         "continue that one by resume='auto', or make the model again", 'BAD_REQUEST')
         if part not in self._made:
             self._made = {}
-            self._make(part.unit.parts)
+            self._make(unit)
         return self._made[part]
 
     def _make(self, parts: Iterable[Part]) -> None:
@@ -60,8 +60,8 @@ class Values:
                 reset()
             for part, parameter in whole.items():
                 if bool(parameter.isnan().any()):
-                    module = type(self._places[part][0][0]).__name__
-                    raise Error(f"parameter '{part.name}' was made on the meta device, and no reset_parameters() of {module} gives it "
+                    kind = type(self._places[part][0][0]).__name__
+                    raise Error(f"parameter '{part.name}' was made on the meta device, and no reset_parameters() of {kind} gives it "
                                 'values: add one, or make the model with its values before shard()', 'UNSUPPORTED')
                 self._made[part] = part.of(parameter)
 
@@ -80,7 +80,8 @@ class Values:
         kept = [(module, leaf, module._parameters[leaf]) for part in parts for module, _, leaf in self._places[part]]
         try:
             for part in parts:
-                dtype = self._places[part][0][0]._parameters[self._places[part][0][2]].dtype
+                module, _, leaf = self._places[part][0]
+                dtype = module.get_parameter(leaf).dtype
                 whole[part] = nn.Parameter(torch.full(part.shape, float('nan'), dtype=dtype, device='cpu'), requires_grad=False)
                 for module, _, leaf in self._places[part]:
                     module._parameters[leaf] = whole[part]

@@ -23,23 +23,17 @@ class Stored:
     def __init__(self, checkpoint: Checkpoint, name: str, shape: torch.Size, steps: int) -> None:
         self.steps = steps
         self._checkpoint, self._name, self._shape = checkpoint, name, shape
-        self.moments = _Moments(self)
 
     @property
     def master(self) -> torch.Tensor:
         return self.tensor('master')
 
+    def moment(self, name: str) -> torch.Tensor:
+        return self.tensor(name)
+
     def tensor(self, what: str) -> torch.Tensor:
         """The whole parameter's, of which the caller reads the part that it wants. what: a key of layout.FILES."""
         return self._checkpoint.tensor(self._name, what, self._shape)
-
-
-class _Moments:
-    def __init__(self, stored: Stored) -> None:
-        self._stored = stored
-
-    def get(self, what: str) -> torch.Tensor:
-        return self._stored.tensor(what)
 
 
 class Checkpoint:

@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import zipfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,13 +59,13 @@ class _Inert:
         pass
 
 
-def _standing_in(path: str, base: type) -> type:
+def _standing_in(path: str, base: type) -> Callable[..., Any]:
     """A class that torch.load takes for the one at `path`."""
     module, _, name = path.rpartition('.')
     return type(name, (base,), {'__module__': module})
 
 
-_STAND_INS = [_standing_in(path, base) for path, base in (
+_STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [_standing_in(path, base) for path, base in (
     ('deepspeed.runtime.zero.config.ZeroStageEnum', int),
     ('deepspeed.runtime.fp16.loss_scaler.LossScaler', _Inert),
     ('deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler', _Inert),

@@ -12,19 +12,18 @@ import torch
 from torch.utils import _pytree
 
 from ballast.errors import Error
-from ballast.torch.group import placement
-from ballast.torch.group.together import in_parts, together
-from ballast.torch.job import loading, spec
-from ballast.torch.job.loading import Plan
-from ballast.torch.job.registration import placed
+from ballast.torch.job.job import Job
 from ballast.torch.modes import plainly
+from ballast.torch.ranks.together import in_parts, together
+from ballast.torch.states import loading
+from ballast.torch.states.loading import Plan
+from ballast.torch.tensors import placement
 from ballast.torch.universal import layout
 from ballast.torch.universal.checkpoint import Checkpoint, Stored
 
 if TYPE_CHECKING:
-    from ballast.torch.group.ranks import Group
-    from ballast.torch.job.job import Job
     from ballast.torch.optimizer import Optimizer
+    from ballast.torch.ranks.groups import Group
 
 CALL = 'load_universal()'
 
@@ -57,7 +56,7 @@ def load_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: st
 def check_adam(job: Job) -> None:
     """A universal checkpoint has exp_avg and exp_avg_sq, and nothing else."""
     kind = job.algorithm.kind
-    if kind not in ('adam', 'adamw') or spec.of(job).amsgrad:
+    if kind not in ('adam', 'adamw') or job.spec.amsgrad:
         raise Error(f'a universal checkpoint has the two moments of Adam and AdamW, and this optimizer is {kind}'
                     f'{" with amsgrad" if kind in ("adam", "adamw") else ""}; expected AdamW, Adam or AdamW8bit without amsgrad',
                     'UNSUPPORTED')
@@ -67,8 +66,8 @@ def names_of(job: Job) -> dict[int, str]:
     """By id of the parameter. Refuses a parameter that has no name but its place."""
     check_adam(job)
     found: dict[int, str] = {}
-    for g, i, parameter in placed(job):
-        name = job.names.of(job.param_groups[g], i)
+    for g, i, parameter in job.parameters.placed():
+        name = job.parameters.names.of(job.param_groups[g], i)
         if name is None:
             raise Error(f'the parameter at place {i} of group {g} has no name, and a universal checkpoint goes by names: make the '
                         'optimizer from named_parameters(), or call attach(model)', 'BAD_CONFIG')
@@ -79,7 +78,7 @@ def names_of(job: Job) -> dict[int, str]:
 
 def _plan(job: Job, checkpoint: Checkpoint, mine: dict[int, str], names: set[str]) -> Plan:
     """names: of all ranks' parameters."""
-    parameters = {id(parameter): parameter for _, _, parameter in placed(job)}
+    parameters = {id(parameter): parameter for parameter in job.parameters.all()}
     _check_names(checkpoint, mine, parameters, names)
     loaded = {key: name for key, name in mine.items() if name in checkpoint.trained}
     files = checkpoint.files(sorted(checkpoint.trained & names))

@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ballast.errors import Error
+from ballast.torch.agreement.agree import check_values
 from ballast.torch.export import Progress, sync
-from ballast.torch.group.agreement import check_values
-from ballast.torch.group.together import in_parts, together
 from ballast.torch.job import edits
+from ballast.torch.job.moments import read_array
 from ballast.torch.modes import plainly
-from ballast.torch.state_dict.moments import read_array
-from ballast.torch.stepping import marks
+from ballast.torch.ranks.together import in_parts, together
+from ballast.torch.tensors import marks
 from ballast.torch.universal import layout
 from ballast.torch.universal.loading import names_of
 
 if TYPE_CHECKING:
     from ballast.torch.job.job import Job
+    from ballast.torch.job.opened import OpenJob
     from ballast.torch.optimizer import Optimizer
+    from ballast.torch.ranks.groups import Exchange
 
 CALL = 'save_universal()'
 
@@ -48,21 +50,21 @@ def save_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: st
     tag: None for global_stepN_universal. lr_scheduler: its state_dict() goes along, as DeepSpeed's own schedulers want. client_state: what
     DeepSpeed's load_checkpoint() returns, plain values and tensors."""
     job = optimizer.job
-    exchange = job.exchange(CALL)
+    exchange: Exchange = job.exchange(CALL)
     client = dict(client_state or {})
     together(exchange, lambda: _check(job, tag, client))
-    together(exchange, job.open)
+    opened = together(exchange, job.open)
     exchange = job.exchange(CALL)
-    job.give_values(exchange)
-    _settle(job)
-    said = in_parts(exchange, json.dumps(together(exchange, lambda: _parts(job))).encode())
+    opened.give_values(exchange)
+    _settle(opened, exchange)
+    said = in_parts(exchange, json.dumps(together(exchange, lambda: _parts(opened))).encode())
     holders, parts = _merged([[_Part(*part) for part in json.loads(each)] for each in said])
     together(exchange, lambda: _check_steps(parts))
     path = os.path.join(folder, tag or f'global_step{job.progress.steps}_universal')
     states = {'lr_scheduler': lr_scheduler.state_dict() if hasattr(lr_scheduler, 'state_dict') else lr_scheduler, **client}
     with _Writing(path, is_first=job.group.rank == 0) as writing:
         together(exchange, lambda: writing.begin(parts))
-        together(exchange, lambda: _write_parts(job, writing.folder, [part for part in parts if holders[part.name] == job.group.rank]))
+        together(exchange, lambda: _write_parts(opened, writing.folder, [part for part in parts if holders[part.name] == job.group.rank]))
         together(exchange, lambda: writing.end(parts, _optimizer_state(job, parts), _model_states(job, parts, states)))
     return path
 
@@ -76,9 +78,8 @@ def _check(job: Job, tag: str | None, client: Mapping[str, Any]) -> None:
         raise Error(f'client_state has the key {taken[0]!r}, which is DeepSpeed\'s own; give it another name', 'BAD_CONFIG')
 
 
-def _settle(job: Job) -> None:
+def _settle(job: OpenJob, exchange: Exchange) -> None:
     """Edits since the last step become part of the version that is saved. COLLECTIVE."""
-    exchange = job.exchange(CALL)
     mine = together(exchange, lambda: [member.name for member, edited in zip(job.members, marks.edited(job.members)) if edited])
     names = {name for said in in_parts(exchange, json.dumps(mine).encode()) for name in json.loads(said)}
     if not names:
@@ -89,7 +90,7 @@ def _settle(job: Job) -> None:
     edits.commit_written(job, exchange)
 
 
-def _parts(job: Job) -> list[_Part]:
+def _parts(job: OpenJob) -> list[_Part]:
     """Without frozen parameters, which no universal checkpoint is loaded into."""
     found = []
     for member in job.members:
@@ -105,7 +106,8 @@ def _parts(job: Job) -> list[_Part]:
 
 def _merged(said: list[list[_Part]]) -> tuple[dict[str, int], list[_Part]]:
     """By name, the rank that writes a parameter, so that ranks write about as much; and all parameters once."""
-    parts, having = {}, {}
+    parts: dict[str, _Part] = {}
+    having: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(said):
         for part in of_rank:
             parts.setdefault(part.name, part)
@@ -177,10 +179,10 @@ class _Writing:
             os.rename(self.folder, self._path)
             sync(self._root or '.')
             latest = os.path.join(self._root, layout.LATEST)
-            with open(latest + '.tmp', 'w', encoding='utf-8') as file:
-                file.write(os.path.basename(self._path))
-                file.flush()
-                os.fsync(file.fileno())
+            with open(latest + '.tmp', 'w', encoding='utf-8') as names:
+                names.write(os.path.basename(self._path))
+                names.flush()
+                os.fsync(names.fileno())
             os.replace(latest + '.tmp', latest)
             sync(self._root or '.')
 
@@ -200,7 +202,7 @@ def _save(value: Any, path: str) -> None:
         os.fsync(file.fileno())
 
 
-def _write_parts(job: Job, folder: str, parts: list[_Part]) -> None:
+def _write_parts(job: OpenJob, folder: str, parts: list[_Part]) -> None:
     members = {member.name: member for member in job.members}
     arrays = dict(zip(layout.FILES, ('master', 'moment1', 'moment2')))
     progress = Progress('saving a universal checkpoint', sum(12 * math.prod(part.shape) for part in parts))

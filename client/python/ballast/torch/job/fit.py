@@ -1,0 +1,129 @@
+"""Which parameters of an optimizer register with its job, and as what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from ballast import _native
+from ballast.errors import Error
+from ballast.torch.agreement import roster as rosters
+from ballast.torch.agreement.roster import Roster
+from ballast.torch.job.naming import Parameters, UnitsBySize, unit_of
+from ballast.torch.ranks.groups import Exchange, Group
+from ballast.torch.tensors import placement, shared_memory
+from ballast.torch.tensors.kinds import DTYPES
+from ballast.torch.tensors.members import Fresh, Line, Member, check_parameter, frozen_as, member_of
+from ballast.torch.tensors.remote import part_of
+
+
+def new_tensors(parameters: Parameters, group: Group, trained: Collection[str] = (), members: Sequence[Member] = (),
+                are_masters: bool = False) -> list[Fresh]:
+    """Parameters that have a gradient or want one, live on the servers alone, or have a name of `trained`, and are not in the job yet.
+    group: of the job's ranks. members: that the job has. are_masters: parameters are their own masters in it."""
+    there = {id(member.parameter): member for member in members}
+    names = {member.name for member in members}
+    by_size = UnitsBySize()
+    found = []
+    for g, i, parameter in parameters.placed():
+        given = parameters.names.of(parameters.groups[g], i)
+        unit = unit_of(given) if given is not None else by_size.next(parameter.numel())
+        name = parameters.name_of(g, i, parameter)
+        known = there.get(id(parameter))
+        if known is not None and known.group != g:
+            raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}: a job's tensors stay in "
+                        'their groups', 'BAD_SPEC')
+        # torch updates what has a gradient, frozen or not.
+        wanted = parameter.requires_grad or parameter.grad is not None or part_of(parameter) is not None or name in trained
+        if known is not None or not wanted:
+            continue
+        if parameter.numel() == 0:
+            continue  # nothing to train; servers have no empty tensors
+        check_parameter(name, parameter, group)
+        if name in names:
+            raise Error(f"there are two parameters '{name}', or one took the place of another after the first step; give "
+                        'parameters of several models names of their own, and make a new optimizer for new parameters',
+                        'BAD_SPEC')
+        names.add(name)
+        found.append(_fresh(parameters, group, name, unit, g, parameter, trained))
+        found[-1].member.is_master = are_masters
+    if found or any(member.moved for member in members):
+        shared_memory.refuse([*members, *(member for member, _, _ in found)])
+    return found
+
+
+def _fresh(parameters: Parameters, group: Group, name: str, unit: str, g: int, parameter: torch.Tensor,
+           trained: Collection[str]) -> Fresh:
+    shape = list(parameter.shape) or [1]
+    tensor = _native.Tensor(name, unit, shape, g)
+    tensor.frozen = '' if name in trained else frozen_as(parameter)
+    key = placement.key_of(name, parameter, group)
+    if key is not None:
+        placement.check(name, parameter, key, group.rank)
+        tensor.placement = placement.native(key)
+        tensor.parts = placement.parts_of(key, tuple(shape))
+    part = part_of(parameter)
+    where = '' if part is None else f', on the servers alone{part.home.how}'
+    where += ', tied' if name in parameters.tied else ''
+    where += f', frozen as {tensor.frozen}' if tensor.frozen else ''
+    what = f"{DTYPES[parameter.dtype]} {shape} in group {g} and unit '{unit}'{where}"
+    line = Line(name, what, tuple(shape), key, True, name in parameters.tied)
+    return Fresh(member_of(line, g, parameter, parameters.debug), parameter, tensor)
+
+
+def lines(parameters: Parameters, members: Iterable[Member]) -> list[Line]:
+    """What this rank says of its parameters: of `members`, and which others it has."""
+    mine = [member.line for member in members]
+    names = {line.name for line in mine}
+    others = [parameters.name_of(g, i, parameter) for g, i, parameter in parameters.placed() if parameter.numel() > 0]
+    return mine + [Line(name, '', (), None, False) for name in others if name not in names]
+
+
+class Fit:
+    """Which tensors a session names when it opens its job: those that want gradients here, and as the job turns out to have others,
+    those, and without those that it has not got."""
+
+    def __init__(self, parameters: Parameters, group: Group, options: _native.OpenOptions, trained: Iterable[str]) -> None:
+        """group: of the job's ranks. options: of the session to be. trained: as new_tensors'."""
+        self._parameters, self._group, self._options, self._trained = parameters, group, options, set(trained)
+        self._unknown: set[str] = set()
+        self._found = new_tensors(parameters, group, self._trained)
+        self._roster: Roster | None = None
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for member, _, _ in self._found if member.name not in self._unknown]
+
+    @property
+    def tensors(self) -> list[_native.Tensor]:
+        return [tensor for member, _, tensor in self._found if member.name not in self._unknown]
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names, sorted: they may register with the next step."""
+        return sorted(self._unknown)
+
+    def agree(self, exchange: Exchange) -> Roster:
+        """Brings the ranks' parameters together. COLLECTIVE."""
+        self._roster = roster = rosters.gather(exchange, lines(self._parameters, self.members), self._group)
+        self._options.placed = roster.places
+        return roster
+
+    def follow(self, refused: Error) -> Fit:
+        """The job has other tensors (TENSORS_DIFFER): takes up those that it has and that are frozen here, and leaves those out that it
+        has not got. Raises `refused` where there are none of the one, or where no others would be left or they could not register
+        later, see late_tensors()."""
+        missing, unknown = (set(filter(None, refused.details.get(key, '').split('\0'))) for key in ('missing', 'unknown'))
+        is_new = missing - self._trained or unknown - self._unknown
+        self._trained |= missing
+        self._unknown |= unknown
+        self._found = new_tensors(self._parameters, self._group, self._trained)
+        there = {member.name for member in self.members}
+        late = unknown and self._options.durability == 'every-K'
+        elsewhere = self._roster is not None and not self._roster.is_alike  # other ranks have parameters of their own
+        if not is_new or late or (not elsewhere and (not there or not missing <= there)):
+            text = str(refused).removesuffix(f' [{refused.reason}]')
+            raise Error(f'{text}. Tensors are parameters, by their names from named_parameters() or attach(model): were modules renamed, '
+                        'wrapped or replaced since the job was made?', refused.reason, refused.code, refused.details) from refused
+        return self

@@ -1,0 +1,107 @@
+"""The memory of members' parameters and gradients, where servers read it and write to it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+
+from ballast import _native
+from ballast.errors import Error
+from ballast.torch.tensors.host_memory import HostMemory, is_elsewhere
+from ballast.torch.tensors.kinds import DTYPES, is_sharded, local
+from ballast.torch.tensors.members import Member
+from ballast.torch.tensors.remote import gone_of
+
+
+def gradient_of(member: Member) -> torch.Tensor | None:
+    """The memory of a member's gradient on this rank, None if it has none; a DTensor where it is not placed as its parameter is."""
+    parameter, gradient = member.parameter, member.parameter.grad
+    if gradient is None:
+        return None
+    if is_sharded(gradient) != is_sharded(parameter):
+        kinds = {False: 'a plain tensor', True: 'a DTensor'}
+        raise Error(f"parameter '{member.name}' is {kinds[is_sharded(parameter)]}, and its gradient is {kinds[is_sharded(gradient)]}; "
+                    "expected a gradient like its parameter: distribute it, or take full_tensor() of it, before step()", 'BAD_SPEC')
+    if gradient.layout != torch.strided:
+        raise Error(f"parameter '{member.name}' has a sparse gradient; expected a dense one: make its layer with "
+                    'sparse=False', 'UNSUPPORTED')
+    if gradient.dtype not in DTYPES:
+        raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}; expected float32, bfloat16 or "
+                    'float16', 'BAD_DTYPE')
+    if is_sharded(gradient) and is_sharded(parameter):
+        if gradient.device_mesh != parameter.device_mesh:
+            raise Error(f"parameter '{member.name}' is over {parameter.device_mesh}, and its gradient over {gradient.device_mesh}; "
+                        'expected one mesh', 'BAD_SPEC')
+        if gradient.placements != parameter.placements:
+            return gradient
+    if gone_of(gradient) is not None:
+        return local(gradient)  # it went before the step
+    if local(gradient).shape != local(parameter).shape:
+        raise Error(f"parameter '{member.name}' has shape {list(local(parameter).shape)}, and its gradient {list(local(gradient).shape)}: "
+                    'was .data set to another tensor after backward?', 'BAD_SPEC')
+    return local(gradient).detach().contiguous()
+
+
+def in_host(host: HostMemory, member: Member, what: str, tensor: torch.Tensor, read: bool = True) -> torch.Tensor:
+    """A contiguous tensor in the host's memory: itself, or its place in `host`, to which its values are on their way if `read`."""
+    if not is_elsewhere(tensor):
+        return tensor.contiguous()
+    place = host.place((member.name, what), tensor)
+    if read:
+        host.copy(place, tensor)
+    return place
+
+
+class Memory:
+    """Members' parameters and gradients as contiguous tensors in the host's memory: their own, or copies on their way. write_back()
+    brings to a parameter what was written."""
+
+    def __init__(self, members: Sequence[Member], host: HostMemory, gradients: Sequence[torch.Tensor | None] | None = None,
+                 there: Container[int] = frozenset(), reads: bool = False) -> None:
+        """host: the job's. gradients: of gradient_of(), an entry per member; none of them without. there: members,
+        by index, whose gradients have been brought to it before. reads: also parameters with a gradient are read."""
+        self._members, self._host = members, host
+        self.parameters: list[torch.Tensor | None] = []  # None: it lives on the servers alone
+        self.gradients: list[torch.Tensor | None] = []
+        for i, (member, gradient) in enumerate(zip(members, gradients or [None] * len(members))):
+            # With a gradient it will be written, and else it is read, unless it is its own master.
+            here = member.here
+            self.parameters.append(None if here is None else in_host(host, member, 'parameter', here, read=reads or gradient is None))
+            gradient = None if gone_of(gradient) is not None else gradient
+            self.gradients.append(None if gradient is None else in_host(host, member, 'gradient', gradient, read=i not in there))
+        self._copied = host.enqueued()
+
+    def wait(self) -> Memory:
+        """Returns when copies are there. Any thread."""
+        for event in self._copied:
+            event.synchronize()
+        return self
+
+    @property
+    def is_copied(self) -> bool:
+        return any(here is not None and is_elsewhere(here) for here in (member.here for member in self._members))
+
+    def write_back(self, i: int) -> None:
+        parameter, written = self._members[i].here, self.parameters[i]
+        if parameter is not None and written is not None and (is_elsewhere(parameter) or not parameter.is_contiguous()):
+            self._host.copy(parameter, written)
+
+
+def give_values(session: _native.Session, members: Sequence[Member], memory: Memory) -> None:
+    """Tensors without values on the servers get those of their parameters, and those of Member.initial() where a parameter has no memory,
+    one after another. COLLECTIVE. memory: of the members."""
+    failed: list[BaseException] = []
+
+    def initial(i: int) -> torch.Tensor:
+        try:
+            return members[i].initial()
+        except BaseException as error:
+            failed.append(error)
+            raise
+    try:
+        session.initialise(memory.parameters, initial)
+    except BaseException:
+        if failed:
+            raise failed[0] from None
+        raise
