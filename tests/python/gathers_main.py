@@ -51,7 +51,7 @@ def second_of_a_mixture():
     losses = [loss_of(model, tokens).item()]
     if dist.get_rank() == 1:
         model.order = [1, 0, 2]
-    optimizer.job.features[0].differed()  # the pass to come pulls anew
+    optimizer.job.features[-1].differed()  # the pass to come pulls anew
     loss_of(model, tokens).backward()
     said = told(optimizer.step)
     model.order = None
@@ -92,7 +92,7 @@ def late():
             time.sleep(0.001 * (i % 8))
         with torch.no_grad():
             losses.append(loss_of(model, next(batches(1))).item())
-        optimizer.job.features[0].differed()  # units that FSDP2 keeps are gathered again
+        optimizer.job.features[-1].differed()  # units that FSDP2 keeps are gathered again
     dist.barrier()
     optimizer.close()
     return losses

@@ -12,6 +12,7 @@ import torch
 
 from ballast import _native
 from ballast.errors import Error
+from ballast.torch.job.features import Feature
 from ballast.torch.job.opened import OpenJob
 from ballast.torch.modes import plainly
 from ballast.torch.sharding.memory import Memory
@@ -27,7 +28,7 @@ from ballast.torch.tensors.sketch import sketch
 _UNDER_WAY_MAX = 2
 
 
-class Pushes:
+class Pushes(Feature):
     """A unit of the session goes as soon as each of its trained tensors has its gradient. Gradients clipped by max_norm are right that
     way, since the servers clip. COLLECTIVE without a message: FSDP2 reduces in one order on all ranks. Threads: the loop's and
     autograd's, one at a time."""
@@ -46,11 +47,11 @@ class Pushes:
         self._made: dict[int, torch.cuda.Event] = {}  # by member: behind its last reduction
         self._gone: dict[int, concurrent.futures.Future[None]] = {}  # units, the oldest first
 
-    def follow(self, job: OpenJob) -> None:
+    def opened(self, job: OpenJob, for_step: bool) -> None:
         """Takes up the session and members that the job has now."""
         session, members = job.session, job.members
         if session is not self._session:
-            self.leave()
+            self.left()
             self._session, self._job = session, weakref.ref(job)
         if len(members) > len(self._members):
             self._members, self._units = list(members), session.units
@@ -74,8 +75,8 @@ class Pushes:
             raise Error('the job that gradients go to is not open', 'BAD_REQUEST')
         return job
 
-    def leave(self) -> None:
-        """The session is over, with all that went to it."""
+    def left(self) -> None:
+        """With all that went to the session."""
         self._settle()
         self._end_background()
         for hook in self._hooks.values():
@@ -168,11 +169,13 @@ class Pushes:
             self._background = None
 
     def discard(self) -> None:
-        """No step will take what went. COLLECTIVE."""
         self._settle()
         if self._gone:
             self._sent_to.drop()
         self._begin()
+
+    def zero_grad(self) -> None:
+        self.discard()
 
     @property
     def went(self) -> bool:
@@ -200,7 +203,7 @@ class Pushes:
                 raise Error(f"the gradient of parameter '{self._members[i].name}' was changed after it had gone to the servers; "
                             'keep gradients in the trainer by shard(push_early=False)', 'BAD_REQUEST')
 
-    def settle(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def settle(self, gradients: Sequence[torch.Tensor | None], registers: bool) -> None:
         """A step begins with gradients that check() has passed. COLLECTIVE where all that went were set to None."""
         went = self._went()
         if went and all(gradients[i] is None for i in went):
@@ -211,8 +214,7 @@ class Pushes:
         self._settle()
         self._begin()
 
-    def failed(self, attempt: int | None) -> None:
-        """See Sharded.failed()."""
+    def failed(self, attempt: int | None = None) -> None:
         self._settle()
         if self._gone:
             with contextlib.suppress(Error):  # the session is over

@@ -46,7 +46,7 @@ class Sharded(Model, Feature):
         self.tensors: dict[Part, str] = {}  # the job's names
         self._passes: Passes | None = None
         self.pulls = Pulls(self.open_job, prefetch_bytes, self.memory)
-        self.pushes = Pushes(backwards, self.memory) if push_early else None
+        self._pushes = Pushes(backwards, self.memory) if push_early else Feature()
         self._mixtures = 0  # so far: gathers of different units
         self._job: weakref.ref[Job] | None = None
         self._holder: Job | None = None  # of a model that nothing trains
@@ -63,7 +63,7 @@ class Sharded(Model, Feature):
 
     def watch(self, model: nn.Module) -> None:
         """model: the one that shard() has taken, all of whose units are there."""
-        self._passes = Passes(model, self, self.units, self.open, self.discard)
+        self._passes = Passes(model, self, self.units, self.open, self._pushes.discard)
 
     @property
     def passes(self) -> Passes:
@@ -111,7 +111,7 @@ class Sharded(Model, Feature):
                         'one module that holds both, or give each an optimizer', 'UNSUPPORTED')
         self._job = weakref.ref(job)
         if self not in job.features:
-            job.features.append(self)
+            job.features += [self._pushes, self]
         job.connection.lives_apart()
         job.buffers.of(self.passes.model)
 
@@ -195,18 +195,10 @@ class Sharded(Model, Feature):
             self.pulls.place({unit: [index[part] for part in unit.parts] for unit in self.units})
             self._session = job.session
             self._sessions += 1
-        if self.pushes is not None:
-            self.pushes.follow(job)
 
     def left(self) -> None:
         self.pulls.forget()
-        if self.pushes is not None:
-            self.pushes.leave()
         self._session = None
-
-    @property
-    def went(self) -> bool:
-        return self.pushes is not None and self.pushes.went
 
     def before_step(self, parameters: Parameters) -> None:
         self.passes.check()
@@ -214,30 +206,10 @@ class Sharded(Model, Feature):
     def gathers(self, group: groups.Group) -> Mapping[tuple[int, ...], Order]:
         return gathers.take(group)
 
-    def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Refuses gradients that are not those that went to the servers."""
-        if self.pushes is not None:
-            self.pushes.check(gradients)
-
-    def settle(self, gradients: Sequence[torch.Tensor | None], registers: bool) -> None:
-        if self.pushes is not None:
-            self.pushes.settle(gradients)
-
-    def discard(self) -> None:
-        if self.pushes is not None:
-            self.pushes.discard()
-
     def zero_grad(self) -> None:
         self.passes.forget()
-        self.discard()
-
-    def failed(self, attempt: int | None = None) -> None:
-        if self.pushes is not None:
-            self.pushes.failed(attempt)
 
     def stepped(self) -> None:
-        if self.pushes is not None:
-            self.pushes.stepped()
         if self._session is not None:
             self.pulls.stepped()
 
