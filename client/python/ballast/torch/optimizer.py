@@ -47,7 +47,7 @@ class Optimizer(torch.optim.Optimizer):
     """The arguments that all optimizers share: options.Arguments.
 
     Attributes after a step, for which they wait: grad_norm (global norm of the gradients as they were taken), last_step_skipped.
-    The attribute `job` is Ballast's own.
+    The attributes `job` and `looks` are Ballast's own.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, algorithm: Algorithm, **ballast: Unpack[Arguments]) -> None:
