@@ -47,7 +47,7 @@ def half_open(server, token, count, path=OPEN, patience=12):
                 link.socket.sendall(link.frame(0, 0, link.open(path, token), struct.pack(">BI", 0, 1000) + b"x"))
         except OSError:
             pass
-    # The first that are read are late after 10 s; strangers are not read at all.
+    # Each gives way to the next, and the last are late after 10 s; strangers are not read at all.
     time.sleep(patience if token else 1)
     for link in links:
         link.look()
@@ -96,11 +96,12 @@ def empty_elements(server, token, count):
 
 # What an identity with few rights is told: one of these (reason, words), and each of the first ones at least once.
 LATE = ("BAD_REQUEST", "expected a whole message within 10s")
+SLOW = ("BUSY", "come slowly, and others wait")
 BUSY = ("BUSY", "send it again")
 FLOODS = [
     (nothing, 3, [], []),
     (idle, 5000, [], []),
-    (half_open, 2000, [LATE], []),
+    (half_open, 2000, [SLOW], [LATE]),
     (reflection, 2000, [("BUSY", "callers may ask for reflection at a time")], []),
     (large_opens, 200, [("VERSIONS_DIFFER", "came without spec_digest")], [BUSY]),
     (empty_elements, 200, [("BAD_REQUEST", "has more fields than that")], []),
