@@ -1,4 +1,7 @@
-"""The chapter "Run it for real" of deploy/README.md, its commands as printed, on a bare Debian that has booted; one machine plays all of them."""
+"""The chapter "Run it for real" of deploy/README.md, its commands as printed, on a bare Debian that has booted.
+
+One machine plays all of them.
+"""
 import os
 import pathlib
 import re

@@ -289,8 +289,8 @@ TEST(Judge, CallsTwoServersOfOneIdDegraded) {
   ASSERT_EQ(view.problems.size(), 1u);
   EXPECT_EQ(
       view.problems[0],
-      "servers host:0 and host:2 both say that they are 'a': one server named twice, or two of one id, of which one "
-      "must go");
+      "servers host:0 and host:2 both say that they are 'a': you named one server twice, or two servers use one id; "
+      "then stop one");
   servers[2].error = absl::UnavailableError("down");
   EXPECT_EQ(Judge(servers).problems.size(), 1u) << "what does not answer has no id";
 }
