@@ -36,7 +36,7 @@ def certificates(tmp_path_factory):
     (folder / 'tokens.yaml').write_text(f'tokens: [{{identity: holder, sha256: {digest}}}]\n')
     (folder / 'rights.yaml').write_text(
         "rights:\n- {identity: 'spiffe://t/trainer', jobs: 'mine-*', can: [train, pin]}\n"
-        "- {identity: holder, jobs: 'held-*', can: [train]}\n")
+        "- {identity: holder, kind: token, jobs: 'held-*', can: [train]}\n")
     return folder
 
 
