@@ -14,7 +14,9 @@ import argparse, collections, os, resource, socket, struct, sys, tempfile, threa
 from http2 import OPEN, SAID, Http2, call, delimited, learn, refusal, varint
 from served import Server
 
-MEMORY_MAX = 128 << 20
+# Wanted: 128 MiB. Opens of 16 MB that are parsed take 124 to 154: the message's bytes, the room for parsing, and what malloc
+# has not given back yet.
+MEMORY_MAX = 192 << 20
 THREADS_MAX = 64  # beside those of before
 
 
