@@ -8,7 +8,7 @@ umask 022  # packages' own scripts make files that others read
 build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc libgrpc++-dev libprotobuf-dev libabsl-dev
   libssl-dev liburing-dev librocksdb-dev prometheus-cpp-dev libcpp-httplib-dev libhwy-dev libisal-dev libgloo-dev libyaml-cpp-dev libcli11-dev
   libspdlog-dev libopenblas-dev)
-test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev fio clang clang-format clang-tidy
+test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev patch fio clang clang-format clang-tidy
   etcd-server etcd-client help2man zsh fish)
 package=(dpkg-dev file help2man ccache python3-venv python3-dev buildah skopeo)
 ops=("${package[@]}" debootstrap systemd util-linux iproute2 e2fsprogs podman runc catatonit lintian

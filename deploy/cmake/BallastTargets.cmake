@@ -10,28 +10,6 @@ function(ballast_library name)
   target_compile_features(ballast_${name} PUBLIC cxx_std_20)
 endfunction()
 
-# ballast_seeded_library(<name> <library>...): the sources of these libraries once more, as one library `ballast_<name>` whose switches
-# of seeded bugs and failpoints are there (storage/faults). For tests alone; never linked with the libraries
-# themselves: both define the same classes.
-function(ballast_seeded_library name)
-  set(sources "")
-  set(deps "")
-  foreach(library ${ARGN})
-    get_target_property(folder ballast_${library} SOURCE_DIR)
-    get_target_property(files ballast_${library} SOURCES)
-    list(TRANSFORM files PREPEND ${folder}/)
-    list(APPEND sources ${files})
-    get_target_property(links ballast_${library} LINK_LIBRARIES)
-    list(APPEND deps ${links})
-  endforeach()
-  list(TRANSFORM ARGN PREPEND ballast_)
-  list(REMOVE_ITEM deps ${ARGN})
-  list(REMOVE_DUPLICATES deps)
-  ballast_library(${name} SRCS ${sources} DEPS ${deps})
-  target_compile_definitions(ballast_${name} PUBLIC BALLAST_SEEDED_BUGS)
-  set_target_properties(ballast_${name} PROPERTIES EXCLUDE_FROM_ALL ON UNITY_BUILD ON)
-endfunction()
-
 # ballast_grpc_glue(<target> [source...]): these sources (or all of the target) instantiate gRPC's templates. Under ThreadSanitizer they
 # are compiled without it: gRPC hands calls between threads by lock-free queues inside its own library, where TSan cannot look,
 # so its templates, and the messages that they keep, would be reported at random. All else is instrumented. Optimised, they have

@@ -5,8 +5,6 @@
 
 #include "ballast/proto/model/status.h"
 #include "ballast/services/durability/flush_pace.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
 
@@ -86,7 +84,6 @@ absl::Status Flushes::Harden(storage::ChunkStore* store) {
 void Flushes::Cut(const storage::ChunkStore& store) {
   int64_t cut = applied_;
   for (uint64_t chunk = 0; store.records() && chunk < store.chunk_count(); ++chunk) {
-    if (Seeded(storage::StorageBug::kCutAtCommit)) break;
     cut = std::min(cut, store.recoverable_from(chunk).value_or(applied_));
   }
   JobMutexLock lock(&core_->mu);
@@ -136,7 +133,6 @@ absl::Status Flushes::EndRecovery() {
     posted_ = true;  // the store has one user at a time: now this thread
     BALLAST_ASSIGN_OR_RETURN(few, journal_->RollForRestart());
   }
-  storage::Pass("recovery/rolled");
   if (store != nullptr && few) FlushAll();
   JobMutexLock lock(&core_->mu);
   posted_ = false;

@@ -13,8 +13,6 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/services/records/data_files.h"
 #include "ballast/services/records/job_entry.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
 
@@ -62,12 +60,7 @@ uint64_t JobJournal::Append(const StepRecord& record) {
     out.keep_for = prepared->prepared.step();
   }
   journal_->log().Append(std::move(out));
-  if (std::holds_alternative<PromiseRecord>(record)) storage::Pass("fence/promise");
-  if (std::holds_alternative<OpenRecord>(record)) storage::Pass("fence/open");
-  if (std::holds_alternative<SliceRecord>(record)) storage::Pass("journal/slice");
   if (std::holds_alternative<PreparedStepRecord>(record)) core_->counters.steps.Appended();
-  if (std::holds_alternative<PreparedStepRecord>(record)) storage::Pass("journal/prepared");
-  if (std::holds_alternative<DecisionRecord>(record)) storage::Pass("journal/decision");
   return lsn;
 }
 
@@ -111,8 +104,7 @@ void JobJournal::Sync(uint64_t lsn) {
 
 void JobJournal::Opened() {
   // Slices of older epochs are void, the log need not keep them.
-  const int64_t released = Seeded(storage::StorageBug::kReleasedTooMuch) ? -1 : core_->machine->committed();
-  if (journal_ != nullptr) journal_->log().Release(released);
+  if (journal_ != nullptr) journal_->log().Release(core_->machine->committed());
   attempt_ = {-1, 0};
   norm_bytes_max_ = sealed_bytes_max_ = step_bytes_ = values_bytes_ = 0;
   for (const auto& chunk : core_->chunks) {
@@ -306,7 +298,6 @@ absl::StatusOr<std::unique_ptr<storage::GradientLog>> JobJournal::Create(const G
       return written;
     }
   }
-  storage::Pass("create/catalogued");
   return log;
 }
 
@@ -370,7 +361,6 @@ absl::Status JobJournal::Remove() {
   core_->around.tiers->Return(storage::TierKind::kNvme, std::exchange(bytes_, 0), storage::TierPart::kLog,
                               core_->around.account.get());
   BALLAST_RETURN_IF_ERROR(RemoveLog(*core_->around.tiers, core_->name));
-  storage::Pass("drop/log_removed");
   return core_->around.catalog->ErasePrefix(absl::StrCat(CatalogPrefix(core_->name), kCatalogLog));
 }
 

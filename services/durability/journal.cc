@@ -4,7 +4,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/faults/failpoint.h"
 
 namespace ballast::services {
 namespace {
@@ -85,7 +84,6 @@ absl::Status Journal::MakeRoom(uint64_t records, uint64_t record_bytes, uint64_t
   }
   if (!log_->Roll()) return short_of("another segment although chunks were flushed");
   log_->Append(std::move(record));
-  storage::Pass("journal/rolled");
   return absl::OkStatus();
 }
 

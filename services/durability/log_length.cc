@@ -7,8 +7,6 @@
 #include <numeric>
 #include <utility>
 
-#include "ballast/storage/faults/failpoint.h"
-
 namespace ballast::services {
 
 uint64_t LogStepsFor(const FlushWaits& waits) {
@@ -60,7 +58,6 @@ void LogLength::AfterStep(const storage::ChunkStore& store) {
 void LogLength::Lengthen(uint64_t held, uint64_t wanted) {
   const absl::Status status = journal_->Lengthen(wanted - held);
   if (status.ok()) {
-    storage::Pass("lengthen/done");
     spdlog::info("job '{}': its gradient log holds {} steps now, {} before, {}", core_->name, wanted, held,
                  core_->around.log_steps > 0 ? "as log_steps says" : "because steps waited for flushes");
   } else if (!absl::IsUnavailable(status) && !std::exchange(stays_short_, true)) {

@@ -4,8 +4,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
 
@@ -96,10 +94,8 @@ void JobCore::LockedOnWorker(absl::FunctionRef<void(Replies*)> body) {
 
 void JobCore::Settle(Replies* replies) {
   for (;;) {
-    const bool acked_unsynced = Seeded(storage::StorageBug::kAckedUnsynced);
-    if (const std::optional<uint64_t> lsn = promises.TakeSynced(acked_unsynced ? ~uint64_t{0} : journalled_lsn)) {
+    if (const std::optional<uint64_t> lsn = promises.TakeSynced(journalled_lsn)) {
       machine->Synced(*lsn);
-      storage::Pass("journal/durable");
       moved = true;
     }
     if (const std::optional<PromiseLog::Durable> record = promises.NextToWrite()) {

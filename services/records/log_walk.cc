@@ -7,7 +7,6 @@
 
 #include "ballast/proto/model/status.h"
 #include "ballast/services/records/log_records.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
 
@@ -20,7 +19,6 @@ absl::Status LogWalk::Run(LogVisitor* visitor) {
     Keep(record, records_->segment());
     BALLAST_RETURN_IF_ERROR(Visit(record, read->payload, visitor));
   }
-  if (Seeded(storage::StorageBug::kSegmentsForgotten)) std::fill(keep_for_.begin(), keep_for_.end(), -1);
   return absl::OkStatus();
 }
 
@@ -42,7 +40,7 @@ absl::Status LogWalk::Visit(const StepRecord& record, const storage::PayloadPlac
   if (const auto* promise = std::get_if<PromiseRecord>(&record)) return visitor->VisitPromise(promise->epoch, record);
   if (const auto* open = std::get_if<OpenRecord>(&record)) {
     opened_ = true;
-    if (!Seeded(storage::StorageBug::kOldEpochReplayed)) slices_.clear();
+    slices_.clear();
     return visitor->VisitOpen(open->open, record);
   }
   if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) {

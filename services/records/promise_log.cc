@@ -4,8 +4,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/services/records/job_entry.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
 
@@ -43,12 +41,7 @@ std::optional<PromiseLog::Durable> PromiseLog::NextToWrite() {
 }
 
 absl::Status PromiseLog::Write(storage::Catalog* catalog, const Durable& record) {
-  storage::Pass("fence/catalog_put");
-  using Sync = storage::Catalog::Sync;
-  const absl::Status status = catalog->Put(
-      record.key, record.value, Seeded(storage::StorageBug::kPromiseUnsynced) ? Sync::kUnsynced : Sync::kTwice);
-  storage::Pass("fence/catalog_done");
-  return status;
+  return catalog->Put(record.key, record.value, storage::Catalog::Sync::kTwice);
 }
 
 void PromiseLog::Written(uint64_t lsn) {
@@ -59,8 +52,7 @@ void PromiseLog::Written(uint64_t lsn) {
 std::optional<uint64_t> PromiseLog::TakeSynced(uint64_t elsewhere) {
   // A log is durable as a prefix: a later record never overtakes a record that is still being written.
   uint64_t durable = std::min(requested_lsn_, elsewhere);
-  if (!unwritten_.empty() && !Seeded(storage::StorageBug::kPromiseNotAwaited))
-    durable = std::min(durable, unwritten_.front().lsn - 1);
+  if (!unwritten_.empty()) durable = std::min(durable, unwritten_.front().lsn - 1);
   if (durable <= reported_lsn_) return std::nullopt;
   reported_lsn_ = durable;
   return durable;

@@ -13,8 +13,6 @@
 #include "ballast/proto/model/threads.h"
 #include "ballast/services/records/log_walk.h"
 #include "ballast/storage/counters/disk_counters.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
 #include "ballast/storage/log/reading/logged_records.h"
 
@@ -67,12 +65,10 @@ absl::Status Recovery::Replayer::VisitOpen(const v1::OpenRequest& open, const St
   BALLAST_RETURN_IF_ERROR(replay_->FinishUpdates());
   BALLAST_ASSIGN_OR_RETURN(Space::Chunks chunks, recovery_->TakeChunks(open));
   JobMutexLock lock(&core_->mu);
-  const absl::Status status = recovery_->openings_->Replay(std::move(chunks), [&] {
+  return recovery_->openings_->Replay(std::move(chunks), [&] {
     core_->mu.AssertHeld();
     return core_->machine->Replay(record);
   });
-  storage::Pass("recovery/opened");
-  return status;
 }
 
 absl::Status Recovery::Replayer::VisitSnapshot(const v1::LogSnapshot& snapshot, bool begins, const StepRecord& record) {
@@ -90,7 +86,6 @@ absl::Status Recovery::Replayer::VisitDecision(const v1::Decision& decision, con
   BALLAST_RETURN_IF_ERROR(core_->Interrupted());
   BALLAST_RETURN_IF_ERROR(
       recovery_->slices_.Load(walk_->Slices(decision.attempt(), step), LoggedSlices::Use::kDecided, replay_));
-  storage::Pass("recovery/slices_loaded");
   BALLAST_RETURN_IF_ERROR(replay_->FinishUpdates());
   std::shared_ptr<StepWork> work;
   std::shared_ptr<storage::ChunkStore> store;
@@ -112,9 +107,7 @@ absl::Status Recovery::Replayer::VisitDecision(const v1::Decision& decision, con
                  replay_->replayed_bytes >> 20);
   }
   const auto update = [updates = recovery_->updates_, store, work, log = replay_->file] {
-    const absl::Status status = updates->Run(store.get(), work.get(), log);
-    storage::Pass("recovery/step_replayed");
-    return status;
+    return updates->Run(store.get(), work.get(), log);
   };
   if (core_->around.compute->threads() == 1) return update();
   {
@@ -147,7 +140,6 @@ absl::Status Recovery::Replayer::LoadUndecided() {
     v1::GetJobResponse job = core_->machine->DescribeProgress();
     if (job.has_prepared()) prepared = std::move(*job.mutable_prepared());
   }
-  if (Seeded(storage::StorageBug::kUndecidedForgotten)) attempts.clear();
   for (const uint64_t attempt : attempts) {
     // A rank that has not heard that all servers prepared the step keeps its gradients, and is told what is missing.
     const bool needed = prepared.has_value() && prepared->attempt() == attempt;
@@ -247,7 +239,6 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
   flushes_->SetApplied(committed);
   // Slices of dropped attempts and of skipped steps need no replay.
   replay.Pass(payload_bytes - std::min(payload_bytes, replay.replayed_bytes + replay.passed_bytes));
-  storage::Pass("recovery/replayed");
   {
     JobMutexLock lock(&core_->mu);
     core_->recovering = false;
@@ -367,7 +358,6 @@ absl::Status Recovery::ComeBack(const JobEntry& entry) {
       "the next group restores what all servers have",
       core_->name, entry.pins.empty() ? "none" : absl::StrCat("version ", entry.pins.back().version()),
       entry.open->spec().pin_interval());
-  storage::Pass("recovery/opened");
   return absl::OkStatus();
 }
 

@@ -8,7 +8,6 @@
 #include "ballast/services/server/budgets.h"
 #include "ballast/services/server/job_steps.h"
 #include "ballast/services/server/server_state.h"
-#include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
@@ -114,7 +113,6 @@ absl::StatusOr<v1::DropJobResponse> StateServer::Impl::Drop(const v1::DropJobReq
 }
 
 absl::Status StateServer::Impl::Erase(const std::string& name, Entry entry) {
-  storage::Pass("drop/stopped");
   // The log goes first: an interrupted drop then leaves a job without a log, which counts as lost and can be dropped
   // again. The extents go last, when no entry names them any more.
   const v1::Epoch promised = entry.job != nullptr ? entry.job->promised() : entry.lost->promised();
@@ -123,9 +121,7 @@ absl::Status StateServer::Impl::Erase(const std::string& name, Entry entry) {
     if (const auto stored = ReadJobEntry(*catalog, name); stored.ok()) left = stored->ChunksAndPinned();
   }
   absl::Status erased = entry.job != nullptr ? entry.job->RemoveJournal() : RemoveLog(*tiers, name);
-  storage::Pass("drop/log_forgotten");
   if (erased.ok()) erased = catalog->ErasePrefix(CatalogPrefix(name));
-  storage::Pass("drop/job_forgotten");
   if (erased.ok() && entry.job != nullptr) entry.job->Discard();
   if (erased.ok() && entry.job == nullptr) FreeLost(entry, left);
   if (!erased.ok()) {

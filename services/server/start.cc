@@ -18,7 +18,6 @@
 #include "ballast/services/server/nvme_devices.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/catalog/directory_format.h"
-#include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/log/reading/logged_records.h"
 #include "ballast/storage/machine/profile_file.h"
 #include "ballast/storage/tier/nvme_tier.h"

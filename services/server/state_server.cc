@@ -5,7 +5,6 @@
 #include "ballast/proto/model/protocol.h"
 #include "ballast/services/scrub/scrubber.h"
 #include "ballast/services/server/server_state.h"
-#include "ballast/storage/faults/failpoint.h"
 #include "ballast/storage/tier/dram_tier.h"
 
 namespace ballast::services {

@@ -8,7 +8,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
 namespace {
@@ -76,9 +75,8 @@ uint64_t Intake::BufferBytes(uint32_t slice, v1::SliceKind kind) const {
 bool Intake::Busy(model::Range range) const {
   if (norming_ > 0) return true;
   const auto touches = [&](model::Range other) { return model::Intersect(range, other).size() > 0; };
-  const bool logging = !Seeded(storage::StorageBug::kPayloadLeaseDropped);
   return std::any_of(receiving_.begin(), receiving_.end(), touches) ||
-         (logging && std::any_of(logging_.begin(), logging_.end(), touches));
+         std::any_of(logging_.begin(), logging_.end(), touches);
 }
 
 absl::StatusOr<Intake::Receipt> Intake::BeginReceive(uint32_t slice, v1::SliceKind kind, uint64_t attempt) {
@@ -94,7 +92,7 @@ absl::StatusOr<Intake::Receipt> Intake::BeginReceive(uint32_t slice, v1::SliceKi
   held.attempt.reset();
   held.buffer.reset();
   held.lent = false;
-  if (!Seeded(storage::StorageBug::kOldPlaceReadBack)) held.place.reset();
+  held.place.reset();
   const uint64_t bytes = BufferBytes(slice, kind);
   if (kind == v1::SLICE_KIND_GRADIENT) {
     for (size_t i = 0; i < segments_.size(); ++i) {
@@ -176,7 +174,7 @@ void Intake::Written(const Receipt& receipt, const storage::PayloadPlace* place)
   if (!receipt.logged || place == nullptr || receipt.generation != generation_) return;
   Held& held = slots_[receipt.slice].held(receipt.kind);
   if (held.buffer != receipt.buffer) return;
-  if (!Seeded(storage::StorageBug::kOldPlaceReadBack) || !held.place.has_value()) held.place = *place;
+  held.place = *place;
   held.buffer.reset();
 }
 

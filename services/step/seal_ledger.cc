@@ -2,7 +2,6 @@
 
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
-#include "ballast/services/step/seeded_bugs.h"
 
 namespace ballast::services {
 namespace {
@@ -60,7 +59,7 @@ absl::Status SealLedger::Seal(const v1::SealRequest& request) {
   // A seal with the hash of a checked seal needs no check of its own: the hash covers the whole plan. The first blobs
   // need one, since nobody could compute the hash before.
   const bool same = request.plan_hash() == first_.plan_hash() && request.attempt() == first_.attempt();
-  const bool agrees = any() && (same || Seeded(SeededBug::kPlanHashIgnored));
+  const bool agrees = any() && same;
   const bool brings_blobs = !request.blobs().empty() && first_.blobs().empty();
   if (!agrees || brings_blobs) {
     BALLAST_RETURN_IF_ERROR(CheckFirst(request));

@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include "ballast/proto/model/status.h"
-#include "ballast/services/step/seeded_bugs.h"
 
 namespace ballast::services {
 namespace {
@@ -64,10 +63,7 @@ void SliceLedger::Open(const model::EpochPlan* plan, uint32_t member) {
   std::vector<uint32_t> next(rank_begins_.begin(), rank_begins_.end() - 1);
   for (uint32_t place = 0; place < own_.size(); ++place) by_rank_[next[slice(place).rank]++] = place;
   attempts_.assign(plan->world_size(), 0);
-  for (auto& entries : entries_) {
-    if (Seeded(SeededBug::kOpenKeepsSlices) && entries.size() == own_.size()) continue;
-    entries.assign(own_.size(), Entry{});
-  }
+  for (auto& entries : entries_) entries.assign(own_.size(), Entry{});
   Forget();
 }
 
@@ -106,7 +102,6 @@ absl::StatusOr<uint32_t> SliceLedger::FindPlace(const v1::PushRequest& header) c
 
 void SliceLedger::RaiseAttempt(uint32_t rank, uint64_t attempt) {
   attempts_[rank] = attempt;
-  if (Seeded(SeededBug::kCoverageIgnoresAttempt)) return;
   for (const uint32_t place : places_of(rank)) {
     for (const v1::SliceKind kind : {v1::SLICE_KIND_GRADIENT, v1::SLICE_KIND_VALUE}) Set(kind, place, Entry{});
   }
@@ -115,7 +110,6 @@ void SliceLedger::RaiseAttempt(uint32_t rank, uint64_t attempt) {
 std::optional<uint32_t> SliceLedger::Held(v1::SliceKind kind, uint32_t place) const {
   const Entry& entry = entries(kind)[place];
   if (!entry.held) return std::nullopt;
-  if (Seeded(SeededBug::kCoverageIgnoresAttempt) && entry.attempt != attempts_[slice(place).rank]) return std::nullopt;
   return entry.crc32c;
 }
 
@@ -146,7 +140,6 @@ void SliceLedger::Lose(v1::SliceKind kind, uint32_t place, uint64_t attempt) {
 }
 
 bool SliceLedger::TakePlace(const v1::PushRequest& header) {
-  if (Seeded(SeededBug::kPlaceShared)) return true;
   const model::Range range{header.begin(), header.end()};
   auto& ranges = writing_[{header.kind(), header.unit(), header.begin() / plan_->layout().chunk_elements()}];
   for (const model::Range& other : ranges) {
@@ -164,9 +157,7 @@ void SliceLedger::FreePlace(const v1::PushRequest& header) {
   if (it->second.empty()) writing_.erase(it);
 }
 
-bool SliceLedger::Covers(const Entry& entry, uint64_t attempt) {
-  return entry.held && (entry.attempt == attempt || Seeded(SeededBug::kCoverageIgnoresAttempt));
-}
+bool SliceLedger::Covers(const Entry& entry, uint64_t attempt) { return entry.held && entry.attempt == attempt; }
 
 SliceLedger::Requirement& SliceLedger::Require(v1::SliceKind kind, absl::string_view presence, uint64_t attempt) {
   Requirement& requirement = requirements_[kind == v1::SLICE_KIND_VALUE];

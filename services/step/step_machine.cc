@@ -26,7 +26,7 @@ v1::GetJobResponse StepMachine::DescribeProgress() const {
   job.set_committed(m.committed);
   if (m.decision.has_value()) *job.mutable_decision() = *m.decision;
   // A prepared record that is not durable may be lost in a crash: nobody may decide by it.
-  if (m.prepared.has_value() && m.Durable(m.prepared_lsn)) *job.mutable_prepared() = *m.prepared;
+  if (prepared_durably()) *job.mutable_prepared() = *m.prepared;
   *job.mutable_promised() = m.promised;
   job.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
   for (const auto& [version, pin] : m.pins) {
@@ -36,15 +36,12 @@ v1::GetJobResponse StepMachine::DescribeProgress() const {
     job.add_automatic_versions(version);
     job.add_automatic_since(pin.automatic_since());
   }
-  job.set_state_lost(m.state != Impl::State::kKnown && !Seeded(SeededBug::kLossNotTold));
+  job.set_state_lost(m.state != Impl::State::kKnown);
   return job;
 }
 
 Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
   Impl& m = *impl_;
-  if (Seeded(SeededBug::kRecoveryPresumesCommit) && std::exchange(m.replaying, false) && m.prepared.has_value()) {
-    if (auto decision = model::Decide({*m.prepared}); decision.ok()) m.Decide(*decision, /*log=*/true);
-  }
   if (request.epoch().counter() == 0) return BadRequest("an epoch's counter starts at 1, got 0");
   if (request.epoch().counter() > m.promised.counter() &&
       request.epoch().counter() - m.promised.counter() > model::kEpochsSkippedMax) {
@@ -66,17 +63,14 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
                                      "new one, resume=must only continues"));
   }
   if (order > 0) {
-    m.fence_hides_prepared =
-        Seeded(SeededBug::kFenceMissesPrepareInFlight) && m.prepared.has_value() && !m.Durable(m.prepared_lsn);
     m.promised = request.epoch();
     m.promise_lsn = m.Append(PromiseRecord{request.epoch()});
     m.host->Sync(m.promise_lsn);
   }
   // A prepare in flight lies before the promise in the log, so it is durable when the promise is: Describe reports it.
-  if (!m.Durable(m.promise_lsn) && !Seeded(SeededBug::kPromiseNotSynced)) return std::nullopt;
+  if (!m.Durable(m.promise_lsn)) return std::nullopt;
   v1::FenceResponse response;
   *response.mutable_job() = DescribeProgress();
-  if (m.fence_hides_prepared) response.mutable_job()->clear_prepared();
   return response;
 }
 
@@ -146,15 +140,12 @@ absl::StatusOr<v1::NormResponse> StepMachine::Norm(const v1::NormRequest& reques
 
 absl::StatusOr<model::SealAnswer> StepMachine::Seal(const v1::SealRequest& request) {
   Impl& m = *impl_;
-  const bool in_flight = Seeded(SeededBug::kFenceMissesPrepareInFlight) && m.fence_hides_prepared &&
-                         m.prepared.has_value() && SameKey(*m.prepared, request);
-  const bool any_epoch = (Seeded(SeededBug::kSealIgnoresEpoch) && m.plan != nullptr) || in_flight;
-  if (!any_epoch) BALLAST_RETURN_IF_ERROR(m.CheckEpoch(request.epoch()));
+  BALLAST_RETURN_IF_ERROR(m.CheckEpoch(request.epoch()));
   if (m.decision.has_value() && SameKey(*m.decision, request)) return m.Decided(request.rank() == 0);
   BALLAST_RETURN_IF_ERROR(m.CheckStep(request.step()));
   BALLAST_RETURN_IF_ERROR(m.CheckRank(request.rank()));
   // Seals are volatile: after a restart a prepared record speaks for all of them.
-  if (!m.prepared.has_value() || (!SameKey(*m.prepared, request) && !any_epoch)) {
+  if (!m.prepared.has_value() || !SameKey(*m.prepared, request)) {
     BALLAST_RETURN_IF_ERROR(m.seals.agreement());
     BALLAST_RETURN_IF_ERROR(m.CheckAttempt(request.rank(), request.attempt()));
     if (m.prepared.has_value()) {
@@ -171,8 +162,7 @@ absl::StatusOr<model::SealAnswer> StepMachine::Seal(const v1::SealRequest& reque
     m.RaiseAttempt(request.rank(), request.attempt());
     m.TryPrepare();
   }
-  if (!m.prepared.has_value()) return nullptr;
-  if (!m.Durable(m.prepared_lsn) && !Seeded(SeededBug::kPreparedAnsweredUnsynced)) return nullptr;
+  if (!prepared_durably()) return nullptr;
   return m.Prepared(request.rank() == 0);
 }
 
@@ -194,9 +184,6 @@ absl::StatusOr<v1::CommitResponse> StepMachine::Commit(const v1::CommitRequest& 
   Impl& m = *impl_;
   const v1::Decision& theirs = request.decision();
   v1::CommitResponse response;
-  if (Seeded(SeededBug::kCommitAppliesAgain) && theirs.step() == m.committed) {
-    m.host->Apply(v1::PreparedRecord(), theirs);
-  }
   if (m.state == Impl::State::kLost) return m.StateLost();
   if (theirs.step() <= m.committed) {
     if (m.decision.has_value() && theirs.step() == m.committed && !SameKey(*m.decision, theirs)) {
@@ -246,16 +233,14 @@ void StepMachine::Pinned(v1::PinnedVersion pin) {
     m.host->PinChanged(changed);
     return;
   }
-  const bool automatic = pin.automatic();
   m.pins.insert_or_assign(version, std::move(pin));
-  if (automatic && Seeded(SeededBug::kPinDroppedByTheNext)) m.KeepOneAutomatic(version, version);
 }
 
 absl::Status StepMachine::Unpin(int64_t version, bool unreadable) {
   Impl& m = *impl_;
   const bool restoring = m.prepared.has_value() && m.prepared->header().kind() == v1::STEP_KIND_RESTORE &&
                          m.prepared->header().restored_version() == version;
-  if (restoring && !Seeded(SeededBug::kUnpinWhileRestoring)) {
+  if (restoring) {
     return Precondition(model::kBusy,
                         absl::StrCat("server '", m.id, "' has prepared a restore of version ", version, " as step ",
                                      m.prepared->step(), "; unpin it once that is decided or the job is fenced"));

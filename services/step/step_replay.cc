@@ -99,18 +99,14 @@ v1::LogSnapshot StepMachine::Snapshot() const {
   if (m.plan != nullptr) *snapshot.mutable_open() = m.plan->open();
   snapshot.set_committed(m.committed);
   if (m.decision.has_value()) *snapshot.mutable_decision() = *m.decision;
-  if (m.prepared.has_value() && !Seeded(SeededBug::kSnapshotForgetsPrepared))
-    *snapshot.mutable_prepared() = *m.prepared;
-  if (!Seeded(SeededBug::kSnapshotForgetsStepCounts)) {
-    snapshot.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
-  }
+  if (m.prepared.has_value()) *snapshot.mutable_prepared() = *m.prepared;
+  snapshot.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
   snapshot.set_skipped_steps(m.skipped);
   return snapshot;
 }
 
 absl::Status StepMachine::Replay(const StepRecord& record) {
   Impl& m = *impl_;
-  m.replaying = true;
   if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) return m.ReplaySnapshot(snapshot->snapshot);
   if (const auto* promise = std::get_if<PromiseRecord>(&record)) {
     m.promised = promise->epoch;

@@ -50,7 +50,7 @@ absl::Status StepMachine::Impl::CheckRank(uint32_t rank) const {
 }
 
 absl::Status StepMachine::Impl::CheckAttempt(uint32_t rank, uint64_t attempt) const {
-  if (attempt < slices.attempt(rank) && !Seeded(SeededBug::kLowerAttemptAccepted)) {
+  if (attempt < slices.attempt(rank)) {
     return model::Error(absl::StatusCode::kAborted, model::kStaleAttempt,
                         absl::StrCat("attempt ", attempt, " of step ", committed + 1, " was dropped: rank ", rank,
                                      " is at attempt ", slices.attempt(rank)));
@@ -77,7 +77,7 @@ void StepMachine::Impl::TryPrepare() {
   // The restore's pin may have gone since the seal.
   if (!CheckRestore(header, sealed.blobs()).ok()) return;
   // Waits for the due pin: so when a later step is decided all servers have the pin, and older pins may go.
-  if (due_pin.has_value() && !pins.contains(*due_pin) && !Seeded(SeededBug::kPinNotAwaited)) return;
+  if (due_pin.has_value() && !pins.contains(*due_pin)) return;
 
   v1::PreparedRecord& record = prepared.emplace();
   record.set_step(committed + 1);
@@ -97,9 +97,6 @@ void StepMachine::Impl::TryPrepare() {
   prepared_lsn = Append(PreparedStepRecord{record});
   // The log is durable as a prefix, so this covers the slices and the decision before it too.
   host->Sync(prepared_lsn);
-  if (unlogged_decision.has_value()) {
-    Append(DecisionRecord{*std::exchange(unlogged_decision, std::nullopt)});
-  }
 }
 
 void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
@@ -107,18 +104,14 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
   decision = request;
   for (model::SealAnswer& answer : answers) answer.reset();
   // The sealed blobs count, not the blobs of the commit.
-  if (!Seeded(SeededBug::kCommitTrustsBlobs)) *decision->mutable_blobs() = record.blobs();
-  if (log && Seeded(SeededBug::kDecisionAfterNextPrepared)) {
-    unlogged_decision = decision;
-  } else if (log) {
-    Append(DecisionRecord{*decision});
-  }
+  *decision->mutable_blobs() = record.blobs();
+  if (log) Append(DecisionRecord{*decision});
   committed = decision->step();
   const bool skip = decision->verdict().skip();
   if (skip) ++skipped;
   CountSteps(record, skip);
   // Before Apply, which takes a while: a crash meanwhile must not go back to a version that the restore gives up.
-  if (record.header().kind() == v1::STEP_KIND_RESTORE && pin_interval() > 0 && !Seeded(SeededBug::kRestoreKeepsPins)) {
+  if (record.header().kind() == v1::STEP_KIND_RESTORE && pin_interval() > 0) {
     MakeAutomatic(record.header().restored_version(), committed);
   }
   host->Apply(record, *decision);
@@ -130,12 +123,12 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
 
 void StepMachine::Impl::CountSteps(const v1::PreparedRecord& record, bool skip) {
   const v1::StepHeader& header = record.header();
-  if (header.kind() == v1::STEP_KIND_UPDATE && (!skip || Seeded(SeededBug::kSkipAdvancesStepCounts))) {
+  if (header.kind() == v1::STEP_KIND_UPDATE && !skip) {
     for (uint32_t tensor = 0; tensor < tensor_steps.size(); ++tensor) {
       if (model::HasBit(header.gradient_presence(), tensor)) ++tensor_steps[tensor];
     }
   }
-  if (header.kind() == v1::STEP_KIND_RESTORE && !Seeded(SeededBug::kRestoreKeepsStepCounts)) {
+  if (header.kind() == v1::STEP_KIND_RESTORE) {
     tensor_steps.assign(record.restored_tensor_steps().begin(), record.restored_tensor_steps().end());
     tensor_steps.resize(plan->layout().tensors().size(), 0);
   }
@@ -150,22 +143,15 @@ void StepMachine::Impl::CountSteps(const v1::PreparedRecord& record, bool skip) 
 // All servers prepared this step, so all have the pin that was due before this step. After a restore only the restored
 // version's pin stays: newer pins belong to the history given up, and nobody will need older pins.
 void StepMachine::Impl::ReleasePins(const v1::StepHeader& header) {
-  std::optional<int64_t> kept;
   if (header.kind() == v1::STEP_KIND_RESTORE) {
     state = State::kKnown;
     due_pin.reset();  // the due pin belongs to the history given up; all servers have the restored version
-    if (!Seeded(SeededBug::kRestoreKeepsPins)) {
-      kept = header.restored_version();
-      restored_as = committed;
-    }
-  }
-  for (const auto& [version, pin] : pins) {
-    if (header.kind() != v1::STEP_KIND_RESTORE && pin.automatic()) kept = version;
-  }
-  if (kept.has_value()) {
-    const auto pin = pins.find(*kept);
-    const bool restored = header.kind() == v1::STEP_KIND_RESTORE;
-    KeepOneAutomatic(*kept, restored || pin == pins.end() ? committed : pin->second.automatic_since());
+    restored_as = committed;
+    KeepOneAutomatic(header.restored_version(), committed);
+  } else {
+    const auto newest =
+        std::find_if(pins.rbegin(), pins.rend(), [](const auto& pin) { return pin.second.automatic(); });
+    if (newest != pins.rend()) KeepOneAutomatic(newest->first, newest->second.automatic_since());
   }
   if (committed % static_cast<int64_t>(pin_interval()) != 0) return;
   due_pin = committed;
@@ -233,7 +219,7 @@ absl::Status StepMachine::Impl::CheckStartsAnew(const v1::OpenRequest& request) 
 }
 
 absl::Status StepMachine::Impl::CheckBase(const v1::OpenRequest& request) const {
-  if (state != State::kKnown && !Seeded(SeededBug::kLossNotTold)) return StateLost();
+  if (state != State::kKnown) return StateLost();
   const v1::Decision& theirs = request.base_decision();
   if (request.has_base_decision() != (request.base() >= 0) ||
       (request.has_base_decision() && theirs.step() != request.base())) {
@@ -259,8 +245,7 @@ absl::Status StepMachine::Impl::CheckRestore(const v1::StepHeader& header,
                                              const google::protobuf::RepeatedPtrField<std::string>& blobs) const {
   const int64_t version = header.restored_version();
   const bool restore = header.kind() == v1::STEP_KIND_RESTORE;
-  if (state == State::kToRestore && (!restore || version != plan->open().restores()) &&
-      !Seeded(SeededBug::kUpdateOfLostState)) {
+  if (state == State::kToRestore && (!restore || version != plan->open().restores())) {
     return Precondition(model::kStateLost, absl::StrCat("the state of server '", id,
                                                         "' is lost: the first transaction of this epoch "
                                                         "must restore version ",
@@ -273,7 +258,6 @@ absl::Status StepMachine::Impl::CheckRestore(const v1::StepHeader& header,
   }
   const auto pin = pins.find(version);
   if (pin == pins.end()) {
-    if (Seeded(SeededBug::kRestoreWithoutPin)) return absl::OkStatus();
     return Precondition(model::kVersionGone, absl::StrCat("server '", id, "' has no durable pin of version ", version,
                                                           "; GetJob tells which it has"));
   }
@@ -295,7 +279,7 @@ void StepMachine::Impl::Adopt(std::shared_ptr<const model::EpochPlan> next, uint
   slices.Open(next.get(), member);
   seals.Open(next.get());
   plan = std::move(next);
-  if (!Seeded(SeededBug::kOpenKeepsPrepared)) prepared.reset();
+  prepared.reset();
   tensor_steps.resize(plan->layout().tensors().size(), 0);
   host->Opened(plan);
 }

@@ -11,7 +11,6 @@
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/step/seal_ledger.h"
-#include "ballast/services/step/seeded_bugs.h"
 #include "ballast/services/step/slice_ledger.h"
 #include "ballast/services/step/step_machine.h"
 
@@ -56,10 +55,6 @@ struct StepMachine::Impl {
   bool Durable(uint64_t lsn) const { return lsn <= synced; }
   // Rule 3's conditions on epoch, step, rank and attempt of a push: checked before the bytes come and again after.
   absl::Status CheckPush(const v1::PushRequest& header) const;
-  // Is the push's step prepared, so that no slice may be added?
-  bool Settled(const v1::PushRequest& header) const;
-  // Always false but for a seeded bug: a push of the step after the prepared one.
-  bool TakesNext(const v1::PushRequest& header) const;
   // Rule 6: writes the prepared record once the step is complete.
   void TryPrepare();
   // Rule 8: decides the step of this server's prepared record.
@@ -120,11 +115,6 @@ struct StepMachine::Impl {
   State state = State::kKnown;
   std::optional<int64_t> due_pin;
   int64_t restored_as = -1;  // every-K: step of the last restore decided since this process began
-
-  // Only seeded bugs set these.
-  std::optional<v1::Decision> unlogged_decision;
-  bool fence_hides_prepared = false;
-  bool replaying = false;
 };
 
 }  // namespace ballast::services

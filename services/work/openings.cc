@@ -5,7 +5,6 @@
 
 #include "ballast/proto/model/status.h"
 #include "ballast/services/records/log_records.h"
-#include "ballast/storage/faults/failpoint.h"
 
 namespace ballast::services {
 
@@ -51,7 +50,6 @@ void Openings::Prepare(const v1::OpenRequest& request) {
 
 void Openings::TakeSpace(const Plan& plan) {
   absl::StatusOr<Space::Chunks> chunks = space_->Take(*plan);
-  storage::Pass("create/space_taken");
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
     Finish(std::move(chunks), replies);

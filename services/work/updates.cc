@@ -15,8 +15,6 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/services/records/job_entry.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::services {
 namespace {
@@ -123,7 +121,7 @@ std::shared_ptr<StepWork> Updates::Prepare(const v1::PreparedRecord& prepared, c
     const bool restore = header.kind() == v1::STEP_KIND_RESTORE && chunk->changed >= 0;
     const bool changes = !skip && (restore || Changes(header, chunk->layout));
     if (changes) chunk->changed = decision.step();
-    if (*chunk->version >= decision.step() && !Seeded(storage::StorageBug::kReplayedTwice)) {
+    if (*chunk->version >= decision.step()) {
       // After a restart: the state on the disk is ahead of the replayed log.
       chunk->intake.Clear();
       continue;
@@ -236,15 +234,12 @@ void Updates::RunStep(StepWork* work) {
   absl::Status status = PrepareReadBack(work);
   if (status.ok()) status = Run(store.get(), work, log);
   work->lent = nullptr;  // also after an error: a trainer has its memory back before anything else blocks
-  storage::Pass("step/updated");
   steps.Updated(work->step);
   steps.clock().SetWorker(Stage::kFlush);
   if (status.ok()) flushes_->SetApplied(work->step);
   if (status.ok()) status = flushes_->Run(store.get(), others);
   if (status.ok()) status = flushes_->Harden(store.get());
-  storage::Pass("step/flushed");
   if (status.ok()) flushes_->Cut(*store);
-  storage::Pass("step/cut");
   steps.Flushed(work->step);
   if (status.ok()) NoteCommitted(work->step);
   if (status.ok()) log_length_.AfterStep(*store);

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "ballast/kernels/kernels.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::storage {
 namespace {
@@ -63,7 +62,6 @@ void EncodeLabel(const DurableChunk& chunk, const StateLayout& layout, absl::str
                  absl::Span<std::byte> block) {
   Label label;
   DurableChunk labelled = chunk;
-  if (Seeded(StorageBug::kLabelWithoutVersion)) labelled.version = 0;
   std::memcpy(label.chunk.data(), &labelled, kEntryBytes);
   label.file = chunk.file;
   label.layout_bits = LayoutBits(layout);

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "ballast/kernels/kernels.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::storage {
 namespace {
@@ -40,9 +39,6 @@ void JoinMaster(const StateView& state, const std::byte* working, uint64_t at, a
 
 void SetRemainder(absl::Span<const float> master, uint64_t at, const StateView& state) {
   kernels::SplitF32(master, LowerHalvesAt(state, at), CarriesAt(state, at));
-  if (Seeded(StorageBug::kCarryDropped)) {
-    std::fill_n(CarriesAt(state, at), kernels::CarryBytes(master.size()), uint8_t{0});
-  }
 }
 
 }  // namespace ballast::storage

@@ -4,8 +4,6 @@
 #include <utility>
 
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::storage {
 
@@ -43,7 +41,6 @@ absl::Status VersionedExtents::Gather(uint64_t bytes) {
 void VersionedExtents::Written(const DurableChunk& chunk, NvmeExtent old) {
   written_.push_back(chunk);
   written_bytes_ += chunk.bytes;
-  if (Seeded(StorageBug::kOldFreedBeforeRecord) && old.bytes() > 0) return room_.Join(old.TakeRoom());
   if (old.bytes() > 0) old_.push_back(std::move(old));
 }
 
@@ -55,15 +52,10 @@ bool VersionedExtents::EndRun() {
 }
 
 absl::Status VersionedExtents::Record() {
-  Pass("extent/sync");
   std::vector<NvmeFileId> files;
   for (const DurableChunk& chunk : written_) files.push_back(chunk.file);
-  if (!Seeded(StorageBug::kExtentSyncDropped)) failed_ = nvme_->Sync(std::move(files));
-  if (Seeded(StorageBug::kFailedExtentSyncIgnored)) failed_ = absl::OkStatus();
-  Pass("extent/synced");
+  failed_ = nvme_->Sync(std::move(files));
   if (failed_.ok()) failed_ = options_.record(written_);
-  Pass("extent/recorded");
-  if (Seeded(StorageBug::kFailedRecordIgnored)) failed_ = absl::OkStatus();
   return failed_;
 }
 
@@ -75,7 +67,6 @@ absl::Status VersionedExtents::Harden() {
   written_.clear();
   written_bytes_ = before_run_ = 0;
   runs_ = 0;
-  Pass("extent/freed");
   return absl::OkStatus();
 }
 

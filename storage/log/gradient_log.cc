@@ -11,8 +11,6 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/proto/model/threads.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/memory/arena.h"
 
 namespace ballast::storage {
@@ -30,8 +28,7 @@ GradientLog::GradientLog(Disk* disk, std::unique_ptr<BlockFile> file, uint64_t s
       transient_(transient),
       queue_(std::move(ring), scanned == nullptr ? 0 : scanned->last_lsn),
       writer_(disk, file_.get(), transient,
-              BatchEncoder(segment_bytes, Seeded(StorageBug::kSaltConstant) ? 0 : std::random_device()(),
-                           scanned == nullptr ? 1 : scanned->last_batch + 1,
+              BatchEncoder(segment_bytes, std::random_device()(), scanned == nullptr ? 1 : scanned->last_batch + 1,
                            scanned == nullptr || scanned->live.empty() ? 0 : scanned->live.back().incarnation),
               scanned == nullptr ? 0 : scanned->last_batch, &queue_) {}
 
@@ -50,14 +47,12 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
                                                    SegmentRing(options.segment_bytes), /*scanned=*/nullptr));
   const auto fill = [&]() -> absl::Status {
     BALLAST_RETURN_IF_ERROR(log->Extend(options.segment_count, interrupt));
-    Pass("create/reserved");
     // Marks exist from the start: a log without marks and without segments was damaged.
     const auto blocks = MakeLogMemory(2 * kLogBlock);
     EncodeHead(LogMark{}, {blocks.get(), kLogBlock});
     EncodeHead(LogMark{}, {blocks.get() + kLogBlock, kLogBlock});
     BALLAST_RETURN_IF_ERROR(log->file_->Write(2 * kLogBlock, {blocks.get(), 2 * kLogBlock}));
-    if (!Seeded(StorageBug::kHeadBeforeContent)) BALLAST_RETURN_IF_ERROR(log->SyncFile());
-    Pass("create/headless");
+    BALLAST_RETURN_IF_ERROR(log->SyncFile());
     // The head comes last: a file without a head never was a log.
     FileHead head;
     head.segment_bytes = options.segment_bytes;
@@ -66,12 +61,11 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Create(Disk* disk, con
     EncodeHead(head, {blocks.get(), kLogBlock});
     EncodeHead(head, {blocks.get() + kLogBlock, kLogBlock});
     BALLAST_RETURN_IF_ERROR(log->file_->Write(0, {blocks.get(), 2 * kLogBlock}));
-    Pass("create/head");
     return log->SyncFile();
   };
   if (const absl::Status status = fill(); !status.ok()) {
     log.reset();
-    if (!Seeded(StorageBug::kFailedCreationLeft)) (void)disk->Remove(options.path);
+    (void)disk->Remove(options.path);
     return status;
   }
   return log;
@@ -82,10 +76,8 @@ absl::StatusOr<std::unique_ptr<GradientLog>> GradientLog::Recover(Disk* disk, co
                                                                   std::atomic<uint64_t>* read_bytes) {
   BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(path, Disk::Mode::kKept));
   BALLAST_ASSIGN_OR_RETURN(*scanned, ScanLog(*file, read_bytes));
-  Pass("recovery/scanned");
   // Some batches read may have been written and never synced: from here on they count as durable.
-  if (!Seeded(StorageBug::kReopenSyncDropped)) BALLAST_RETURN_IF_ERROR(file->Sync());
-  Pass("recovery/synced");
+  BALLAST_RETURN_IF_ERROR(file->Sync());
   return std::unique_ptr<GradientLog>(new GradientLog(disk, std::move(file), scanned->segment_bytes,
                                                       /*transient=*/false, SegmentRing(*scanned), scanned));
 }
@@ -123,17 +115,14 @@ absl::Status GradientLog::Extend(uint64_t segment_count, Interrupt interrupt) {
   const uint64_t first = queue_.segments(), written = std::min(segment_count, kWrittenSegments);
   const uint64_t begin = first == 0 ? 0 : SegmentBegin(first);
   absl::Status status = file_->Reserve(begin, SegmentBegin(first + segment_count) - begin);
-  if (status.ok()) Pass("lengthen/reserved");
   if (status.ok() && !transient_) status = WriteZeros(begin, SegmentBegin(first + written), interrupt);
-  if (status.ok()) Pass("lengthen/written");
   if (status.ok()) status = interrupt();
   if (status.ok()) {
     queue_.BeginExtension();
     status = SyncFile();
-    if (status.ok()) Pass("lengthen/synced");
     // A failed sync may drop batches, and the system reports the failure to one caller only: the writer's own sync
     // would then say OK. So the log fails here.
-    if (!status.ok() && !Seeded(StorageBug::kExtensionSyncForgiven)) queue_.Fail(status);
+    if (!status.ok()) queue_.Fail(status);
     queue_.EndExtension(segment_count, transient_ ? segment_count : written, status.ok());
   }
   if (!status.ok() && first > 0) (void)file_->Truncate(SegmentBegin(first));

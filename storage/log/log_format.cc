@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "ballast/kernels/kernels.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 
 namespace ballast::storage {
 namespace {
@@ -66,8 +65,7 @@ bool DecodeBatchHead(absl::Span<const std::byte> block, uint64_t block_offset, u
 bool DecodeMeta(absl::Span<const std::byte> meta, ReadBatch* batch) {
   BatchHead& head = batch->head;
   std::memcpy(&head, meta.data(), sizeof(head));
-  const bool whole = head.digest == DigestAround(meta, offsetof(BatchHead, digest));
-  if (!whole && !Seeded(StorageBug::kBatchDigestUnchecked)) return false;
+  if (head.digest != DigestAround(meta, offsetof(BatchHead, digest))) return false;
   // The digest vouches for what a Ballast wrote; the checks below are for a digest that was made to fit.
   const uint64_t payloads = head.offset + 2 * head.meta_bytes;
   uint64_t at = sizeof(BatchHead);

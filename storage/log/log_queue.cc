@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "ballast/storage/faults/failpoint.h"
-
 namespace ballast::storage {
 
 bool LogQueue::HasRoom(uint64_t body_bytes, uint64_t payload_bytes) const {
@@ -32,7 +30,6 @@ void LogQueue::Append(LogRecord record) {
   }
   ring_.Take(cost, record.keep_for);
   queued_.emplace_back(std::move(record));
-  Pass("log/appended");
 }
 
 void LogQueue::Sync(uint64_t lsn) {

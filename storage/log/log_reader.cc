@@ -12,7 +12,6 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/counters/disk_counters.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/reading/meta_reader.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/parity/block_parity.h"
@@ -341,10 +340,10 @@ absl::Status Scan::Chain() {
     if (!ended) end = kLogFirstSegment + segment.index * log_.segment_bytes + kSegmentHeadBytes;
     for (const FoundBatch& batch : segment.batches) {
       const uint64_t number = batch.number;
-      if (number >= segment.end_batch && !Seeded(StorageBug::kSegmentEndIgnored)) break;
+      if (number >= segment.end_batch) break;
       bool next = !ended && number == expected;
       // Payloads of durable batches are checked when they are needed; payloads that may be torn are checked now.
-      if (next && number > log_.synced_batch && !Seeded(StorageBug::kTornPayloadAccepted)) {
+      if (next && number > log_.synced_batch) {
         BALLAST_ASSIGN_OR_RETURN(next, PayloadsWhole(batch, segment));
       }
       if (!next) {
@@ -364,7 +363,7 @@ absl::Status Scan::Chain() {
   }
   // The next batch may exist in an unreadable block: nobody may write over this block while the disk cannot read it.
   if (const auto unread = unreadable_.find(end); end > 0 && unread != unreadable_.end()) return unread->second;
-  if (log_.last_batch >= log_.synced_batch || Seeded(StorageBug::kRottenTakenForTorn)) return absl::OkStatus();
+  if (log_.last_batch >= log_.synced_batch) return absl::OkStatus();
   return Rotten(file_, absl::StrFormat("batch %d cannot be read, and all up to %d were durable", log_.last_batch + 1,
                                        log_.synced_batch));
 }
@@ -392,7 +391,7 @@ absl::StatusOr<ScannedLog> Scan::Run() {
   }
   BALLAST_RETURN_IF_ERROR(ReadNeeded());
   BALLAST_RETURN_IF_ERROR(Chain());
-  if (oldest_kept_ < oldest_ && !log_.live.empty() && !Seeded(StorageBug::kVoidCutBelieved)) {
+  if (oldest_kept_ < oldest_ && !log_.live.empty()) {
     // A void batch names a cut that never was durable. The batch will be overwritten, so nothing may be freed by it.
     oldest_ = oldest_kept_;
     BALLAST_RETURN_IF_ERROR(ReadNeeded());
@@ -450,7 +449,6 @@ std::optional<uint64_t> RebuildPayload(const BlockFile& file, const PayloadPlace
 absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to,
                          std::optional<uint64_t>* rebuilt) {
   const absl::Status read = ReadAt(file, place.offset, to);
-  if (read.ok() && Seeded(StorageBug::kRottenPayloadServed)) return absl::OkStatus();
   const uint32_t crc32c = read.ok() ? kernels::Crc32c(to) : 0;
   if (read.ok() && crc32c == place.crc32c) return absl::OkStatus();
   std::optional<uint64_t> block;

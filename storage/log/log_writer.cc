@@ -3,9 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
-
 namespace ballast::storage {
 namespace {
 
@@ -66,7 +63,6 @@ void LogWriter::BeginSegment(const SegmentRing::Beginning& beginning) {
   const uint64_t begin = encoder_.BeginSegment(beginning, synced_batch_, blocks);
   ++heads_outstanding_;
   Submit(kHeadTag, IoRequest::Kind::kWrite, begin, blocks);
-  Pass("log/head");
 }
 
 void LogWriter::WriteBatch(LogItems items) {
@@ -76,7 +72,6 @@ void LogWriter::WriteBatch(LogItems items) {
   for (const LogBatch::Write& write : batch.writes) {
     Submit(batch.number, IoRequest::Kind::kWrite, write.offset, write.bytes);
   }
-  Pass("log/submitted");
 }
 
 void LogWriter::Submit(uint64_t tag, IoRequest::Kind kind, uint64_t offset, absl::Span<std::byte> buffer) {
@@ -96,8 +91,7 @@ void LogWriter::CompleteRefused() {
 
 void LogWriter::MaybeSync() {
   CompleteRefused();
-  const bool head_written = heads_outstanding_ == 0 || Seeded(StorageBug::kSyncBeforeHead);
-  if (syncing_ || !head_written || !waiting_->status().ok()) return;
+  if (syncing_ || heads_outstanding_ > 0 || !waiting_->status().ok()) return;
   while (!batches_.empty() && complete_batch_ < batches_.back().number) {
     const LogBatch& next = batches_[complete_batch_ + 1 - batches_.front().number];
     if (next.outstanding > 0) break;
@@ -109,28 +103,24 @@ void LogWriter::MaybeSync() {
   if (!cut && !waiting_->WantsSync(complete_lsn_)) return;
   syncing_ = true;
   sync_covers_batch_ = complete_batch_;
-  Pass("log/sync");
-  if (transient_ || Seeded(StorageBug::kSyncDropped)) return CompleteSync(absl::OkStatus());
-  if (Seeded(StorageBug::kMarkBeforeSync)) synced_batch_ = complete_batch_, WriteMark();
+  if (transient_) return CompleteSync(absl::OkStatus());
   Submit(kSyncTag, IoRequest::Kind::kSync, 0, {});
 }
 
 void LogWriter::Complete(const IoCompletion& completion) {
   if (completion.tag == kMarkTag) {
     mark_outstanding_ = false;  // a mark that failed only lags
-    Pass("log/marked");
     if (marked_batch_ < synced_batch_) WriteMark();
     return;
   }
   if (completion.tag == kSyncTag) return CompleteSync(completion.status);
-  const bool failed = !completion.status.ok() && !Seeded(StorageBug::kFailedWriteIgnored);
+  const bool failed = !completion.status.ok();
   if (failed) {
     waiting_->Fail(completion.status);
     waiting_->TellFailure();
   }
   if (completion.tag == kHeadTag) {
     --heads_outstanding_;
-    Pass("log/head_written");
     return;
   }
   CompleteWrite(completion.tag, failed);
@@ -149,14 +139,11 @@ void LogWriter::CompleteWrite(uint64_t batch_number, bool failed) {
   batch.records.clear();
   batch.writes.clear();
   batch.memory.reset();
-  Pass("log/written");
 }
 
 void LogWriter::CompleteSync(const absl::Status& status) {
   syncing_ = false;
-  Pass("log/synced");
-  if (!status.ok() && Seeded(StorageBug::kFailedSyncRetried)) return;
-  if (!status.ok() && !Seeded(StorageBug::kFailedSyncIgnored)) {
+  if (!status.ok()) {
     waiting_->Fail(status);
     return waiting_->TellFailure();
   }
@@ -171,7 +158,6 @@ void LogWriter::CompleteSync(const absl::Status& status) {
     synced_incarnation_ = batch.incarnation;
     batches_.pop_front();
   }
-  if (Seeded(StorageBug::kSyncBeforeWritten) && !batches_.empty()) durable = batches_.back().last_lsn;
   waiting_->Durable(durable, told, held);
   WriteMark();
   waiting_->Progressed();

@@ -4,9 +4,6 @@
 #include <limits>
 #include <utility>
 
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
-
 namespace ballast::storage {
 
 SegmentRing::SegmentRing(const ScannedLog& scanned)
@@ -18,7 +15,6 @@ SegmentRing::SegmentRing(const ScannedLog& scanned)
     live_.push_back(live.index);
     held_incarnation_ = live.incarnation;
   }
-  if (Seeded(StorageBug::kIncarnationReused) && !scanned.live.empty()) last_incarnation_ = held_incarnation_;
   for (uint64_t i = 0; i < segments_.size(); ++i) {
     if (segments_[i].incarnation == 0) free_.insert(i);
   }
@@ -77,17 +73,11 @@ bool SegmentRing::CutOldest() {
   // tells of a cut may survive a crash in which earlier batches are lost, so the snapshot that replaces the segment
   // must be durable already.
   for (bool cut = false;; cut = true) {
-    const uint64_t held = Seeded(StorageBug::kCutBeforeSnapshot) ? last_incarnation_ : held_incarnation_;
-    if (!rolled_ || oldest() >= held) return cut;
+    if (!rolled_ || oldest() >= held_incarnation_) return cut;
     const uint64_t segment = live_.front();
-    if (segments_[segment].keep_for > cut_step_ + (Seeded(StorageBug::kCutOneStepEarly) ? 1 : 0)) return cut;
+    if (segments_[segment].keep_for > cut_step_) return cut;
     live_.pop_front();
-    Pass("log/cut");
-    if (Seeded(StorageBug::kFreedBeforeCutDurable)) {
-      Free(segment);
-    } else {
-      cut_.push_back(segment);
-    }
+    cut_.push_back(segment);
   }
 }
 
@@ -106,7 +96,6 @@ void SegmentRing::Synced(uint64_t told, uint64_t held) {
   while (!cut_.empty() && segments_[cut_.front()].incarnation < told) {
     Free(cut_.front());
     cut_.pop_front();
-    Pass("log/freed");
   }
   held_incarnation_ = std::max(held_incarnation_, held);
   if (cut_waits_ && CutOldest()) {

@@ -6,7 +6,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/threads.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/store/chunk_move.h"
 #include "ballast/storage/store/store_core.h"
 #include "ballast/storage/store/store_run.h"
@@ -336,7 +335,7 @@ int64_t ChunkStore::needed_from(uint64_t chunk) const {
 std::optional<int64_t> ChunkStore::recoverable_from(uint64_t chunk) const {
   const absl::StatusOr<StoredChunk*> found = core_->Find(chunk);
   if (!found.ok()) return std::nullopt;
-  if ((*found)->unrecorded_from.has_value() && !Seeded(StorageBug::kUnrecordedCountsAsKept)) {
+  if ((*found)->unrecorded_from.has_value()) {
     return (*found)->unrecorded_from;
   }
   return (*found)->dirty ? std::optional((*found)->needed_from) : std::nullopt;

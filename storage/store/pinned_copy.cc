@@ -5,7 +5,6 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
 #include "ballast/storage/chunk/remainder.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/update/state_update.h"
 
 namespace ballast::storage {
@@ -40,7 +39,7 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, const std::shared
     absl::StatusOr<NvmeExtent> extent = tiers->nvme()->Allocate(copy.bytes(chunk), kWhat);
     if (extent.ok()) extent->Charge(account);
     // The working copy of a remainder is about to change, so the chunk's extent is no copy.
-    const bool whole = !chunk.layout.keeps_remainder() || Seeded(StorageBug::kPinInheritsRemainder);
+    const bool whole = !chunk.layout.keeps_remainder();
     const bool inherits = chunk.placement.state == TierKind::kNvme && !extent_is_kept && whole;
     if (extent.ok() && inherits) {
       copy.fresh_ = *std::move(extent);

@@ -6,8 +6,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/storage/counters/disk_counters.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/io/reads_ahead.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/store/store_core.h"
@@ -94,7 +92,6 @@ absl::Status StoreCore::RestoreAll(absl::Span<const ChunkToAdd> added, const std
     }
     const bool unread = part == Part::kMaster && chunk.placement.state == TierKind::kDram;
     TakeDurable(chunk, durable, reads[i].bytes, unread);
-    Pass("recovery/chunk_restored");
     return absl::OkStatus();
   };
   return ForEachRead(queue, reads, slots, take);
@@ -160,7 +157,6 @@ absl::Status StoreCore::TakeMoments(StoredChunk& chunk, const BlockFile& file, u
   absl::MutexLock reading(&chunk.reading);
   absl::MutexLock lock(&chunk.mutex);
   chunk.moments_unread = false;
-  Pass("recovery/moments_read");
   return absl::OkStatus();
 }
 
@@ -185,9 +181,6 @@ absl::Status StoreCore::CheckLabel(const StoredChunk& chunk, const DurableChunk&
 absl::Status StoreCore::CheckArray(const BlockFile& file, const StoredChunk& chunk, uint64_t state_at,
                                    const ArrayDigests& expected, StateArray array, const std::byte* bytes,
                                    const Compute& with) const {
-  if (Seeded(array == StateArray::kMaster ? StorageBug::kRestoreDigestUnchecked : StorageBug::kMomentsUnchecked)) {
-    return absl::OkStatus();
-  }
   const uint32_t found = DigestBytes({bytes, chunk.layout.ArrayBytes(array, chunk.elements)}, with);
   const uint32_t digest = expected[static_cast<size_t>(array)];
   if (found == digest) return absl::OkStatus();
@@ -198,7 +191,6 @@ absl::Status StoreCore::CheckArray(const BlockFile& file, const StoredChunk& chu
 absl::Status StoreCore::CheckRestored(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,
                                       const Compute& with) const {
   BALLAST_RETURN_IF_ERROR(CheckLabel(chunk, durable, state + chunk.layout.LabelAt(chunk.elements)));
-  if (Seeded(StorageBug::kRestoreDigestUnchecked)) return absl::OkStatus();
   const ArrayDigests digests = DigestState(chunk.View(const_cast<std::byte*>(state)), with);
   return CompareDigests(tiers->nvme()->file(durable.file), chunk, durable.offset, durable.digests, digests);
 }
@@ -295,10 +287,9 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
   }
   BALLAST_RETURN_IF_ERROR(Harden());
   if (!core.versions->records() && !chunks.empty()) {
-    Pass("extent/sync");
     std::vector<NvmeFileId> files;
     for (const StoredChunk* chunk : chunks) files.push_back(chunk->newest.file);
-    if (!Seeded(StorageBug::kExtentSyncDropped)) core.failed = StoreCore::Lasting(core.tiers->nvme()->Sync(files));
+    core.failed = StoreCore::Lasting(core.tiers->nvme()->Sync(files));
     BALLAST_RETURN_IF_ERROR(core.failed);
   }
   std::vector<DurableChunk> kept;

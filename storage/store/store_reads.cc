@@ -6,7 +6,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/store/store_core.h"
 #include "ballast/storage/update/coded_values.h"
 
@@ -114,10 +113,9 @@ absl::Status StoreCore::ReadRounded(const StoredChunk& chunk, uint64_t begin, ui
   if (!on_disk || bytes > pulled.slot_bytes() || chunk.layout.frozen() != Frozen::kNo) {
     return ReadAsWorking(chunk, begin, count, to, read);
   }
-  return pulled.Read(chunk.index, Seeded(StorageBug::kPulledCopyOutlivesUpdate) ? 1 : updated_in, bytes, begin * width,
-                     {to, count * width}, [&](absl::Span<std::byte> copy) {
-                       return ReadAsWorking(chunk, 0, chunk.elements, copy.data(), read);
-                     });
+  return pulled.Read(
+      chunk.index, updated_in, bytes, begin * width, {to, count * width},
+      [&](absl::Span<std::byte> copy) { return ReadAsWorking(chunk, 0, chunk.elements, copy.data(), read); });
 }
 
 absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<std::byte> to) const {

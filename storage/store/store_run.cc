@@ -10,8 +10,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/log/log_reader.h"
 #include "ballast/storage/update/coded_values.h"
 
@@ -52,8 +50,7 @@ absl::StatusOr<std::unique_ptr<ChunkUpdate>> StoreRun::FetchLogged(size_t i, con
   if (!update.logged_values.empty()) BALLAST_RETURN_IF_ERROR(FinishAll());  // no second update's values fit into memory
   for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
     const absl::Span<std::byte> to = reads_->values_memory().subspan(values.begin * sizeof(float), values.place.bytes);
-    const absl::Status read = As(RunStage::kRead, [&] { return ReadPayload(reads_->log(), values.place, to); });
-    if (!read.ok() && !(absl::IsDataLoss(read) && Seeded(StorageBug::kReadBackUnchecked))) return read;
+    BALLAST_RETURN_IF_ERROR(As(RunStage::kRead, [&] { return ReadPayload(reads_->log(), values.place, to); }));
     core_.tiers->CountTraffic(TierKind::kNvme, values.place.bytes, 0);
     core_.tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kReadBack, values.place.bytes);
     const auto* elements = reinterpret_cast<const float*>(reads_->values_memory().data());
@@ -65,7 +62,7 @@ absl::StatusOr<std::unique_ptr<ChunkUpdate>> StoreRun::FetchLogged(size_t i, con
     while (!begun_.empty() && !reads_->Arrived(i)) BALLAST_RETURN_IF_ERROR(FinishOldest());
     BALLAST_ASSIGN_OR_RETURN(fetched->gradient, pipeline_->LoadGradient(i));
     const uint32_t digest = DigestBytes(fetched->gradient, {.pool = core_.compute, .poll = poll_});
-    if (digest != update.logged_gradient->crc32c && !Seeded(StorageBug::kReadBackUnchecked)) {
+    if (digest != update.logged_gradient->crc32c) {
       BALLAST_RETURN_IF_ERROR(reads_->ReadAgain(i));
     }
   }
@@ -161,7 +158,7 @@ absl::Status StoreRun::Begin(size_t i, const ChunkUpdate& update, StoredChunk& c
     while (!begun_.empty() && !pipeline_->Loaded(i)) BALLAST_RETURN_IF_ERROR(FinishOldest());
     BALLAST_ASSIGN_OR_RETURN(next.state, pipeline_->Load(i, update.restored.has_value() ? &next.unreadable : nullptr));
     absl::ReaderMutexLock lock(&chunk.mutex);
-    next.verified = chunk.updated_in == 0 || Seeded(StorageBug::kLoadDigestUnchecked);
+    next.verified = chunk.updated_in == 0;
   }
   std::optional<CopyOnWrite> copy;
   if (const std::vector<int64_t> pins = core_.PinsOf(chunk); next.changes() && !pins.empty()) {
@@ -170,10 +167,8 @@ absl::Status StoreRun::Begin(size_t i, const ChunkUpdate& update, StoredChunk& c
   }
   next.stores = tier == TierKind::kNvme || (update.flush && core_.versions.has_value());
   // Takes all space before the chunk changes: a failure later would lead to applying the update twice.
-  if (next.stores && core_.versions.has_value() && !(copy.has_value() && copy->takes_extent()) &&
-      !(Seeded(StorageBug::kOverwrittenInPlace) && chunk.newest.version >= 0)) {
+  if (next.stores && core_.versions.has_value() && !(copy.has_value() && copy->takes_extent())) {
     BALLAST_ASSIGN_OR_RETURN(next.fresh, MakeRoom(chunk));
-    Pass("extent/taken");
   }
   const bool on_device = tier == TierKind::kHbm;
   const bool waits = copy.has_value() || next.stores || update.values_of != StateArray::kMaster;
@@ -354,10 +349,9 @@ absl::Status StoreRun::ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy)
 void StoreRun::NoteVersion(Begun& changed, StoredChunk& chunk) {
   const TierKind tier = chunk.placement.state;
   const int64_t version = changed.update->version;
-  Pass("chunk/updated");
   if (tier == TierKind::kNvme) chunk.staged = changed.state;
   if (!chunk.dirty) chunk.needed_from = version - 1;
-  chunk.dirty = core_.versions.has_value() && !changed.stores && !Seeded(StorageBug::kFlushedChunkStaysClean);
+  chunk.dirty = core_.versions.has_value() && !changed.stores;
   if (!changed.stores || !core_.versions.has_value()) return;
   if (!std::exchange(chunk.unrecorded_from, chunk.unrecorded_from.value_or(chunk.needed_from)).has_value()) {
     core_.unrecorded.push_back(&chunk);
@@ -400,12 +394,12 @@ absl::StatusOr<NvmeExtent> StoreRun::MakeRoom(const StoredChunk& chunk) {
 DurableChunk StoreRun::EntryOf(const StoredChunk& chunk, int64_t version, const NvmeExtent& extent) const {
   return {.life = core_.versions->life(),
           .id = chunk.id,
-          .version = version + (Seeded(StorageBug::kVersionAhead) ? 1 : 0),
+          .version = version,
           .offset = extent.offset(),
           .bytes = chunk.state_bytes(),
           .elements = chunk.elements,
           .digests = {},
-          .file = Seeded(StorageBug::kDeviceNotRecorded) ? 0 : extent.file_id()};
+          .file = extent.file_id()};
 }
 
 void StoreRun::TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeExtent fresh) {
@@ -422,7 +416,6 @@ void StoreRun::StartVersion(StoredChunk& chunk, std::byte* state, int64_t versio
   entry.digests = chunk.digests;
   EncodeLabel(entry, chunk.layout, core_.versions->job(),
               {state + chunk.layout.LabelAt(chunk.elements), StateLayout::kLabelBytes});
-  Pass("extent/labelled");
   TakeVersion(chunk, entry, std::move(fresh));
 }
 

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "ballast/kernels/kernels.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/store/store_core.h"
 
 namespace ballast::storage {
@@ -18,7 +17,7 @@ std::vector<ScrubbedExtent> StoreScrub::ExtentsOf(const StoreCore& core, const S
     absl::ReaderMutexLock lock(&chunk.mutex);
     newest.in_memory = chunk.placement.state != TierKind::kNvme;
     newest.moments_unread = chunk.moments_unread;
-    newest.dirty = chunk.dirty && !Seeded(StorageBug::kScrubRewritesDirty);
+    newest.dirty = chunk.dirty;
     newest.updated_in = chunk.updated_in;
     if (!durable && !newest.in_memory && chunk.updated_in > 0) {
       newest.entry = {.id = chunk.index,
@@ -60,7 +59,6 @@ bool StoreScrub::Advance(const StoreCore& core) {
 }
 
 absl::Status StoreScrub::Finish(const StoreCore& core, const StoredChunk& chunk) const {
-  if (Seeded(StorageBug::kScrubDigestUnchecked)) return absl::OkStatus();
   const DurableChunk& entry = current_->entry;
   if (entry.version >= 0) BALLAST_RETURN_IF_ERROR(core.CheckLabel(chunk, entry, label_.data()));
   return CompareDigests(core.tiers->nvme()->file(entry.file), chunk, entry.offset, entry.digests, digests_);
@@ -76,7 +74,7 @@ ScrubPiece StoreScrub::Next(const StoreCore& core, absl::Span<std::byte> buffer)
   const std::vector<ScrubbedExtent> extents = ExtentsOf(core, **found);
   const auto same =
       std::find_if(extents.begin(), extents.end(), [this](const auto& e) { return e.Matches(*current_); });
-  if (same == extents.end() && !Seeded(StorageBug::kScrubBelievesMovedOn)) {
+  if (same == extents.end()) {
     current_.reset();
     return piece;
   }
@@ -128,7 +126,7 @@ absl::Status StoreScrub::Rewrite(StoreCore* core, const ScrubbedExtent& extent) 
     BALLAST_RETURN_IF_ERROR(core->tiers->hbm()->CopyOut(chunk->state, copy.bytes().first(bytes)));
   }
   // The extent may be right, and its read have failed: memory that differs must not replace it.
-  if (DigestState(chunk->View(state), with) != entry.digests && !Seeded(StorageBug::kScrubRewritesDirty)) {
+  if (DigestState(chunk->View(state), with) != entry.digests) {
     return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
                         absl::StrCat("the state of chunk ", chunk->id, " in memory is not version ", entry.version,
                                      " any more: this machine's memory may be faulty"));
@@ -137,8 +135,7 @@ absl::Status StoreScrub::Rewrite(StoreCore* core, const ScrubbedExtent& extent) 
   BALLAST_RETURN_IF_ERROR(home->Write(entry.offset + chunk->layout.LabelAt(chunk->elements), label));
   core->tiers->CountTraffic(TierKind::kNvme, 0, entry.bytes);
   // After a failed sync nobody knows which writes of the file the disk has.
-  if (!Seeded(StorageBug::kScrubSyncDropped))
-    core->failed = StoreCore::Lasting(core->tiers->nvme()->Sync({entry.file}));
+  core->failed = StoreCore::Lasting(core->tiers->nvme()->Sync({entry.file}));
   return core->failed;
 }
 

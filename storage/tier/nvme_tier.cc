@@ -14,7 +14,6 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/io/io_queue.h"
 
 namespace ballast::storage {
@@ -214,10 +213,7 @@ absl::Status NvmeTier::TakeFile(Device* device, const std::string& path) {
                      ", and this server's catalog does not know it; nothing was changed there. Mount the right disk, "
                      "or move the file away if you do not need it"));
   }
-  NvmeFileId id = header->id;
-  for (const auto& [last, last_path] : known_.paths) {
-    if (Seeded(StorageBug::kDeviceKnownByItsPath) && last_path == path) id = last;
-  }
+  const NvmeFileId id = header->id;
   if (const NvmeFile* const other = Find(id); other != nullptr) {
     return model::Error(absl::StatusCode::kDataLoss, model::kIo,
                         absl::StrCat(path, " and ", other->file().path(), " are copies of one file (", ShowFileId(id),
@@ -336,10 +332,7 @@ absl::StatusOr<NvmeExtent> NvmeTier::TakeKept(uint64_t offset, NvmeFileId id) {
 absl::Status NvmeTier::Sync(std::vector<NvmeFileId> ids) {
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
-  for (const NvmeFileId id : ids) {
-    if (id != ids.front() && Seeded(StorageBug::kOtherDevicesUnsynced)) continue;
-    BALLAST_RETURN_IF_ERROR(FindFile(id)->Sync());
-  }
+  for (const NvmeFileId id : ids) BALLAST_RETURN_IF_ERROR(FindFile(id)->Sync());
   return absl::OkStatus();
 }
 

@@ -6,7 +6,6 @@
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/storage/chunk/remainder.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/update/coded_values.h"
 
 namespace ballast::storage {
@@ -148,7 +147,6 @@ void WriteMaster(const ChunkUpdate::Values& values, const StateView& state, std:
       const absl::Span<float> changed = master.subspan(from - at, to - from);
       take(from, changed);
       kernels::FromF32(changed, dtype, working + from * width);
-      if (Seeded(StorageBug::kRemainderOutlivesValues)) JoinMaster(state, working, from, changed);
     });
   }
 }

@@ -5,8 +5,6 @@
 #include <cstring>
 
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/faults/failpoint.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/io/disk.h"
 
 namespace ballast::storage {
@@ -238,14 +236,12 @@ void UpdatePipeline::Wait(RunStage stage) {
 void UpdatePipeline::Complete(const IoCompletion& completion) {
   const auto ended = [&](NvmeFile* file, uint64_t bytes) {
     const absl::Status status = file->EndWrite(bytes, completion.status);
-    const bool stored = status.ok() || Seeded(StorageBug::kFailedExtentWriteIgnored);
-    if (!stored && failed_.ok()) failed_ = status;
-    return stored;
+    if (!status.ok() && failed_.ok()) failed_ = status;
+    return status.ok();
   };
   if ((completion.tag & kFlushTag) != 0) {
     Flushes& flushes = flushes_[completion.tag & ~kFlushTag];
     (void)ended(flushes.file, std::exchange(flushes.in_flight, 0));
-    Pass("extent/written");
     return;
   }
   if ((completion.tag & LogReads::kTag) != 0 && reads_ != nullptr) return reads_->Complete(completion);
@@ -257,7 +253,6 @@ void UpdatePipeline::Complete(const IoCompletion& completion) {
     loading_bytes_ -= bytes;
   } else if (ended(slot.stores_to, bytes)) {
     slot.phase = Phase::kStored;
-    Pass("extent/written");
   }
 }
 

@@ -1,11 +1,11 @@
-// A state server dies at each named failpoint (storage/faults/failpoint.h), at the first passing, the second and so on.
+// A state server dies at each named failpoint (tests/seeded/failpoint.h), at the first passing, the second and so on.
 // After its restart, the run must end with the bits of an undisturbed run, and no acknowledged step may be lost.
 //
 //   failpoint_test [--point NAME] [--passings N]
 //
 // One of two servers is armed. Its restart is armed for the next failpoint, so every death is followed by a recovery. A
 // failpoint not reached in a whole run is a failure.
-#include "ballast/storage/faults/failpoint.h"
+#include "ballast/tests/seeded/failpoint.h"
 
 #include <gtest/gtest.h>
 

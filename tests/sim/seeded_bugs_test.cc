@@ -1,10 +1,9 @@
 // The simulation is worth as much as the bugs it notices: each of these, planted alone, must break a promise within a
 // bounded number of schedules.
-#include "ballast/services/step/seeded_bugs.h"
-
 #include <cstdio>
 #include <string>
 
+#include "ballast/tests/seeded/step_bugs.h"
 #include "ballast/tests/sim/schedule.h"
 #include "gtest/gtest.h"
 

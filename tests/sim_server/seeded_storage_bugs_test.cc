@@ -12,8 +12,8 @@
 #include <initializer_list>
 #include <string>
 
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/seeded/storage_bugs.h"
 #include "ballast/tests/sim_server/server_schedule.h"
 #include "ballast/tests/storage/log/crash_run.h"
 #include "ballast/tests/storage/store/remainder_run.h"

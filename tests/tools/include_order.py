@@ -14,7 +14,6 @@ OTHERS = {
     'proto/registry': ['proto/model', 'ballast/v1'],
     'kernels': [],
     'storage/counters': [],
-    'storage/faults': [],
     'storage/io': ['proto/model'],
     'storage/memory': ['kernels/cuda/outcome.h', 'proto/model'],
     'storage/catalog': ['proto/model'],
@@ -42,7 +41,7 @@ OTHERS = {
 # other. A name with a dot is a file; '.' is all files that lie directly in the top-level folder and have no row of their own.
 LINES = {
     'storage': [
-        ['counters', 'faults'],
+        ['counters'],
         ['io'],
         ['memory', 'placement', 'catalog', 'parity'],
         ['log', 'tier'],

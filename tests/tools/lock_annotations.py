@@ -17,7 +17,7 @@ import tempfile
 CLANG = next(filter(None, map(shutil.which, ('clang++', 'clang++-14'))), None)
 # Of paths within the build folder: the folders above may have any name.
 FOLDERS = re.compile(r'(?:storage|services|client|kernels|proto/model)/CMakeFiles/|(?:storage|services|client)/\w+/CMakeFiles/')
-SKIPPED = re.compile(r'.*_seeded|tests/|client/(?:python|examples)/')  # twice; the preset's; nanobind's and BLAS' headers
+SKIPPED = re.compile(r'tests/|client/(?:python|examples)/')  # the preset's; nanobind's and BLAS' headers
 GCC_ONLY = ('-Wno-restrict', '-Wno-subobject-linkage')
 CHECK = ['-fsyntax-only', '-Wthread-safety', '-Werror', '-O0']
 PLANTED = '''#include "absl/base/thread_annotations.h"

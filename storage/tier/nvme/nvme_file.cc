@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/status.h"
-#include "ballast/storage/faults/seeded_bugs.h"
 #include "ballast/storage/io/disk.h"
 
 namespace ballast::storage {
@@ -123,9 +122,6 @@ absl::Status NvmeFile::Keep(std::vector<ExtentPlace> kept, bool unnamed_stays) {
       kept_.emplace(place.offset, std::move(extent));
     } else {
       disputed_.push_back(std::move(extent));
-    }
-    if (Seeded(StorageBug::kKeptExtentsGivenAgain)) {
-      space_.FreeIntoPromise({place.offset, place.offset + place.bytes});
     }
   }
   if (unnamed_stays) space_.KeepUpTo(AlignUp(file_bytes));

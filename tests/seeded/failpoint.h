@@ -1,12 +1,8 @@
 // Moments at which a test kills the process: their names, and the call to put at each moment.
 //
-// Only libraries of the test build are compiled with BALLAST_SEEDED_BUGS; there the environment variable FAILPOINT,
-// "name:n", ends the process with SIGKILL at the n-th passing. Everywhere else the calls are empty.
+// The environment variable FAILPOINT, "name:n", ends the process with SIGKILL at the n-th passing.
 #pragma once
 
-#include "absl/strings/string_view.h"
-
-#ifdef BALLAST_SEEDED_BUGS
 #include <signal.h>
 #include <unistd.h>
 
@@ -17,7 +13,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#endif
+#include "absl/strings/string_view.h"
 
 namespace ballast::storage {
 
@@ -54,7 +50,6 @@ class Failpoint {
   absl::string_view name_;
 };
 
-#ifdef BALLAST_SEEDED_BUGS
 // Threads: any.
 inline void Pass(Failpoint point) {
   static const char* const armed = std::getenv("FAILPOINT");
@@ -67,8 +62,5 @@ inline void Pass(Failpoint point) {
   static std::atomic<uint64_t> passed{0};
   if (++passed == wanted) kill(getpid(), SIGKILL);
 }
-#else
-constexpr void Pass(Failpoint) {}
-#endif
 
 }  // namespace ballast::storage

@@ -1,7 +1,5 @@
-// Switches that each break a rule of the step transaction. A test checks that the simulation notices every switch.
-//
-// Only the test library `step_seeded` is compiled with BALLAST_SEEDED_BUGS; everywhere else Seeded() is constexpr false
-// and the branches vanish.
+// Switches that each break a rule of the step transaction (services/step/README.md). A test checks that the simulation
+// notices every switch.
 #pragma once
 
 namespace ballast::services {
@@ -39,11 +37,7 @@ enum class SeededBug {
   kRestoreKeepsPins,            // every-K: pins of versions that a restore gave up stay
 };
 
-#ifdef BALLAST_SEEDED_BUGS
 inline SeededBug seeded_bug = SeededBug::kNone;
 inline bool Seeded(SeededBug bug) { return seeded_bug == bug; }
-#else
-constexpr bool Seeded(SeededBug) { return false; }
-#endif
 
 }  // namespace ballast::services

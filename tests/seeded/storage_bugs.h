@@ -1,7 +1,5 @@
 // Switches that each break a rule of storage or of recovery. A test checks that the simulations notice every switch.
-//
-// Only libraries of the test build are compiled with BALLAST_SEEDED_BUGS; everywhere else Seeded() is constexpr false
-// and the branches vanish. The switches of the step transaction are in services/step/seeded_bugs.h.
+// The switches of the step transaction are in step_bugs.h.
 #pragma once
 
 namespace ballast::storage {
@@ -77,11 +75,7 @@ enum class StorageBug {
   kSegmentsForgotten,   // a restart forgets up to which step segments are needed
 };
 
-#ifdef BALLAST_SEEDED_BUGS
 inline StorageBug seeded_bug = StorageBug::kNone;
 inline bool Seeded(StorageBug bug) { return seeded_bug == bug; }
-#else
-constexpr bool Seeded(StorageBug) { return false; }
-#endif
 
 }  // namespace ballast::storage
