@@ -106,7 +106,7 @@ FLOODS = [
     (half_open, 2000, [SLOW], [LATE]),
     (reflection, 2000, [("BUSY", "callers may ask for reflection at a time")], []),
     (large_opens, 200, [("VERSIONS_DIFFER", "came without spec_digest")], [BUSY]),
-    (empty_elements, 200, [("BAD_REQUEST", "has more fields than that")], []),
+    (empty_elements, 200, [("BAD_REQUEST", "has more fields than that")], [BUSY]),
 ]
 STRANGERS = ("NO_IDENTITY", "")
 
