@@ -10,10 +10,10 @@ import tempfile
 import time
 import typing
 
+import board_answers
 import ops
 import watched
 
-answers = watched.answers
 FAMILY = re.compile(r'\b(?:ballast|process)_\w+')
 SELECTOR = re.compile(r'\b(?:ballast_\w+|process_\w+|up)(?:\{[^}]*\})?')
 FUNCTIONS_OF_COUNTERS = r'(?:rate|increase|changes)\('
@@ -108,7 +108,7 @@ def syntax(board):
             texts = dict.fromkeys(re.findall(r'\$(\w+)', target['expr']), 'x')
             name = f'board:query{len(rules)}'
             places[name] = panel['title']
-            rules.append({'record': name, 'expr': answers.substitute(target['expr'], texts, '1m', 60)})
+            rules.append({'record': name, 'expr': board_answers.substitute(target['expr'], texts, '1m', 60)})
     with tempfile.NamedTemporaryFile('w', suffix='.yml') as file:
         json.dump({'groups': [{'name': 'board', 'rules': rules}]}, file)
         file.flush()
@@ -194,13 +194,13 @@ def shown(boards):
 
 def live(prometheus, board, span, rate_interval):
     """(answers with a finite number, answers without) as {(panel, query)}; raises where a query or a variable has no answer."""
-    values = answers.variables(prometheus, board)
+    values = board_answers.variables(prometheus, board)
     for name, found in values.items():
         assert found, f'{board["title"]}: variable {name} has no value'
     end, full, empty = time.time(), set(), set()
-    for panel, texts in answers.panels(board, values):
+    for panel, texts in board_answers.panels(board, values):
         for target in panel.get('targets', []):
-            series = answers.ask(prometheus, target, texts, end, span, 1, rate_interval)
+            series = board_answers.ask(prometheus, target, texts, end, span, 1, rate_interval)
             finite = any(math.isfinite(value) for _, points in series for _, value in points)
             (full if finite else empty).add((board['title'].split('/ ')[1], panel['title'], target['expr']))
     return full, empty

@@ -1,9 +1,6 @@
 """Every query of every board against a live Prometheus that scrapes two state servers in training, one of which is killed meanwhile."""
 
-import pathlib
 import re
-import shutil
-import struct
 import time
 
 import board_checks
@@ -12,7 +9,6 @@ import watched
 
 SPAN, RATE_INTERVAL = 25, '6s'
 RATE_SAMPLES = 5  # of a scrape each second
-PICTURES, WIDTH = ops.CACHE / 'pictures', 1288
 
 # Families that panels or rules name and that these servers do not export, and why.
 NOT_HERE = dict.fromkeys(
@@ -120,34 +116,8 @@ def test_every_query():
     wrong += [f'{family} is in a rule, and no server exports it' for family in sorted(named - exported - NOT_HERE.keys())]
     assert not wrong, '\n'.join(wrong)
 
-    pixels = {name: draw(name, training.monitoring.URL) for name in boards}
     watched.end(*training.trainers)
-    photograph(pixels)
 
     # The mistake that needs a server to be found.
     every[1]['panels'][0]['targets'][0]['expr'] = 'sum(ballast_tier_usd_bytes{job=~"$job", instance=~"$instance"})'
     assert unknown(every, exported) == {'ballast_tier_usd_bytes'}
-
-
-def draw(name, url):
-    """Our renderer draws the board into NAME.html: lines, and no value that is no number. Returns the height in pixels."""
-    pixels = int(ops.run('python3', watched.GRAFANA / 'render.py', url, watched.GRAFANA / 'boards' / f'{name}.json', f'{name}.html',
-                         '--span', '45', '--step', '1', '--rate-interval', RATE_INTERVAL))  # fmt: skip
-    page = pathlib.Path(f'{name}.html').read_text()
-    assert 'not Grafana' in page and page.count('<polyline') >= 2 and 'nan' not in page, name
-    return pixels
-
-
-def photograph(pixels):
-    """Chromium photographs each drawn board, of `pixels` by name, into build/ops/pictures."""
-    if shutil.which('chromium') is None:
-        print('no chromium (deploy/packages.sh ops): boards are drawn, not photographed')
-        return
-    PICTURES.mkdir(exist_ok=True)
-    for name, height in pixels.items():
-        picture = PICTURES / f'{name}.png'
-        picture.unlink(missing_ok=True)
-        ops.run('chromium', '--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars', '--user-data-dir=chromium',
-                f'--screenshot={picture}', f'--window-size={WIDTH},{height}', pathlib.Path(f'{name}.html').absolute().as_uri())  # fmt: skip
-        size = struct.unpack('>II', picture.read_bytes()[16:24])
-        assert size == (WIDTH, height), f'{name}: a picture of {size}, expected {(WIDTH, height)}'

@@ -1,22 +1,19 @@
 """State servers in training, a Prometheus that scrapes them, an Alertmanager, and a webhook that keeps what arrives."""
 
 import http.server
-import importlib
 import json
 import os
 import pathlib
 import re
 import signal
-import sys
 import threading
 import time
 
+import board_answers
 import ops
 
 GRAFANA = ops.DEPLOY / 'grafana'
 PROMETHEUS = ops.DEPLOY / 'prometheus'
-sys.path.insert(0, str(GRAFANA))
-answers = importlib.import_module('answers')
 
 # A model of 0.8 million parameters that trains until it is told to end.
 MODEL = ['--steps', '1000000', '--layers', '4', '--width', '128', '--batch', '1', '--context', '64', '--micro-batches', '2',
@@ -149,7 +146,7 @@ class Monitoring:
         pathlib.Path('prometheus.yml').write_text(json.dumps(configuration))
         self.process = ops.start('prometheus', '--config.file=prometheus.yml', '--storage.tsdb.path=tsdb',
                                  '--web.listen-address=127.0.0.1:9090', '--log.level=warn', log='prometheus.log')  # fmt: skip
-        self.prometheus = answers.Prometheus(self.URL)
+        self.prometheus = board_answers.Prometheus(self.URL)
         ops.wait_for(lambda: ops.http(f'{self.URL}/-/ready')[0] == 200, 'Prometheus is ready')
 
     def _alerting(self, rules, configuration):

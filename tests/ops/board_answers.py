@@ -82,7 +82,3 @@ def ask(prometheus, target, texts, end, span, step, rate_interval):
         return [(series['metric'], [(float(series['value'][0]), float(series['value'][1]))]) for series in result]
     result = prometheus.get('query_range', query=query, start=end - span, end=end, step=step)['result']
     return [(series['metric'], [(float(time), float(value)) for time, value in series['values']]) for series in result]
-
-
-def legend(target, labels):
-    return re.sub(r'\{\{(\w+)\}\}', lambda found: labels.get(found[1], ''), target['legendFormat']) or 'Value'
