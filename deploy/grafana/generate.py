@@ -9,6 +9,8 @@ import json
 import pathlib
 import sys
 
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
 HERE = pathlib.Path(__file__).resolve().parent
 FOLDER = HERE / 'boards'
 sys.path.insert(0, str(HERE))
@@ -17,7 +19,7 @@ from definitions import disk, jobs, overview, steps, tiers, wire
 
 def text(board):
     """The board as JSON: a line for each panel and each other part, which keeps files small and differences readable."""
-    fields = board.json()
+    fields = json.loads(JSONEncoder(sort_keys=True).encode(board.board.build()))
     panels = ',\n  '.join(json.dumps(panel) for panel in fields.pop('panels'))
     parts = ',\n '.join(f'{json.dumps(name)}: {json.dumps(value)}' for name, value in fields.items())
     return f'{{\n {parts},\n "panels": [\n  {panels}\n ]\n}}\n'

@@ -22,8 +22,8 @@ FUNCTIONS_OF_COUNTERS = r'(?:rate|increase|changes)\('
 def layout(board):
     """Rules of Grafana's dashboard-linter, and ours: identity, variables, places, titles, ranges, matchers, counters."""
     wrong = []
-    if board.get('id', 0) is not None:
-        wrong.append('id is not null: Grafana gives a board its id')
+    if board.get('id') is not None:
+        wrong.append('has an id: Grafana gives a board its id')
     if not re.fullmatch(r'ballast-[a-z]{1,30}', board.get('uid', '')):
         wrong.append(f'uid {board.get("uid")}')
     if board.get('editable') is not False:

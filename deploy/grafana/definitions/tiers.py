@@ -127,6 +127,7 @@ def board():
         'Bytes per second that updates, recovery and pulls take from each tier.',
         'Bps',
         [(f'sum by (tier) ({rate("ballast_tier_read_bytes_total")})', '{{tier}}')],
+        w=12,
     )
     b.series(
         'Written to tiers',

@@ -56,7 +56,6 @@ def board():
         "Payload bytes per second of trainers on the servers' own hosts, which go through shared memory and not over the network.",
         'Bps',
         [(f'sum by (instance, direction) ({rate("ballast_shared_memory_bytes_total")})', '{{instance}} {{direction}}')],
-        w=6,
     )
     b.series(
         'Shared memory',
@@ -64,7 +63,6 @@ def board():
         'percentunit',
         [(share('ballast_shared_memory_mapped_bytes'), '{{instance}}')],
         steps=BOUND,
-        w=6,
     )
     b.series(
         'Read back',
