@@ -147,6 +147,29 @@ def board():
         steps=BOUND,
         w=6,
     )
+    b.series(
+        'Connections',
+        'Connections of the rpc port, as a share of their bound.',
+        'percentunit',
+        [(share('ballast_connections'), '{{instance}}')],
+        steps=BOUND,
+    )
+    b.series(
+        'Threads allowed',
+        'Threads of the process, as a share of what the system allows it.',
+        'percentunit',
+        [(f'max by (instance) (process_threads{{{SERVERS}}} / ballast_threads_limit{{{SERVERS}}})', '{{instance}}')],
+        steps=BOUND,
+    )
+    b.series(
+        'Given up',
+        'Connections ended because they made no call that was let in, and lines of logs dropped because nobody read them.',
+        'none',
+        [
+            (f'sum by (instance) (increase(ballast_connections_ended_total{{{SERVERS}}}{RATE}))', '{{instance}} connections'),
+            (f'sum by (instance, log) (increase(ballast_log_lines_dropped_total{{{SERVERS}}}{RATE}))', '{{instance}} lines: {{log}}'),
+        ],
+    )
 
     b.row('Process')
     b.series(
