@@ -25,31 +25,18 @@ def text(board):
     return f'{{\n {parts},\n "panels": [\n  {panels}\n ]\n}}\n'
 
 
-def boards():
-    """{file name: text} of all boards."""
-    return {f'{board.name}.json': text(board) for board in (part.board() for part in (overview, tiers, steps, disk, wire, jobs))}
-
-
-def stale():
-    """Names of files in boards/ that are not what boards() says."""
-    wanted = boards()
-    there = {path.name: path.read_text() for path in FOLDER.glob('*.json')}
-    return sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
-
-
 def main():
-    if sys.argv[1:] == ['--check']:
-        if names := stale():
-            sys.exit(f'boards: run deploy/grafana/generate.py: {", ".join(names)} in boards/ are not what it writes')
-    elif sys.argv[1:]:
+    if sys.argv[1:] not in ([], ['--check']):
         sys.exit(__doc__)
-    else:
-        FOLDER.mkdir(exist_ok=True)
-        for name in stale():
-            if name in boards():
-                (FOLDER / name).write_text(boards()[name])
-            else:
-                (FOLDER / name).unlink()
+    boards = [part.board() for part in (overview, tiers, steps, disk, wire, jobs)]
+    wanted = {FOLDER / f'{board.name}.json': text(board) for board in boards}
+    there = {path: path.read_text() for path in FOLDER.glob('*.json')}
+    stale = sorted(path for path in wanted.keys() | there.keys() if wanted.get(path) != there.get(path))
+    if sys.argv[1:] and stale:
+        names = ', '.join(path.name for path in stale)
+        sys.exit(f'boards: run deploy/grafana/generate.py: {names} in boards/ are not what it writes')
+    for path in stale:
+        path.write_text(wanted[path]) if path in wanted else path.unlink()
 
 
 if __name__ == '__main__':
