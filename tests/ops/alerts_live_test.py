@@ -4,10 +4,14 @@ Each alert must arrive firing after its fault and resolved after the fault has e
 promtool alone (alerts_test.py), for the reason that BY_PROMTOOL gives.
 """
 
+import os
 import pathlib
 import re
+import select
 import shutil
 import signal
+import socket
+import threading
 import time
 
 import faults
@@ -213,6 +217,39 @@ def test_tls():
     watch.fires('BallastTlsReloadFailed', since=began)
     faults.certificate('tls', days=365)
     watch.resolves('BallastTlsReloadFailed', since=began)
+
+
+def test_limits():
+    """Connections near their limit; nobody reads the log."""
+    ops.need(ops.BIN / 'train_bytes_lm')
+    os.mkfifo('stderr')
+    reader = os.open('stderr', os.O_RDWR | os.O_NONBLOCK)  # reads nothing at first
+    server = watched.Server(0, more=['--connections', '40', '--log_level', 'trace'])
+    server.start('sh', '-c', 'exec "$@" 2> stderr', 'sh', env={**os.environ, 'GRPC_VERBOSITY': 'debug', 'GRPC_TRACE': 'http,api'})
+    watch = Watch([server])
+    demo = watched.trainer([server], 'demo')
+    began = time.monotonic()
+    watch.fires('BallastLogLinesDropped', since=began)
+    watch.trains('demo', demo)
+    watch.silent('BallastLimitNear')
+    reading = threading.Thread(target=drain, args=(reader,), daemon=True)
+    reading.start()
+    watch.resolves('BallastLogLinesDropped', since=began)
+
+    host, port = server.listen.split(':')
+    held = [socket.create_connection((host, int(port))) for _ in range(33)]
+    watch.fires('BallastLimitNear', since=began)
+    watch.trains('demo', demo)
+    for connection in held:
+        connection.close()
+    watch.resolves('BallastLimitNear', since=began)
+
+
+def drain(pipe):
+    """Reads whatever comes, until the test's process ends."""
+    while True:
+        select.select([pipe], [], [])
+        os.read(pipe, 1 << 20)
 
 
 def test_complete():
