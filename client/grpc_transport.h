@@ -9,7 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/client/transport.h"
-#include "ballast/proto/model/access.h"
+#include "ballast/proto/base/access.h"
 
 namespace ballast::client {
 

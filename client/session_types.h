@@ -11,13 +11,15 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/kernels/optimizer.h"
-#include "ballast/proto/model/access.h"
+#include "ballast/proto/base/access.h"
 #include "ballast/proto/model/placement.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::client {
 
 using bf16 = uint16_t;  // bits of a bfloat16
+// Blocks, on any thread, beside other calls of the session; may outlive the session, whose end ends the wait.
+using Waiter = std::function<void()>;
 
 // A tensor of the model. Tensors of one unit are gathered together (usually a layer).
 struct TensorSpec {
@@ -48,7 +50,6 @@ enum class Resume {
 // How units are divided among ranks. Belongs to the session, not to the job: the split may differ on resume.
 enum class Split {
   kEven,  // each unit in world_size runs of about equal size, across tensors (FSDP1's flat parameter)
-  kRows,  // each tensor in runs of rows, as torch.chunk along dimension 0 (FSDP2's Shard(0)): a range per tensor
   // Each tensor as TensorSpec::placement says. Each rank names the tensors that it has a part of, so ranks may name
   // different ones: the job has all of them. Ranks with equal parts of a tensor are replicas and share the pushing;
   // their gradients must be equal.
@@ -84,7 +85,7 @@ struct SessionOptions {
   absl::Duration open_timeout = absl::Seconds(30);
   // Files that show the servers who this is, and who they must be. For Connect; Open takes transports.
   model::Access access;
-  // Bound on bytes of pushes and pulls in flight.
+  // Bound on bytes of pushes in flight, and on bytes of pulls.
   uint64_t inflight_bytes_max = uint64_t{64} << 20;
   // Called with a line that says what the session waits for, when a wait exceeds two seconds; and on rank 0 with one
   // that says whether the job is new or continues, unless a caller that can tell more says so itself. May be empty.
@@ -162,6 +163,16 @@ struct TensorState {
   // The places of `values` in the tensor, by place in the tensor; none: `values` are the whole tensor, row-major.
   std::vector<model::BoxRun> runs;
   uint64_t steps = 0;  // number of updates that the tensor counts as having had
+};
+
+// How long pushed memory that has an owner stays with it.
+enum class Keep {
+  // Until the servers have copied it: the least memory for the trainer.
+  kUntilCopied,
+  // Until the step that takes it was applied or skipped, or until Drop. A server in this process then copies nothing of
+  // a chunk whose gradient lies in one run and is all this rank's, if the server has no GPU, and no log or spill takes
+  // the job's gradients. Other slices are copied all the same.
+  kUntilApplied,
 };
 
 // Elements [begin, end) of a unit's flat space.

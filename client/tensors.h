@@ -22,8 +22,8 @@ namespace ballast::client {
 struct TensorMemory {
   const std::byte* gradient = nullptr;  // null: no gradient in this step
   kernels::Dtype gradient_dtype = kernels::Dtype::kF32;
-  // Null for a rank without an element of the tensor, and where the parameter lives on the servers alone: Step and Pull
-  // then bring it nowhere.
+  // Null if this rank has no element of the tensor, or if the parameter lives on the servers alone. Step and Pull then
+  // write no parameter.
   std::byte* parameter = nullptr;
   kernels::Dtype parameter_dtype = kernels::Dtype::kF32;
 };
@@ -37,21 +37,22 @@ struct TensorsReport {
 };
 
 // Spans of TensorMemory hold an entry per tensor, in the order of `names`; the memory is borrowed until return. Where
-// the session takes loans, only tensors of another dtype than the job's are copied, through memory kept here. Threads:
-// the session's.
+// the session takes loans, a lent tensor is copied only if its dtype or its order of elements is not the job's. The
+// copy is kept here. Threads: the session's.
 class Tensors {
  public:
-  // Borrows `session`. `names`: each of the job's live tensors once that this rank has a part of; others may be among
-  // them. NOT_FOUND (UNKNOWN_TENSOR); INVALID_ARGUMENT (BAD_SPEC) for a missing or doubled name. After
+  // Borrows `session`. `names`: every live tensor of which this rank has a part, once each. Tensors of which it has no
+  // part may be named too. NOT_FOUND (UNKNOWN_TENSOR); INVALID_ARGUMENT (BAD_SPEC) for a missing or doubled name. After
   // Session::Register, Make a new object.
   static absl::StatusOr<Tensors> Make(Session* session, const std::vector<std::string>& names);
 
+  const std::vector<std::string>& names() const { return names_; }
   // Elements of tensor `index` that this rank has.
   uint64_t local_elements(size_t index) const { return parts_[index].elements; }
 
-  // COLLECTIVE. Session::Initialise with the parameters' values, which must not change until return. `source`: gives
-  // the values of a tensor, by index, whose parameter is null, in memory that lasts until the next call; it may be
-  // asked for the same tensor again, and may throw.
+  // COLLECTIVE. Session::Initialise with the parameters' values, which must not change until return. `source`: called
+  // with the index of a tensor whose parameter is null; returns its values, in memory that lasts until the next call.
+  // It may be called more than once for a tensor, and may throw.
   using Source = std::function<TensorMemory(size_t)>;
   absl::Status Initialise(absl::Span<const TensorMemory> memory, const Source& source = {});
   // COLLECTIVE. Session::Step with the gradients given. Unless the step is skipped, parameters become the new
@@ -66,11 +67,12 @@ class Tensors {
   // Units of the session, by the indices of their tensors.
   size_t unit_count() const { return units_.size(); }
   const std::vector<size_t>& TensorsOf(size_t unit) const { return units_[unit].tensors; }
-  // Pushes this unit's gradients ahead of Step, which then passes the unit over. `gradients`: an entry per
-  // TensorsOf(unit), with parameters ignored. The memory must stay unchanged until Step or Drop has returned OK; with
-  // `owner`, which keeps it, until the owner is let go: see Session::PushBorrowed.
+  // Pushes this unit's gradients before Step, which then skips the unit. `gradients`: an entry per TensorsOf(unit);
+  // parameters are ignored. The memory must stay unchanged until Step or Drop has returned OK. If `owner` keeps the
+  // memory, it must stay only until the session drops the owner (see Session::PushBorrowed). `admitted`: as
+  // Session::Push's.
   absl::Status PushEarly(size_t unit, absl::Span<const TensorMemory> gradients,
-                         const std::shared_ptr<const void>& owner = nullptr);
+                         const std::shared_ptr<const void>& owner = nullptr, Waiter* admitted = nullptr);
   // COLLECTIVE. Session::Drop of early pushes.
   absl::Status Drop();
   // COLLECTIVE. Session::CommitState of the tensors `which` (indices into names), with the local fp32 elements of each.
@@ -81,14 +83,14 @@ class Tensors {
   absl::Status Read(size_t index, Content content, absl::Span<float> to);
   // COLLECTIVE among the ranks that have a part of the tensor. Session::Write of the local elements.
   absl::Status Write(size_t index, absl::Span<const float> values);
-  // COLLECTIVE. Waits for updates and fetches parameters at the session's version, unless they are their own masters
-  // (Session::lends_masters), and so at that version. With Split::kEven ranks gather the
-  // parts of all ranks; else each rank pulls its own. Beside parameters, memory for as many bytes as the session may
-  // have in flight, or for one unit if that is larger.
+  // COLLECTIVE. Waits for updates, then fetches parameters at the session's version. If parameters are their own
+  // masters (Session::lends_masters), there is nothing to fetch. With Split::kEven ranks gather the parts of all ranks;
+  // otherwise each rank pulls its own. In addition to the parameters it needs the session's `inflight_bytes_max` of
+  // memory, or one unit's if that is more.
   absl::Status Pull(absl::Span<const TensorMemory> memory, const Ready& ready = {});
-  // Starts pulling some tensors, by index, at the session's version. `boxes`: of each tensor, what is pulled; empty:
-  // this rank's parts. `to`: for each, room for so many elements of the job's working dtype, borrowed until every pull
-  // returned was awaited. Never blocks.
+  // Starts pulling some tensors, by index, at the session's version. `boxes`: the part of each tensor to pull; if
+  // empty, this rank's parts. `to`: for each, memory for that part in the job's working dtype, borrowed until all
+  // returned pulls were awaited. Never blocks.
   absl::StatusOr<std::vector<PendingPull>> StartPull(absl::Span<const size_t> which, absl::Span<std::byte* const> to,
                                                      absl::Span<const model::Box> boxes = {});
 
@@ -100,6 +102,7 @@ class Tensors {
     uint64_t begin = 0;  // of the tensor, in its unit
     uint64_t elements = 0;
     std::vector<model::BoxRun> runs;
+    bool in_order() const { return runs.size() <= 1; }  // here as on the servers
   };
   // A run of a tensor's elements that lie together here and in the unit.
   struct Run {
@@ -137,6 +140,9 @@ class Tensors {
   absl::Status PushValues(absl::Span<const TensorMemory> memory, const Source& source);
   // Gives the session the step's gradients, and the places for parameters if the session takes loans.
   absl::Status Give(absl::Span<const TensorMemory> memory);
+  // The memory lent for tensor `i`; the session's own, where servers want another dtype or order.
+  const std::byte* LentGradient(size_t i, const TensorMemory& from);
+  absl::StatusOr<std::byte*> LentParameter(size_t i, const TensorMemory& from);
   // Ends the loan of a decided step.
   absl::Status TakeBack(absl::Span<const TensorMemory> memory, bool skipped, const Ready& ready);
   // Brings a whole tensor's local elements into the servers' order and dtype.
@@ -146,8 +152,9 @@ class Tensors {
   void Widen(const Unit& unit, absl::Span<const TensorMemory> memory);
   absl::Status Push(absl::Span<const TensorMemory> memory);
   absl::Status PushUnit(const Unit& unit, absl::Span<const TensorMemory> memory,
-                        const std::shared_ptr<const void>& owner = nullptr);
-  // The unit's gradients in the job's dtype, for the owned ranges laid end to end. Nothing is written where none is.
+                        const std::shared_ptr<const void>& owner = nullptr, Waiter* admitted = nullptr);
+  // The unit's gradients in the job's dtype, for the owned ranges laid end to end. Elements without a gradient are
+  // not written.
   void ConvertGradients(const Unit& unit, absl::Span<const TensorMemory> memory, absl::Span<std::byte> to);
   void Scatter(const std::vector<Run>& runs, absl::Span<const std::byte> from,
                absl::Span<const TensorMemory> memory) const;

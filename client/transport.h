@@ -1,17 +1,18 @@
 // How a client reaches one state server. Two implementations under one contract test: gRPC (client/grpc_transport) and
-// in-process (services/embedded).
+// in-process (services/gateway).
 #pragma once
 
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "ballast/proto/model/lent_memory.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/lent_memory.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::registry {
@@ -33,11 +34,11 @@ class Transport {
   virtual ~Transport() = default;
   // For messages: "host:port" or "embedded".
   virtual std::string name() const = 0;
-  // Further calls name the server that they are meant for, as model::TargetOf: any other refuses them (UNAVAILABLE,
-  // OTHER_SERVER). Does nothing where there is no other.
+  // From now on calls name the server that they are meant for (model::TargetOf); any other server refuses them
+  // (UNAVAILABLE, OTHER_SERVER). A transport that can reach only one server does nothing here.
   virtual void MeanFor(const std::string& /*target*/) {}
-  // The registry in which the server was found, and whose keys say where jobs lie: a job that has no chunks there does
-  // without the server. Null: a user named it.
+  // The registry that named the server; its keys say which servers a job has. A session leaves out such a server if its
+  // job has no chunks there. Null if a user named the server.
   virtual registry::Registry* registry() const { return nullptr; }
 
   virtual void Identify(const v1::IdentifyRequest&, absl::Time deadline, Callback<v1::IdentifyResponse>) = 0;
@@ -49,23 +50,38 @@ class Transport {
   virtual void Commit(const v1::CommitRequest&, absl::Time deadline, Callback<v1::CommitResponse>) = 0;
   virtual void Pin(const v1::PinRequest&, absl::Time deadline, Callback<v1::PinResponse>) = 0;
   virtual void Unpin(const v1::UnpinRequest&, absl::Time deadline, Callback<v1::UnpinResponse>) = 0;
-  // `payload` is borrowed until the callback. header.payload is empty; header.crc32c is the payload's.
+  // `payload` is borrowed until the callback. header.payload is empty. header.crc32c is the payload's, and the server
+  // checks it. Where the transport checks nothing, it may be absent: then a slice that is pushed again in its attempt
+  // counts as the same bytes.
   virtual void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
                     Callback<v1::PushResponse>) = 0;
+  // As Push, of a gradient that the trainer lends: a server in this process may go on reading it after the callback,
+  // for as long as it holds `lent`. Any other transport pushes a copy.
+  virtual void PushLent(const v1::PushRequest& header, absl::Span<const std::byte> payload,
+                        std::shared_ptr<model::LentGradients> /*lent*/, absl::Time deadline,
+                        Callback<v1::PushResponse> done) {
+    Push(header, payload, deadline, std::move(done));
+  }
   // On OK, has written exactly `to.size()` bytes into `to` (borrowed until the callback); bytes from a wire are checked
   // against the server's CRC32C. On an error `to` may hold anything.
   virtual void Pull(const v1::PullRequest&, absl::Span<std::byte> to, absl::Time deadline,
                     std::function<void(absl::Status)>) = 0;
 
-  // Runs work that ends in Push or Pull: at once, or on a thread of the transport's own where the call itself moves the
-  // bytes. All work ends before the destructor does.
-  virtual void Schedule(std::function<void()> work) { work(); }
+  // Whether the bytes of pushes and pulls are checked: always, unless there is neither a wire nor another process on
+  // their way. A remote caller cannot go without: its server refuses a push without its checksum (CHECKSUM).
+  virtual bool checks_bytes() const { return true; }
 
-  // Ends calls under way soon, with CANCELLED. Applies only to calls that wait for another process.
+  // Runs work that ends in a push or a pull, as `ends_in` says: at once, or on a thread of the transport if the call
+  // itself copies the bytes. There pulls go before pushes, since somebody waits for a pull. All work ends before the
+  // destructor returns.
+  enum class Moves { kPull, kPush };
+  virtual void Schedule(Moves /*ends_in*/, std::function<void()> work) { work(); }
+
+  // Ends calls under way soon, with CANCELLED, if they wait for another process.
   virtual void Cancel() {}
 
-  // Lent memory, in place of pushes and pulls. Only a server in this process takes loans (StateServer::Lend), and only
-  // if it keeps no working copies. The loan must end before the transport does.
+  // True if this transport takes lent memory in place of pushes and pulls. Only a server in this process does
+  // (StateServer::Lend), and only if it keeps no working copies. The loan must end before the transport.
   virtual bool TakesLoans() const { return false; }
   // Blocks while norms are computed.
   virtual absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest&) { return NoLoans(); }

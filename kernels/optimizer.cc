@@ -20,6 +20,17 @@ double Power(double base, uint64_t t) {
 
 bool Blockwise(MomentFormat format) { return format == MomentFormat::kI8 || format == MomentFormat::kF8; }
 
+std::string UnsupportedMaster(const OptimizerSpec& spec) {
+  if (spec.master == MasterFormat::kRemainder && spec.working != Dtype::kBf16) {
+    return "a master kept as remainder needs bf16 working parameters: take these, or an fp32 master";
+  }
+  if (spec.master == MasterFormat::kLent && spec.working != Dtype::kF32) {
+    return "a parameter is its own master in fp32 alone: take fp32 working parameters, or an fp32 master on the "
+           "servers";
+  }
+  return "";
+}
+
 }  // namespace
 
 std::string Unsupported(const OptimizerSpec& spec) {
@@ -30,14 +41,7 @@ std::string Unsupported(const OptimizerSpec& spec) {
   if (spec.amsgrad && !adam) return "amsgrad is AdamW's and Adam's";
   if (spec.momentum && spec.kind != OptimizerKind::kSgd) return "a momentum buffer is SGD's";
   if (spec.nesterov && !spec.momentum) return "nesterov needs momentum";
-  if (spec.master == MasterFormat::kRemainder && spec.working != Dtype::kBf16) {
-    return "a master kept as remainder needs bf16 working parameters: take these, or an fp32 master";
-  }
-  if (spec.master == MasterFormat::kLent && spec.working != Dtype::kF32) {
-    return "a parameter is its own master in fp32 alone: take fp32 working parameters, or an fp32 master on the "
-           "servers";
-  }
-  return "";
+  return UnsupportedMaster(spec);
 }
 
 int MomentCount(const OptimizerSpec& spec) {

@@ -2,9 +2,9 @@
 //
 // The sum is fp32 over a fixed binary tree with the micro-batches 0..M-1 as leaves (M a power of two). A rank holds a
 // contiguous run of leaves, so it can complete some subtrees alone: its forest, at most 2 log2(M) nodes. For each
-// element range, ranks send their partial sums to the range's owner. The owner adds the remaining nodes nearest first:
-// level by level upwards, left child + right child. Cost for W = 2^k ranks: each rank sends (W - 1) / W of its
-// elements, as any reduce-scatter does.
+// element range, ranks send their partial sums to the range's owner. The owner adds the remaining nodes level by level
+// from the leaves up, left child + right child. Cost for W = 2^k ranks: each rank sends (W - 1) / W of its elements, as
+// any reduce-scatter does.
 #pragma once
 
 #include <cstdint>

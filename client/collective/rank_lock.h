@@ -2,8 +2,8 @@
 //
 // Uses fcntl record locks. Unlike flock's, they are not inherited by a forked child, so a data loader that outlives its
 // killed parent does not keep the rank; and the kernel tells the holder's process id. They belong to the process, not
-// to the descriptor, and closing any descriptor of the file drops the lock: therefore a table per process lists the
-// locks held here.
+// to the descriptor, and closing any descriptor of the file drops the lock. So a table lists the locks of this process,
+// and nobody opens a file that is in it.
 #pragma once
 
 #include <sys/types.h>

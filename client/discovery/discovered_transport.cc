@@ -12,8 +12,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/proto/model/threads.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/base/threads.h"
 #include "ballast/proto/registry/registry.h"
 #include "ballast/proto/registry/roster.h"
 

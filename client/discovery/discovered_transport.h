@@ -1,4 +1,4 @@
-// Transports to servers found in a registry, and found again at another address.
+// Transports to servers that a registry names. If a server moves to another address, its transport follows.
 #pragma once
 
 #include <functional>
@@ -16,13 +16,14 @@ namespace ballast::client {
 // Makes a transport to an address, or says why this client must not connect there.
 using Connector = std::function<absl::StatusOr<std::unique_ptr<Transport>>(const std::string& address)>;
 
-// Returns a transport per server registered at `url` that `job` (empty: none) may lie on. Waits for servers, and fails,
-// as registry::AwaitServers and `connect`. A server whose new address `connect` refuses stays at its old one.
+// Returns one transport for each server that `job` may use: the members in the job's key, or without a key (or with an
+// empty `job`) all servers registered at `url`. Waits as registry::AwaitServers does. Returns the errors of
+// AwaitServers and of `connect`.
 //
-// When a call fails as if its server were down, one thread for all the transports reads the registry, at most twice a
-// second, and the less often the longer a server is away. Further calls to a server go to the address that is
-// registered then. Calls under way at the old address end with UNAVAILABLE, so that the router sends them again. While
-// the registry does not answer, each server keeps its last known address.
+// When a call fails because its server seems down, a thread that all transports share reads the registry, at most twice
+// a second, and less often the longer a server is away. Further calls to a server go to the address that is registered
+// then. Calls under way at the old address end with UNAVAILABLE, and the router sends them again. A transport keeps the
+// old address while the registry does not answer, or if `connect` refuses the new one.
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const registry::RegistryUrl& url,
                                                                            Connector connect, const std::string& job,
                                                                            absl::Duration timeout,

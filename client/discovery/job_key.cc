@@ -4,7 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/proto/registry/roster.h"
 
@@ -37,10 +37,10 @@ absl::Status JobKey::CheckSame(const std::vector<v1::Member>& members) const {
                     std::all_of(named.begin(), named.end(), [&](const auto& one) { return IsMember(members, one); });
   if (same) return absl::OkStatus();
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kOtherServer,
-                      absl::StrCat("another group made job '", job_, "' meanwhile, on ",
-                                   registry::ShowMembers({named.begin(), named.end()}), ", and this one would have on ",
-                                   registry::ShowMembers(members), "; start this one again: it then goes by the key ",
-                                   registry_->JobKeyName(job_), " that the other made"));
+                      absl::StrCat("another group made job '", job_, "' in the meantime, on ",
+                                   registry::ShowMembers({named.begin(), named.end()}), ", and this group would use ",
+                                   registry::ShowMembers(members), "; start this group again, and it goes by the key ",
+                                   registry_->JobKeyName(job_), " of the other group"));
 }
 
 absl::Status JobKey::CheckServers(const std::vector<v1::Member>& servers) const {
@@ -85,7 +85,7 @@ absl::StatusOr<v1::Epoch> JobKey::Claim(const std::vector<v1::Member>& members, 
     absl::Status trouble = put.status();
     if (trouble.ok() && !*put) {
       trouble = model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                             absl::StrCat("others write ", registry_->JobKeyName(job_), " all the time"));
+                             absl::StrCat("other groups keep writing ", registry_->JobKeyName(job_)));
     }
     if (trouble.ok()) {
       value_ = std::move(next);

@@ -14,7 +14,7 @@
 
 namespace ballast::client {
 
-// Rank 0's. Without a registry there is no key, and calls do nothing.
+// Only rank 0 uses it. Without a registry there is no key, and calls do nothing.
 class JobKey {
  public:
   // Borrows `registry`, which may be null.
@@ -22,15 +22,15 @@ class JobKey {
 
   // Errors: the registry's.
   absl::Status Read(absl::Time deadline);
-  // Whether Read or Claim found or made one.
+  // Whether there is a key: Read found it, or Claim made it.
   bool exists() const { return revision_ != 0; }
   const v1::JobKey& value() const { return value_; }
-  // FAILED_PRECONDITION (OTHER_SERVER) for a server with a member's name and another data directory.
+  // FAILED_PRECONDITION (OTHER_SERVER) if a server has a member's name but another data directory.
   absl::Status CheckServers(const std::vector<v1::Member>& servers) const;
 
-  // Before a fence with epoch `least` or higher: writes an epoch above the claimed one into the key, and returns the
-  // epoch. A new key names `members`. FAILED_PRECONDITION (OTHER_SERVER), with both lists: the key is for other servers
-  // by now. Else the registry's errors.
+  // Call before a fence with epoch `least` or higher. Writes an epoch above the claimed one into the key, and returns
+  // it. A new key names `members`. FAILED_PRECONDITION (OTHER_SERVER), with both lists, if the key names other servers
+  // by now. Otherwise the registry's errors.
   absl::StatusOr<v1::Epoch> Claim(const std::vector<v1::Member>& members, const v1::Epoch& least, absl::Time deadline);
 
  private:

@@ -5,8 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {

@@ -17,8 +17,8 @@ namespace ballast::client {
 
 class LocalSource : public ParameterSource {
  public:
-  // Starts at version 0, with the initial values of `seed`, also the seed of stochastic rounding. Allocates all state.
-  // `chunk_elements`: norms are kept per chunk, so bits equal a job's only with the job's chunk size.
+  // Starts at version 0 and allocates all state. `seed` determines the initial values and the stochastic rounding.
+  // Norms are computed per chunk, so the bits equal a job's only if `chunk_elements` does.
   static absl::StatusOr<std::unique_ptr<LocalSource>> Create(const ModelShape& shape, uint64_t seed,
                                                              uint64_t chunk_elements,
                                                              const kernels::OptimizerSpec& optimizer = {});

@@ -21,8 +21,8 @@
 #include "ballast/client/examples/server_source.h"
 #include "ballast/client/examples/trainer.h"
 #include "ballast/client/grpc_transport.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
 
 namespace ballast::client {
 namespace {

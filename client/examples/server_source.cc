@@ -2,7 +2,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 

@@ -20,7 +20,8 @@ class ServerSource : public ParameterSource {
   static absl::StatusOr<std::unique_ptr<ServerSource>> Create(std::unique_ptr<Session> session, const ModelShape& shape,
                                                               uint64_t seed);
 
-  // Counts the model's training steps. The session's version is larger where the job went back to an older state.
+  // The number of training steps that the model has taken. A restore is a transaction of its own, and a job's version
+  // only grows: after a restore the session's version is larger than this count.
   int64_t version() const override { return session_->version() - ahead_; }
   void SetAhead(int64_t ahead) { ahead_ = ahead; }
   uint64_t unit_elements(uint32_t unit) const override { return session_->unit_elements(units_[unit]); }

@@ -6,8 +6,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/client/transport/tally.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
@@ -42,13 +43,13 @@ absl::Status Fencing::CheckApart() const {
   const auto least = std::min_element(promised_.begin(), promised_.end());
   const auto server = static_cast<uint32_t>(least - promised_.begin());
   if (StepsBefore(server) <= kStepsMax) return absl::OkStatus();
-  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
-                      absl::StrCat("server ", router_->name(server), " has promised epoch ", *least, " of job '", job_,
-                                   "', and another server epoch ", epoch_.counter() - 1, ": they are more than ",
-                                   kStepsMax, " fences of ", model::kEpochsSkippedMax,
-                                   " epochs apart, and no trainer has fenced them so. Find out "
-                                   "who fences this job; then drop the job (",
-                                   model::kHowToDrop, ") and start it again"));
+  return model::Error(
+      absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+      absl::StrCat("server ", router_->name(server), " has promised epoch ", *least, " of job '", job_,
+                   "', and another server epoch ", epoch_.counter() - 1,
+                   ". No trainer moves epochs so far apart (over ", kStepsMax, " fences of ", model::kEpochsSkippedMax,
+                   " epochs). Find out who fences this job; then drop the job (", model::kHowToDrop,
+                   ") and start it again"));
 }
 
 absl::Status Fencing::CatchUp(uint32_t server, v1::FenceRequest request, absl::Time deadline) {

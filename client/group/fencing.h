@@ -13,22 +13,22 @@
 
 namespace ballast::client {
 
-// Chooses an epoch above every promise that the servers have made. One fence raises a promise by kEpochsSkippedMax at
-// most (proto/model/verdict.h), so a server that has promised far less than its peers is first fenced in steps of so
-// many. Somebody may have fenced the peers alone, with numbers of their own.
+// Chooses an epoch above every promise that the servers have made. One fence raises a promise by at most
+// kEpochsSkippedMax (proto/model/verdict.h). If somebody fenced only some servers, another may be far behind: this
+// class then fences that server several times, each time as far as allowed.
 class Fencing {
  public:
-  // Borrows `router`. `promised`: the counter of each server's promise, in the router's order. `peers`: all servers,
-  // told to each.
+  // Borrows `router`. `promised`: the counter of each server's promise, in the router's order. `peers`: all servers;
+  // each fence names them to its server.
   Fencing(Router* router, std::string job, std::vector<uint64_t> promised, std::vector<v1::Peer> peers);
-  // As GetJob told.
+  // The promises in the answers to GetJob.
   static std::vector<uint64_t> Promised(absl::Span<const v1::GetJobResponse> answers);
 
   const v1::Epoch& epoch() const { return epoch_; }
-  // Takes a later epoch.
+  // Uses a later epoch instead.
   void Raise(const v1::Epoch& epoch) { epoch_ = epoch; }
-  // Fences all servers with epoch(). Errors: the servers', and FAILED_PRECONDITION (BAD_REQUEST), with no server
-  // fenced, if the promises lie too far apart.
+  // Fences all servers with epoch(). Errors: the servers'. FAILED_PRECONDITION (BAD_REQUEST) if the promises lie too
+  // far apart; then no server was fenced.
   absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(bool expect_empty, absl::Time deadline);
 
  private:

@@ -4,7 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/client/transport/grpc_status.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {
@@ -35,7 +35,7 @@ absl::StatusOr<std::vector<std::string>> Group::ExchangeAll(const std::string& m
     }
     if (!more) return all;
   }
-  return model::Error(absl::StatusCode::kInternal, model::kBadRequest, "ranks exchange without end");
+  return model::Error(absl::StatusCode::kInternal, model::kBadRequest, "the ranks' exchange does not end");
 }
 
 absl::StatusOr<std::vector<std::string>> Group::Agree(const std::string& what, const absl::Status& status,
@@ -55,7 +55,8 @@ absl::StatusOr<std::vector<std::string>> Group::Agree(const std::string& what, c
     }
     v1::RpcStatus wire;
     if (part.empty() || !wire.ParseFromArray(part.data() + 1, static_cast<int>(part.size()) - 1) || wire.code() == 0) {
-      return model::Error(absl::StatusCode::kInternal, model::kBadRequest, absl::StrCat("rank ", r, " sent nonsense"));
+      return model::Error(absl::StatusCode::kInternal, model::kBadRequest,
+                          absl::StrCat("rank ", r, " sent a message that cannot be read"));
     }
     if (r == rank()) return status;
     return model::Annotate(FromWire(wire), absl::StrCat("rank ", r));

@@ -1,5 +1,5 @@
-// Exchanges between the ranks of one group during a call: their parts and their errors. An error of one rank becomes an
-// error on all ranks, so that no rank waits for a part that never comes.
+// During a call the ranks of a group exchange messages. Each rank contributes its part, or its error. An error of one
+// rank becomes an error on all ranks, so that no rank waits for a part that never comes.
 #pragma once
 
 #include <string>
@@ -20,9 +20,9 @@ class Group {
   int world_size() const { return collective_->world_size(); }
   Collective* collective() const { return collective_; }
 
-  // COLLECTIVE. Returns every rank's `mine` in rank order. If any rank comes with an error, all ranks get the error of
-  // the lowest rank that failed ("rank r: " precedes the message when r is another rank). `what` names the call in
-  // messages about waiting. Errors: also the collective's own (RANK_MISSING), after which the group is unusable.
+  // COLLECTIVE. Returns every rank's `mine` in rank order. If any rank passes an error, all ranks get the error of the
+  // lowest rank that failed; the other ranks get it with "rank r: " before the message. `what` names the call in
+  // messages about waiting. After an error of the collective itself (RANK_MISSING) the group is unusable.
   absl::StatusOr<std::vector<std::string>> Agree(const std::string& what, const absl::Status& status,
                                                  const std::string& mine);
   absl::Status Agree(const std::string& what, const absl::Status& status) { return Agree(what, status, "").status(); }

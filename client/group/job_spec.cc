@@ -6,8 +6,8 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
-#include "ballast/proto/model/status.h"
 
 namespace ballast::client {
 namespace {
@@ -33,8 +33,8 @@ absl::Status CheckSameNames(const std::vector<std::string>& missing, const std::
                                 ", which this session does not name; a session names all of a job's tensors"));
   }
   if (!unknown.empty()) {
-    what.push_back(absl::StrCat("the job has not ", Some(unknown),
-                                "; a session opens with the job's tensors alone, and registers others later"));
+    what.push_back(absl::StrCat("the job does not have ", Some(unknown),
+                                "; open the session with the job's tensors only, and register others later"));
   }
   absl::Status status =
       model::Error(absl::StatusCode::kInvalidArgument, model::kTensorsDiffer, absl::StrJoin(what, ". And "));
@@ -89,19 +89,18 @@ v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec
 absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
   if (DurabilityOf(given) != DurabilityOf(job)) {
     return BadSpec(absl::StrCat("the job has durability ", DurabilityOf(job), ", this session asks for ",
-                                DurabilityOf(given),
-                                "; a job's durability stays what it is for the job's life: ask for the job's own"));
+                                DurabilityOf(given), "; a job's durability cannot change, so ask for the job's own"));
   }
   if (given.group_count() != job.group_count()) {
     return BadSpec(absl::StrCat("the job has room for ", job.group_count(),
                                 " parameter groups (group_count), this session asks for ", given.group_count(),
-                                "; the room stays what it is for the job's life: make a new job for more groups"));
+                                "; this number cannot change, so make a new job for more groups"));
   }
   BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec wanted, model::OptimizerOf(given));
   BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec has, model::OptimizerOf(job));
   if (!(wanted == has)) {
     return BadSpec(absl::StrCat("the job has ", model::Show(has), ", this session asks for ", model::Show(wanted),
-                                "; an optimizer and its formats stay what they are for a job's life"));
+                                "; a job's optimizer and formats cannot change"));
   }
   // Later registrations replace earlier ones of the same name.
   absl::flat_hash_map<std::string, const v1::TensorSpec*> live;

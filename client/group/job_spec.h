@@ -1,4 +1,4 @@
-// The spec of a job: made of what the user gave, and compared with that of the job.
+// Makes a job's spec from the user's options, and compares it with the spec of an existing job.
 #pragma once
 
 #include <string>
@@ -14,7 +14,7 @@ namespace ballast::client {
 // The spec of a new job as the user gave it.
 v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec>& tensors);
 v1::TensorSpec ToProto(const TensorSpec& tensor);
-// All of the tensor but its name.
+// What messages say of the tensor, as text, without its name.
 std::string Show(const v1::TensorSpec& tensor);
 
 // INVALID_ARGUMENT (BAD_SPEC).

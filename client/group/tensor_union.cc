@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/client/group/job_spec.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {

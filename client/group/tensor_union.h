@@ -12,9 +12,9 @@
 
 namespace ballast::client {
 
-// One rank's names: in spec() the job as the rank asks for the job, with the rank's tensors as the only registration;
-// in tiling() the placement of each tensor, in the same order. A placement without meshes: the rank alone has the whole
-// tensor.
+// One rank's names. spec() is the job as this rank asks for it, with the rank's tensors as its only registration.
+// tiling() has the placement of each tensor, in the same order. If a placement has no meshes, the rank alone has the
+// whole tensor.
 v1::OpenRequest Named(const v1::JobSpec& spec, const std::vector<TensorSpec>& tensors);
 
 // Ranks that name the same.
@@ -25,8 +25,9 @@ struct NamedAlike {
 
 class TensorUnion {
  public:
-  // The union over all ranks, by the first rank to name a tensor, then by place in that rank's list. `all`: by first
-  // rank. INVALID_ARGUMENT (BAD_SPEC) if ranks give one name to different tensors.
+  // The union over all ranks. Tensors are in the order of the first rank that names them, then of that rank's list.
+  // REQUIRES: `all` is in order of each entry's first rank. INVALID_ARGUMENT (BAD_SPEC) if ranks give one name to
+  // different tensors.
   static absl::StatusOr<TensorUnion> Make(absl::Span<const NamedAlike> all);
 
   const std::vector<v1::TensorSpec>& tensors() const { return tensors_; }

@@ -4,8 +4,7 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {
@@ -61,14 +60,13 @@ void Gradients::Mark(uint32_t unit, absl::Span<const uint32_t> absent) {
 absl::Status Gradients::CheckNone(uint32_t unit) const {
   const State state = units_[unit].state;
   if (state == State::kNone) return absl::OkStatus();
-  const char* const came = state == State::kZeroes         ? "was counted as zeros by Norm() or Step() already"
-                           : state == State::kLent         ? "was lent in this step"
-                           : state == State::kReturned     ? "was returned after a step that failed"
-                           : state == State::kAccumulating ? "is being accumulated"
-                                                           : "was pushed already in this step";
+  const char* const came = state == State::kZeroes     ? "was counted as zeros by Norm() or Step() already"
+                           : state == State::kLent     ? "was lent in this step"
+                           : state == State::kReturned ? "was returned after a step that failed"
+                                                       : "was pushed already in this step";
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
                       absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "' ", came,
-                                   "; several contributions go through Accumulate, and Drop() starts over"));
+                                   "; add contributions up before Push, or Drop() starts over"));
 }
 
 absl::Status Gradients::Push(uint32_t unit, absl::Span<const std::byte> gradient,
@@ -86,12 +84,11 @@ absl::Status Gradients::Push(uint32_t unit, absl::Span<const std::byte> gradient
   mine.state = State::kPushed;
   Mark(unit, missing);
   SendTouched(unit, presence_);
-  seat_->router->AwaitAdmission();
   return absl::OkStatus();
 }
 
 absl::Status Gradients::PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent,
-                                     const std::shared_ptr<const void>& owner) {
+                                     const std::shared_ptr<const void>& owner, Keep keep) {
   BALLAST_RETURN_IF_ERROR(seat_->units->CheckUnit(unit));
   BALLAST_ASSIGN_OR_RETURN(const auto missing, AbsentTensors(unit, absent));
   BALLAST_RETURN_IF_ERROR(CheckNone(unit));
@@ -110,13 +107,14 @@ absl::Status Gradients::PushBorrowed(uint32_t unit, std::vector<GradientRun> run
   UnitGradient& mine = units_[unit];
   mine.runs = std::move(runs);
   mine.state = State::kBorrowed;
+  const bool lent = owner != nullptr && keep == Keep::kUntilApplied;
+  if (lent) mine.lent = std::make_shared<model::LentGradients>(owner);
   Mark(unit, missing);
-  SendTouched(unit, presence_, owner);
-  if (owner != nullptr) {
+  SendTouched(unit, presence_, lent ? nullptr : owner);
+  if (owner != nullptr && !lent) {
     mine.runs.clear();
     mine.state = State::kLetGo;
   }
-  seat_->router->AwaitAdmission();
   return absl::OkStatus();
 }
 
@@ -129,68 +127,47 @@ void Gradients::Return() {
   }
 }
 
-absl::Status Gradients::Accumulate(uint32_t unit, absl::Span<const float> gradient,
-                                   absl::Span<const std::string> absent) {
-  BALLAST_RETURN_IF_ERROR(Check(unit, gradient.size()));
-  BALLAST_ASSIGN_OR_RETURN(const auto missing, AbsentTensors(unit, absent));
-  UnitGradient& mine = units_[unit];
-  if (mine.state != State::kNone && mine.state != State::kAccumulating) {
-    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
-                        absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "' was ",
-                                     mine.state == State::kLent ? "lent" : "pushed",
-                                     " already in this step; Accumulate comes before Norm() and Step(), and "
-                                     "Drop() starts over"));
+absl::Span<const std::byte> Gradients::BytesOf(const UnitGradient& gradient, const OwnedSlice& owned,
+                                               std::shared_ptr<std::vector<std::byte>>* gathered) const {
+  const uint64_t width = seat_->gradient_bytes(), count = owned.slice.range.size();
+  // Slices of kLetGo that were not sent lie in absent tensors: zeros.
+  if (gradient.state != State::kBorrowed && gradient.state != State::kLetGo) {
+    return absl::MakeConstSpan(gradient.values).subspan(owned.offset * width, count * width);
   }
-  // The first contribution is copied, not added to zero: 0 + -0 would change its sign.
-  const bool first = mine.state == State::kNone;
-  if (first) mine.sum.assign(gradient.size(), 0.0f);
-  for (const OwnedSegment& segment : seat_->units->unit(unit).segments) {
-    if (Contains(missing, segment.tensor)) continue;
-    const auto from = gradient.subspan(segment.offset, segment.count);
-    const auto to = absl::MakeSpan(mine.sum).subspan(segment.offset, segment.count);
-    if (first) {
-      std::copy(from.begin(), from.end(), to.begin());
-    } else {
-      kernels::AddInto(from, to);
-    }
+  // The first run that ends behind the slice's beginning.
+  auto run =
+      std::lower_bound(gradient.runs.begin(), gradient.runs.end(), owned.offset + 1,
+                       [&](const GradientRun& r, uint64_t at) { return r.begin + r.elements.size() / width < at; });
+  const uint64_t end = owned.offset + count;
+  if (run != gradient.runs.end() && run->begin <= owned.offset && end <= run->begin + run->elements.size() / width) {
+    return run->elements.subspan((owned.offset - run->begin) * width, count * width);
   }
-  mine.state = State::kAccumulating;
-  Mark(unit, missing);
-  return absl::OkStatus();
+  *gathered = std::make_shared<std::vector<std::byte>>(count * width);
+  for (; run != gradient.runs.end() && run->begin < end; ++run) {
+    const uint64_t from = std::max(run->begin, owned.offset);
+    const uint64_t to = std::min(run->begin + run->elements.size() / width, end);
+    std::memcpy((*gathered)->data() + (from - owned.offset) * width, run->elements.data() + (from - run->begin) * width,
+                (to - from) * width);
+  }
+  return **gathered;
 }
 
 void Gradients::SendSlice(UnitGradient& gradient, const OwnedSlice& owned, const std::shared_ptr<const void>& owner) {
   // Flush tells all ranks of the error; each slice more would wait for the same server as long again.
   if (pushes_->failed()) return;
-  const uint64_t width = seat_->gradient_bytes(), count = owned.slice.range.size();
-  absl::Span<const std::byte> bytes;
   std::shared_ptr<std::vector<std::byte>> gathered;
-  // Slices of kLetGo that were not sent lie in absent tensors: zeros.
-  if (gradient.state != State::kBorrowed && gradient.state != State::kLetGo) {
-    bytes = absl::MakeConstSpan(gradient.values).subspan(owned.offset * width, count * width);
-  } else {
-    // The first run that ends behind the slice's beginning.
-    auto run =
-        std::lower_bound(gradient.runs.begin(), gradient.runs.end(), owned.offset + 1,
-                         [&](const GradientRun& r, uint64_t at) { return r.begin + r.elements.size() / width < at; });
-    const uint64_t end = owned.offset + count;
-    if (run != gradient.runs.end() && run->begin <= owned.offset && end <= run->begin + run->elements.size() / width) {
-      bytes = run->elements.subspan((owned.offset - run->begin) * width, count * width);
-    } else {
-      gathered = std::make_shared<std::vector<std::byte>>(count * width);
-      for (; run != gradient.runs.end() && run->begin < end; ++run) {
-        const uint64_t from = std::max(run->begin, owned.offset);
-        const uint64_t to = std::min(run->begin + run->elements.size() / width, end);
-        std::memcpy(gathered->data() + (from - owned.offset) * width,
-                    run->elements.data() + (from - run->begin) * width, (to - from) * width);
-      }
-      bytes = *gathered;
-    }
-  }
+  const absl::Span<const std::byte> bytes = BytesOf(gradient, owned, &gathered);
   pushed_bytes_ += bytes.size();
   pushes_->Start();
-  seat_->PushSlice(v1::SLICE_KIND_GRADIENT, owned, bytes,
-                   [tally = pushes_, gathered, owner](const absl::Status& status) { tally->Finish(status); });
+  // Lets go before it counts: who waited for the pushes finds the memory free.
+  seat_->PushSlice(
+      v1::SLICE_KIND_GRADIENT, owned, bytes,
+      [tally = pushes_, gathered, owner = owner](const absl::Status& status) mutable {
+        gathered.reset();
+        owner.reset();
+        tally->Finish(status);
+      },
+      gathered == nullptr ? gradient.lent : nullptr);
 }
 
 void Gradients::SendTouched(uint32_t unit, const std::string& presence, const std::shared_ptr<const void>& owner) {
@@ -210,14 +187,6 @@ absl::Status Gradients::Flush() {
       return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
                           "gradients of a step that failed were returned; Drop() comes before another step");
     }
-  }
-  for (uint32_t unit = 0; unit < units_.size(); ++unit) {
-    UnitGradient& mine = units_[unit];
-    if (mine.state != State::kAccumulating) continue;
-    mine.values.resize(mine.sum.size() * seat_->gradient_bytes());
-    kernels::FromF32(mine.sum, seat_->optimizer.gradient, mine.values.data());
-    mine.state = State::kPushed;
-    SendTouched(unit, presence_);
   }
   return pushes_->Wait();
 }
@@ -243,8 +212,8 @@ absl::Status Gradients::Cover(const std::string& presence) {
 absl::Status Gradients::CheckLend() const {
   if (empty()) return absl::OkStatus();
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
-                      "gradients were given already in this step, and are lent for all tensors or for none; Drop() "
-                      "starts over");
+                      "this step already has gradients, and a step lends gradients of all tensors or of none; "
+                      "Drop() starts over");
 }
 
 void Gradients::Lend(const std::string& presence) {
@@ -278,9 +247,16 @@ absl::Status Gradients::ResendAll(const std::string& presence) {
     for (const OwnedSlice& owned : seat_->units->unit(unit).slices) {
       if (seat_->units->plan().Touches(owned.slice, presence)) BALLAST_RETURN_IF_ERROR(Resend(owned));
     }
-    seat_->router->AwaitAdmission();
+    seat_->router->push_admissions().Await();
   }
   return absl::OkStatus();
+}
+
+void Gradients::TakeBack() {
+  (void)pushes_->Wait();
+  for (UnitGradient& mine : units_) {
+    if (mine.lent != nullptr) mine.lent->TakeBack();
+  }
 }
 
 void Gradients::Forget() {
@@ -288,6 +264,7 @@ void Gradients::Forget() {
   for (UnitGradient& mine : units_) {
     mine.state = State::kNone;
     mine.runs.clear();
+    mine.lent = nullptr;
     std::fill(mine.sent.begin(), mine.sent.end(), false);
   }
   std::fill(presence_.begin(), presence_.end(), '\0');

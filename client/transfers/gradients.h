@@ -1,10 +1,11 @@
 // The gradients that this rank has pushed for the step in the making. Every gradient stays here, or in the caller's
 // memory, until every server is prepared, so that a slice lost by a server can be sent again.
 //
-// Memory: one element of the gradient dtype per element that this rank owns of a pushed unit, and 4 bytes more for
-// units that accumulate; allocated at a unit's first push and kept. A borrowed slice that is spread over several runs
-// is copied until the server has it. Memory given with its owner is let go as soon as the servers have it: a slice that
-// a server loses after that fails the step. Threads: one.
+// Memory: one element of the gradient dtype per element that this rank owns of a pushed unit; allocated at a unit's
+// first push and kept. A borrowed slice that is spread over several runs is copied until the server has it. Memory
+// given with its owner is let go as soon as the servers have it: a slice that a server loses after that fails the step.
+// Lent memory (kUntilApplied) stays until Forget, also after Return; a server in this process may have it for longer.
+// Threads: one.
 #pragma once
 
 #include <memory>
@@ -15,6 +16,8 @@
 #include "absl/types/span.h"
 #include "ballast/client/session_types.h"
 #include "ballast/client/transfers/seat.h"
+#include "ballast/client/transport/tally.h"
+#include "ballast/proto/base/lent_memory.h"
 
 namespace ballast::client {
 
@@ -27,23 +30,23 @@ class Gradients {
   // The plan changed. REQUIRES: empty().
   void Resize();
 
-  // In the job's gradient dtype.
+  // In the job's gradient dtype. Does not wait for room: Router::push_admissions.
   absl::Status Push(uint32_t unit, absl::Span<const std::byte> gradient, absl::Span<const std::string> absent);
   // `owner`: keeps the memory of `runs`; null where the caller does.
   absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent,
-                            const std::shared_ptr<const void>& owner);
-  // Stops counting pushed gradients and gives borrowed memory back to the caller. Forget must come before anything
-  // else. Waits for pushes.
+                            const std::shared_ptr<const void>& owner, Keep keep = Keep::kUntilCopied);
+  // Waits for pushes, then gives borrowed memory back to the caller, except lent memory: the step may be sealed, so a
+  // server may still read it. Pushed gradients no longer count. The next call must be TakeBack or Forget.
   void Return();
-  absl::Status Accumulate(uint32_t unit, absl::Span<const float> gradient, absl::Span<const std::string> absent);
-  // Pushes the accumulated sums and waits until the servers have every pushed slice.
+  // Waits until the servers have every pushed slice.
   absl::Status Flush();
   // Pushes zeros for slices that touch a tensor of `presence` and were not pushed; waits for them.
   absl::Status Cover(const std::string& presence);
-  // Servers read the gradients of `presence`'s tensors in place. BAD_REQUEST if any gradient was given already.
+  // BAD_REQUEST if the step already has a gradient.
   absl::Status CheckLend() const;
+  // Servers will read the gradients of the tensors in `presence` in place.
   void Lend(const std::string& presence);
-  // Sends again a slice missed by a server. STATE_LOST: its memory was let go.
+  // Sends a slice again that a server lacks. STATE_LOST if this rank no longer has the slice's memory.
   absl::Status Resend(const OwnedSlice& owned);
   // Sends again all slices that touch a tensor of `presence`, bounded by the bytes in flight; Flush waits for them.
   absl::Status ResendAll(const std::string& presence);
@@ -51,6 +54,9 @@ class Gradients {
   absl::Status Wait() { return pushes_->Wait(); }
   // Waits for pushes under way and forgets everything.
   void Forget();
+  // Waits for pushes under way, and takes lent memory back from the servers. REQUIRES: this rank has not sealed the
+  // pushes, so nobody can decide a step with them. The next call must be Forget.
+  void TakeBack();
 
   // No push is under way.
   bool idle() const { return pushes_->idle(); }
@@ -60,19 +66,22 @@ class Gradients {
   uint64_t pushed_bytes() const { return pushed_bytes_; }
 
  private:
-  enum class State { kNone, kAccumulating, kPushed, kBorrowed, kLetGo, kReturned, kZeroes, kLent };
+  enum class State { kNone, kPushed, kBorrowed, kLetGo, kReturned, kZeroes, kLent };
   struct UnitGradient {
     State state = State::kNone;
     std::vector<std::byte> values;
-    std::vector<GradientRun> runs;  // in place of `values` if borrowed
-    std::vector<float> sum;
-    std::vector<bool> sent;  // by slice
+    std::vector<GradientRun> runs;               // in place of `values` if borrowed
+    std::shared_ptr<model::LentGradients> lent;  // keeps `runs`, if they are lent
+    std::vector<bool> sent;                      // by slice
   };
 
   absl::Status Check(uint32_t unit, size_t size) const;
   absl::Status CheckNone(uint32_t unit) const;
   absl::StatusOr<std::vector<uint32_t>> AbsentTensors(uint32_t unit, absl::Span<const std::string> names) const;
   void Mark(uint32_t unit, absl::Span<const uint32_t> absent);
+  // The slice's bytes in the runs, or in memory of their own: then `gathered` gets it.
+  absl::Span<const std::byte> BytesOf(const UnitGradient& gradient, const OwnedSlice& owned,
+                                      std::shared_ptr<std::vector<std::byte>>* gathered) const;
   void SendSlice(UnitGradient& gradient, const OwnedSlice& owned, const std::shared_ptr<const void>& owner = nullptr);
   void SendTouched(uint32_t unit, const std::string& presence, const std::shared_ptr<const void>& owner = nullptr);
 

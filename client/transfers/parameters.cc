@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {
@@ -46,51 +46,64 @@ void BufferPool::Return(std::unique_ptr<UnitBuffer> buffer) {
   free_.push_back(std::move(buffer));
 }
 
-v1::PullRequest Parameters::Request(uint32_t unit, model::Range range) const {
+v1::PullRequest Parameters::Request(uint32_t unit) const {
   v1::PullRequest request;
   request.set_job(seat_->job);
   request.set_version(seat_->version);
   request.set_content(v1::CONTENT_WORKING);
   request.set_unit(unit);
-  request.set_begin(range.begin);
-  request.set_end(range.end);
   return request;
 }
 
-void Parameters::Start(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to,
-                       const std::shared_ptr<Tally>& tally) {
-  pulled_bytes_ += to.size();
+absl::Status Parameters::PullRange(const UnitMap& units, v1::PullRequest request, const PullRun& run, uint64_t width,
+                                   PullOne pull) {
+  BALLAST_ASSIGN_OR_RETURN(const auto pieces, units.layout().Cut(request.unit(), {run.range.begin, run.range.end}));
+  for (const model::Layout::Piece& piece : pieces) {
+    request.set_begin(piece.range.begin);
+    request.set_end(piece.range.end);
+    pull(units.plan().server_of(piece.chunk), request,
+         run.to.subspan((piece.range.begin - run.range.begin) * width, piece.range.size() * width));
+  }
+  return absl::OkStatus();
+}
+
+void Parameters::Start(const std::shared_ptr<Tally>& tally, List list) {
   tally->Start();
-  seat_->router->Pull(server, std::move(request), to, seat_->Deadline(),
-                      [tally](const absl::Status& status) { tally->Finish(status); });
+  seat_->router->HandOver([router = seat_->router, deadline = seat_->Deadline(), tally, list = std::move(list)] {
+    tally->Finish(list([&](uint32_t server, const v1::PullRequest& request, absl::Span<std::byte> to) {
+      tally->Start();
+      router->Pull(server, request, to, deadline, [tally](const absl::Status& status) { tally->Finish(status); });
+    }));
+  });
 }
 
 Parameters::Pulling Parameters::StartOwned(uint32_t unit) {
   const UnitView& view = seat_->units->unit(unit);
-  Pulling pulling{pool_.Take(view.elements * seat_->working_bytes()), seat_->version, std::make_shared<Tally>()};
+  const uint64_t width = seat_->working_bytes();
+  Pulling pulling{pool_.Take(view.elements * width), seat_->version, std::make_shared<Tally>()};
   for (const UnitRange& gap : view.gaps) Zero(Part(*pulling.buffer, gap));
-  for (const OwnedSlice& owned : view.slices) {
-    const model::Range range = owned.slice.range;
-    Start(owned.server, Request(unit, range), Part(*pulling.buffer, range), pulling.tally);
-  }
+  for (const OwnedSlice& owned : view.slices) pulled_bytes_ += owned.slice.range.size() * width;
+  Start(pulling.tally, [units = seat_->units, unit, request = Request(unit), to = pulling.buffer->data.get(),
+                        width](PullOne pull) mutable {
+    for (const OwnedSlice& owned : units->unit(unit).slices) {
+      request.set_begin(owned.slice.range.begin);
+      request.set_end(owned.slice.range.end);
+      pull(owned.server, request, {to + request.begin() * width, owned.slice.range.size() * width});
+    }
+    return absl::OkStatus();
+  });
   return pulling;
 }
 
 std::shared_ptr<Tally> Parameters::StartPull(uint32_t unit, absl::Span<const PullRun> runs) {
   auto tally = std::make_shared<Tally>();
-  const uint64_t width = seat_->working_bytes();
-  for (const PullRun& run : runs) {
-    const auto pieces = seat_->units->layout().Cut(unit, {run.range.begin, run.range.end});
-    if (!pieces.ok()) {
-      tally->Start();
-      tally->Finish(pieces.status());
-      continue;
-    }
-    for (const model::Layout::Piece& piece : *pieces) {
-      Start(seat_->units->plan().server_of(piece.chunk), Request(unit, piece.range),
-            run.to.subspan((piece.range.begin - run.range.begin) * width, piece.range.size() * width), tally);
-    }
-  }
+  for (const PullRun& run : runs) pulled_bytes_ += run.to.size();
+  Start(tally, [units = seat_->units, request = Request(unit), width = seat_->working_bytes(),
+                runs = std::vector<PullRun>(runs.begin(), runs.end())](PullOne pull) {
+    absl::Status status;
+    for (const PullRun& run : runs) status.Update(PullRange(*units, request, run, width, pull));
+    return status;
+  });
   return tally;
 }
 
@@ -136,35 +149,6 @@ absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::TakeOwned(uint32_t unit)
   return std::move(pulling.buffer);
 }
 
-absl::Status Parameters::PullOwned(uint32_t unit, absl::Span<std::byte> to) {
-  const UnitView& view = seat_->units->unit(unit);
-  const uint64_t width = seat_->working_bytes();
-  if (to.size() != view.owned_elements * width) {
-    return model::Error(
-        absl::StatusCode::kInvalidArgument, model::kBadLength,
-        absl::StrCat("unit '", seat_->units->layout().units()[unit].name, "': expected room for ", view.owned_elements,
-                     " elements (this rank's owned ranges), got ", to.size() / width));
-  }
-  if (const auto it = under_way_.find(unit); it != under_way_.end() && it->second.version == seat_->version) {
-    BALLAST_ASSIGN_OR_RETURN(auto buffer, TakeOwned(unit));
-    uint64_t offset = 0;
-    for (const UnitRange& range : view.ranges[seat_->rank()]) {
-      const absl::Span<const std::byte> part = Part(*buffer, range);
-      std::copy(part.begin(), part.end(), to.begin() + offset);
-      offset += part.size();
-    }
-    pool_.Return(std::move(buffer));
-    return absl::OkStatus();
-  }
-  Zero(to);  // where a range spans elements that no chunk has
-  auto tally = std::make_shared<Tally>();
-  for (const OwnedSlice& owned : view.slices) {
-    Start(owned.server, Request(unit, owned.slice.range),
-          to.subspan(owned.offset * width, owned.slice.range.size() * width), tally);
-  }
-  return Wait(*tally);
-}
-
 absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::Acquire(uint32_t unit) {
   BALLAST_ASSIGN_OR_RETURN(auto buffer, TakeOwned(unit));
   if (group_->world_size() == 1) return buffer;
@@ -184,35 +168,16 @@ absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::Acquire(uint32_t unit) {
   return buffer;
 }
 
-absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::AcquireWhole(uint32_t unit) {
-  const UnitView& view = seat_->units->unit(unit);
-  ReclaimStale();
-  auto buffer = pool_.Take(view.elements * seat_->working_bytes());
-  Zero(Part(*buffer, UnitRange{0, view.elements}));
-  auto tally = std::make_shared<Tally>();
-  for (const uint64_t index : seat_->units->layout().units()[unit].chunks) {
-    const model::Range range = seat_->units->layout().chunks()[index].range;
-    Start(seat_->units->plan().server_of(index), Request(unit, range), Part(*buffer, range), tally);
-  }
-  if (absl::Status status = Wait(*tally); !status.ok()) {
-    pool_.Return(std::move(buffer));
-    return status;
-  }
-  return buffer;
-}
-
 absl::Status Parameters::Read(uint32_t unit, model::Range range, v1::Content content, int64_t version,
                               absl::Span<std::byte> to) {
-  BALLAST_ASSIGN_OR_RETURN(const auto pieces, seat_->units->layout().Cut(unit, range));
-  const uint64_t element_bytes = to.size() / range.size();
+  v1::PullRequest request = Request(unit);
+  request.set_content(content);
+  request.set_version(version);
+  pulled_bytes_ += to.size();
   auto tally = std::make_shared<Tally>();
-  for (const model::Layout::Piece& piece : pieces) {
-    v1::PullRequest request = Request(unit, piece.range);
-    request.set_content(content);
-    request.set_version(version);
-    Start(seat_->units->plan().server_of(piece.chunk), std::move(request),
-          to.subspan((piece.range.begin - range.begin) * element_bytes, piece.range.size() * element_bytes), tally);
-  }
+  Start(tally,
+        [units = seat_->units, request, run = PullRun{{range.begin, range.end}, to},
+         width = to.size() / range.size()](PullOne pull) { return PullRange(*units, request, run, width, pull); });
   return Wait(*tally);
 }
 

@@ -6,15 +6,18 @@
 #pragma once
 
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/client/group/group.h"
 #include "ballast/client/transfers/seat.h"
+#include "ballast/client/transport/tally.h"
 
 namespace ballast::client {
 
@@ -44,20 +47,18 @@ class Parameters {
   ~Parameters() { Forget(); }
 
   void Prefetch(uint32_t unit);
-  // Pulls each run of `unit` at the seat's version to its place; ends with the tally. Does not block.
+  // Starts pulls of all `runs` of `unit` at the seat's version, each to its own place. The tally finishes when all have
+  // ended. Does not block.
   std::shared_ptr<Tally> StartPull(uint32_t unit, absl::Span<const PullRun> runs);
-  // `waited`: as PendingPull::Await's.
+  // `waited`: see PendingPull::Await.
   absl::Status AwaitPull(Tally& tally, absl::Duration waited) {
     pull_seconds_ += absl::ToDoubleSeconds(waited);
     return Wait(tally);
   }
-  // Pulls this rank's own ranges, laid end to end. Here and below: in the job's working dtype.
-  absl::Status PullOwned(uint32_t unit, absl::Span<std::byte> to);
-  // COLLECTIVE. Gathers the whole unit; give the buffer back with Return().
+  // COLLECTIVE. Gathers the whole unit, in the job's working dtype. The caller gives the buffer back with Return().
   absl::StatusOr<std::unique_ptr<UnitBuffer>> Acquire(uint32_t unit);
-  absl::StatusOr<std::unique_ptr<UnitBuffer>> AcquireWhole(uint32_t unit);
   void Return(std::unique_ptr<UnitBuffer> buffer) { pool_.Return(std::move(buffer)); }
-  // [range) of `unit` at `version`; `to` holds its elements of `content`. Blocks.
+  // Reads `content` of the elements `range` of `unit` at `version` into `to`. Blocks.
   absl::Status Read(uint32_t unit, model::Range range, v1::Content content, int64_t version, absl::Span<std::byte> to);
   // Waits for prefetches under way and forgets them: the plan or the version changed.
   void Forget();
@@ -74,8 +75,15 @@ class Parameters {
     std::shared_ptr<Tally> tally;
   };
 
-  void Start(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, const std::shared_ptr<Tally>& tally);
-  v1::PullRequest Request(uint32_t unit, model::Range range) const;
+  using PullOne = absl::FunctionRef<void(uint32_t server, const v1::PullRequest& request, absl::Span<std::byte> to)>;
+  using List = std::function<absl::Status(PullOne pull)>;
+  // Has the pulls of `list` started, maybe on another thread: it borrows nothing but the pulls' places.
+  void Start(const std::shared_ptr<Tally>& tally, List list);
+  // Pulls a run chunk by chunk. `request`: but for its range; `width`: bytes of an element.
+  static absl::Status PullRange(const UnitMap& units, v1::PullRequest request, const PullRun& run, uint64_t width,
+                                PullOne pull);
+  // Of the unit at the seat's version; without a range.
+  v1::PullRequest Request(uint32_t unit) const;
   Pulling StartOwned(uint32_t unit);
   // A range of elements in a buffer of the unit.
   template <typename Range>

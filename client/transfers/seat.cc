@@ -1,9 +1,11 @@
 #include "ballast/client/transfers/seat.h"
 
+#include <utility>
+
 namespace ballast::client {
 
 void Seat::PushSlice(v1::SliceKind kind, const OwnedSlice& owned, absl::Span<const std::byte> payload,
-                     std::function<void(absl::Status)> done) const {
+                     std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent) const {
   v1::PushRequest header;
   header.set_job(job);
   *header.mutable_epoch() = epoch();
@@ -14,7 +16,7 @@ void Seat::PushSlice(v1::SliceKind kind, const OwnedSlice& owned, absl::Span<con
   header.set_unit(owned.slice.unit);
   header.set_begin(owned.slice.range.begin);
   header.set_end(owned.slice.range.end);
-  router->Push(owned.server, std::move(header), payload, Deadline(), std::move(done));
+  router->Push(owned.server, std::move(header), payload, Deadline(), std::move(done), std::move(lent));
 }
 
 }  // namespace ballast::client

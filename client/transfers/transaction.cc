@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
@@ -87,8 +87,8 @@ absl::Status Transaction::Late(uint32_t server, int64_t step, const v1::SealResp
       absl::StatusCode::kDeadlineExceeded, model::kServerDown,
       absl::StrCat(
           context,
-          "its disk does not finish (the log, or with durability every-K a pin); look at the server, or give a "
-          "longer step_timeout"));
+          "the server still waits for its disk (the log, or with durability every-K a pin); check the disk, or "
+          "give a longer step_timeout"));
 }
 
 absl::StatusOr<v1::Decision> Transaction::SealAndDecide(const v1::SealRequest& request, absl::Time deadline,

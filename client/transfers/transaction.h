@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/client/transfers/seat.h"
+#include "ballast/client/transport/tally.h"
 
 namespace ballast::client {
 
@@ -22,13 +23,14 @@ class Transaction {
   // Borrows `seat`.
   explicit Transaction(const Seat* seat) : seat_(seat), commits_(std::make_shared<Tally>()) {}
 
-  // Seals this rank's `request` on all servers until all are prepared, and returns the decision, which then stands
-  // whatever happens. Blocks until `deadline`. Errors: DEADLINE_EXCEEDED, outcome unknown (RANK_MISSING names ranks
-  // that have not sealed; SERVER_DOWN); FAILED_PRECONDITION.
+  // Seals this rank's `request` on all servers until all are prepared, and returns the decision, which is then final.
+  // Blocks until `deadline`. After an error the outcome is unknown. DEADLINE_EXCEEDED (RANK_MISSING) names ranks that
+  // have not sealed, or the first slice that has not come. SERVER_DOWN: a server did not answer, or still waits for its
+  // disk. Other errors: the servers', such as FAILED_PRECONDITION, and those of `resend`.
   absl::StatusOr<v1::Decision> SealAndDecide(const v1::SealRequest& request, absl::Time deadline, const Resend& resend);
 
-  // Sends the decision to all servers; does not wait. The router keeps the decision for servers that turn out to be
-  // behind.
+  // Sends the decision to all servers; does not wait. The router keeps it, and sends it again to servers that say
+  // BEHIND.
   void Commit(const v1::Decision& decision);
   // Sends the last decision again, if any: a restarted server may have forgotten it.
   void CommitAgain();

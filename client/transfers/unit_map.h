@@ -45,6 +45,11 @@ struct UnitView {
   std::vector<UnitRange> gaps;  // in no rank's range: zeros
 };
 
+// All of a tensor, in the order in which servers have it.
+inline std::vector<model::BoxRun> WholeRuns(const model::Tensor& tensor) {
+  return model::RunsOf(tensor.shape, model::WholeOf(tensor.shape), tensor.parts);
+}
+
 class UnitMap {
  public:
   UnitMap(std::shared_ptr<const model::EpochPlan> plan, int rank);

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/layout.h"
-#include "ballast/proto/model/status.h"
 
 namespace ballast::client {
 

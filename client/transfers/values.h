@@ -14,6 +14,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "ballast/client/transfers/seat.h"
+#include "ballast/client/transport/tally.h"
 
 namespace ballast::client {
 
@@ -35,8 +36,8 @@ class Values {
   // The values given to Write.
   Source written() const;
 
-  // Says that all values of the next transaction are lent: until EndLoan nothing is pushed, and nothing may be written.
-  // Returns the written values by tensor, whole. REQUIRES: one rank.
+  // From now until EndLoan all values of the next transaction are lent: this object pushes nothing, and nobody may call
+  // Write. Returns the written values by tensor, whole. REQUIRES: one rank.
   std::map<uint32_t, const float*> Lend();
   void EndLoan();
   bool lent() const { return lent_; }

@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "ballast/proto/base/text_file.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/text_file.h"
 
 namespace ballast::client {
 namespace {

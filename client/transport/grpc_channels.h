@@ -1,4 +1,4 @@
-// The channels to one server, made anew when the files of certificates and of the token change.
+// The channels to one server. If the files of certificates or of the token change, they are replaced.
 #pragma once
 
 #include <grpcpp/channel.h>
@@ -13,12 +13,12 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "ballast/proto/model/access.h"
+#include "ballast/proto/base/access.h"
 #include "ballast/v1/state_service.grpc.pb.h"
 
 namespace ballast::client {
 
-// Two connections, so that a poll never waits behind slices, and what their calls show.
+// Two connections, so that a poll never waits behind slices, and the credentials of their calls.
 class Channels {
  public:
   Channels(const std::string& address, const model::AccessContent& access);
@@ -38,8 +38,8 @@ class FreshChannels {
  public:
   FreshChannels(std::string address, model::Access access, const model::AccessContent& content);
 
-  // For one call to begin. Looks at the files once a second at most. Files that are new and good give new channels;
-  // calls under way end on the old ones. Files that are bad are tried again each second.
+  // Returns the channels for a new call. Checks the files at most once a second. New, good files give new channels;
+  // calls under way end on the old ones. It tries bad files again each second.
   std::shared_ptr<const Channels> Get();
 
  private:

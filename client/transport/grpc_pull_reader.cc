@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {
@@ -39,7 +39,7 @@ absl::Status PullReader::ReadInto(absl::Span<std::byte> to, absl::Span<const std
       ok_ = false;
     }
   }
-  if (!ok_) return model::Error(absl::StatusCode::kUnavailable, model::kChecksum, "the answer is no PullResponse");
+  if (!ok_) return model::Error(absl::StatusCode::kUnavailable, model::kChecksum, "the answer is not a PullResponse");
   const bool is_shared = length == 0 && !shared.empty();
   if (!is_shared && length != to.size()) return WrongLength(to.size(), length);
   // The copy is checked, since the caller gets the copy.

@@ -1,6 +1,6 @@
 #include "ballast/client/transport/grpc_status.h"
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/v1/types.pb.h"
 
 namespace ballast::client {

@@ -7,150 +7,35 @@
 
 #include <algorithm>
 #include <cstring>
-#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/client/discovery/discovered_transport.h"
+#include "ballast/client/transport/grpc_calls.h"
 #include "ballast/client/transport/grpc_channels.h"
 #include "ballast/client/transport/grpc_pull_reader.h"
-#include "ballast/client/transport/grpc_status.h"
 #include "ballast/client/transport/shared_slots.h"
 #include "ballast/client/transport/sharing.h"
-#include "ballast/proto/model/access.h"
-#include "ballast/proto/model/address.h"
-#include "ballast/proto/model/mutexes.h"
+#include "ballast/proto/base/access.h"
+#include "ballast/proto/base/address.h"
+#include "ballast/proto/base/mutexes.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/base/threads.h"
+#include "ballast/proto/base/tls_probe.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/proto/model/threads.h"
-#include "ballast/proto/model/tls_probe.h"
 #include "ballast/proto/registry/registry_url.h"
 #include "ballast/v1/state_service.grpc.pb.h"
 
 namespace ballast::client {
 namespace {
 
-// gRPC's codes and absl's are the same numbers: this is the whole table.
-static_assert(static_cast<int>(grpc::StatusCode::CANCELLED) == static_cast<int>(absl::StatusCode::kCancelled));
-static_assert(static_cast<int>(grpc::StatusCode::DEADLINE_EXCEEDED) ==
-              static_cast<int>(absl::StatusCode::kDeadlineExceeded));
-static_assert(static_cast<int>(grpc::StatusCode::UNAVAILABLE) == static_cast<int>(absl::StatusCode::kUnavailable));
-static_assert(static_cast<int>(grpc::StatusCode::UNAUTHENTICATED) ==
-              static_cast<int>(absl::StatusCode::kUnauthenticated));
-
-absl::Status FromGrpc(const grpc::Status& status) {
-  if (status.ok()) return absl::OkStatus();
-  v1::RpcStatus wire;
-  if (!status.error_details().empty() && wire.ParseFromString(status.error_details()) && wire.code() != 0) {
-    return FromWire(wire);
-  }
-  const auto code = static_cast<absl::StatusCode>(status.error_code());
-  if (code == absl::StatusCode::kUnavailable) return model::Error(code, model::kServerDown, status.error_message());
-  // A refusal by gRPC itself, not by a server (a server's has details). gRPC drops calls when all calls together hold
-  // too much memory, and a dropped call succeeds later. A message beyond the size limit never succeeds.
-  if (code == absl::StatusCode::kResourceExhausted && !absl::StrContains(status.error_message(), "larger than max")) {
-    return model::Error(absl::StatusCode::kUnavailable, model::kBusy, status.error_message());
-  }
-  return absl::Status(code, status.error_message());
-}
-
-// The calls under way: so that the destructor can cancel them and wait.
-class CallSet {
- public:
-  void Insert(grpc::ClientContext* context) {
-    absl::MutexLock lock(&mutex_);
-    contexts_.insert(context);
-  }
-  void Erase(grpc::ClientContext* context) {
-    absl::MutexLock lock(&mutex_);
-    contexts_.erase(context);
-  }
-  // An erased context may still be inside its callback; Leave() ends the callback. Leave() comes after the context is
-  // deleted: a context holds its channel, and if a callback's thread is the channel's last holder, the thread joins
-  // itself. Uses a lock of its own, because TryCancel may end other calls on this thread.
-  void Enter() {
-    absl::MutexLock lock(&running_mutex_);
-    ++running_;
-  }
-  void Leave() {
-    absl::MutexLock lock(&running_mutex_);
-    --running_;
-  }
-  void Cancel() {
-    absl::MutexLock lock(&mutex_);
-    for (grpc::ClientContext* context : contexts_) context->TryCancel();
-  }
-  void CancelAndWait() {
-    Cancel();
-    absl::MutexLock lock(&running_mutex_);
-    running_mutex_.Await(absl::Condition(
-        +[](int* running) { return *running == 0; }, &running_));
-  }
-
- private:
-  absl::Mutex mutex_;
-  absl::flat_hash_set<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mutex_);
-  absl::Mutex running_mutex_;
-  int running_ ABSL_GUARDED_BY(running_mutex_) = 0;
-};
-
 constexpr char kPushMethod[] = "/ballast.v1.StateService/Push";
 constexpr char kPullMethod[] = "/ballast.v1.StateService/Pull";
-
-// A push under way. The payload is sent from the caller's memory, so the call ends when gRPC has both called back and
-// released the slice. When a connection breaks amid a call, the context may hold the slice.
-struct PushCall {
-  std::optional<grpc::ClientContext> context = std::make_optional<grpc::ClientContext>();
-  grpc::ByteBuffer request;
-  grpc::ByteBuffer response;
-  CallSet* calls = nullptr;
-  Callback<v1::PushResponse> done;
-  grpc::Status status;
-  std::atomic<int> holders{2};
-
-  void CalledBack(grpc::Status ended) {
-    calls->Erase(&*context);
-    context.reset();
-    request.Clear();  // after a failed send gRPC leaves the slice with us
-    status = std::move(ended);
-    Release();
-  }
-
-  void Release() {
-    if (holders.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    CallSet* const set = calls;
-    const absl::Status result = FromGrpc(status);
-    if (result.ok()) {
-      done(v1::PushResponse());
-    } else {
-      done(result);
-    }
-    delete this;
-    set->Leave();
-  }
-};
-
-void ReleasePush(void* call) { static_cast<PushCall*>(call)->Release(); }
-
-// PushRequest's bytes: the header's, then field 15 with the payload where it lies.
-grpc::ByteBuffer EncodePush(const v1::PushRequest& header, absl::Span<const std::byte> payload, PushCall* owner) {
-  std::string head = header.SerializeAsString();
-  head.push_back(static_cast<char>(kPayloadTag));
-  for (uint64_t length = payload.size(); true; length >>= 7) {
-    head.push_back(static_cast<char>((length & 0x7f) | (length > 0x7f ? 0x80 : 0)));
-    if (length <= 0x7f) break;
-  }
-  const grpc::Slice slices[] = {
-      grpc::Slice(head), grpc::Slice(const_cast<std::byte*>(payload.data()), payload.size(), &ReleasePush, owner)};
-  return grpc::ByteBuffer(slices, 2);
-}
 
 class GrpcTransport final : public Transport {
  public:
@@ -214,7 +99,7 @@ class GrpcTransport final : public Transport {
     Begin(&*call->context, deadline)
         ->data()
         ->UnaryCall(&*call->context, kPushMethod, grpc::StubOptions(), &call->request, &call->response,
-                    [call](grpc::Status status) { call->CalledBack(std::move(status)); });
+                    [call](const grpc::Status& status) { call->CalledBack(status); });
   }
 
   void Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time deadline,
@@ -339,8 +224,7 @@ class GrpcTransport final : public Transport {
         ->data()
         ->UnaryCall(&call->context, method, grpc::StubOptions(), &call->request, &call->response,
                     [this, call](const grpc::Status& status) {
-                      calls_.Erase(&call->context);
-                      call->ended(status, call->response);
+                      call->ended(calls_.Erase(&call->context, status), call->response);
                       delete call;
                       calls_.Leave();
                     });
@@ -376,12 +260,12 @@ class GrpcTransport final : public Transport {
     call->done = std::move(done);
     const std::shared_ptr<const Channels> channels = Begin(&call->context, deadline);
     (channels->control()->async()->*method)(&call->context, &call->request, &call->response,
-                                            [this, call](grpc::Status status) {
-                                              calls_.Erase(&call->context);
-                                              if (status.ok()) {
+                                            [this, call](const grpc::Status& status) {
+                                              const grpc::Status ended = calls_.Erase(&call->context, status);
+                                              if (ended.ok()) {
                                                 call->done(std::move(call->response));
                                               } else {
-                                                call->done(FromGrpc(status));
+                                                call->done(FromGrpc(ended));
                                               }
                                               delete call;
                                               calls_.Leave();

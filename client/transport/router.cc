@@ -6,8 +6,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/proto/model/threads.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/base/threads.h"
 
 namespace ballast::client {
 namespace {
@@ -21,41 +21,6 @@ bool IsRetryable(const absl::Status& status) { return absl::IsUnavailable(status
 
 }  // namespace
 
-void Tally::Start(int calls) {
-  absl::MutexLock lock(&mutex_);
-  under_way_ += calls;
-}
-
-void Tally::Finish(const absl::Status& status) {
-  absl::MutexLock lock(&mutex_);
-  --under_way_;
-  if (error_.ok()) error_ = status;
-}
-
-absl::Status Tally::Wait() {
-  absl::MutexLock lock(&mutex_);
-  mutex_.Await(absl::Condition(
-      +[](int* n) { return *n == 0; }, &under_way_));
-  return std::exchange(error_, absl::OkStatus());
-}
-
-bool Tally::WaitUntil(absl::Time deadline) {
-  absl::MutexLock lock(&mutex_);
-  return mutex_.AwaitWithDeadline(absl::Condition(
-                                      +[](int* n) { return *n == 0; }, &under_way_),
-                                  deadline);
-}
-
-bool Tally::idle() const {
-  absl::MutexLock lock(&mutex_);
-  return under_way_ == 0;
-}
-
-bool Tally::failed() const {
-  absl::MutexLock lock(&mutex_);
-  return !error_.ok();
-}
-
 Router::Router(std::vector<std::unique_ptr<Transport>> servers, RouterOptions options)
     : servers_(std::move(servers)), options_(std::move(options)) {
   absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
@@ -66,20 +31,27 @@ Router::Router(std::vector<std::unique_ptr<Transport>> servers, RouterOptions op
 Router::~Router() {
   Stop("the session was closed");
   if (thread_.joinable()) thread_.join();
+  {
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(
+        +[](int* starts) { return *starts == 0; }, &handed_over_));
+  }
   servers_.clear();  // waits for calls under way, whose answers are final now
 }
 
 void Router::Stop(absl::string_view why) {
-  std::deque<OperationPtr> waiting;
+  std::vector<OperationPtr> waiting;
   std::multimap<absl::Time, std::function<void()>> timers;
   absl::Status stopped;
   {
     absl::MutexLock lock(&mutex_);
     if (stopped_.ok()) stopped_ = absl::CancelledError(why);
     stopped = stopped_;
-    waiting.swap(waiting_);
-    admitted_ = queued_;
-    for (const OperationPtr& op : waiting) Activate(op);
+    push_admissions_->Admit(lanes_[kPushes].waiting.size());
+    for (Lane& lane : lanes_) {
+      for (const OperationPtr& op : lane.waiting) Activate(waiting.emplace_back(op));
+      lane.waiting.clear();
+    }
     timers.swap(timers_);
   }
   for (const OperationPtr& op : waiting) Finish(op, stopped);
@@ -104,19 +76,21 @@ void Router::SetCommit(std::shared_ptr<const v1::CommitRequest> commit) {
 }
 
 void Router::Push(uint32_t server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
-                  std::function<void(absl::Status)> done) {
+                  std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent) {
   auto op = std::make_shared<Operation>();
   op->server = server;
   op->what = absl::StrCat("Push of step ", header.step());
   op->deadline = deadline;
+  op->direction = kPushes;
   op->bytes = std::max<uint64_t>(1, payload.size());
-  op->send = [transport = servers_[server].get(), header = std::move(header), payload](absl::Time try_deadline,
-                                                                                       Answer answer) mutable {
+  op->send = [transport = servers_[server].get(), header = std::move(header), payload, lent = std::move(lent)](
+                 absl::Time try_deadline, Answer answer) mutable {
     // Computed for each try: the owner of borrowed memory may change it and then drop the step. With the old checksum
     // the push would be refused and sent again, and Drop would wait for it.
-    header.set_crc32c(kernels::Crc32c(payload));
-    transport->Push(header, payload, try_deadline,
-                    [answer = std::move(answer)](absl::StatusOr<v1::PushResponse> r) { answer(r.status()); });
+    if (transport->checks_bytes()) header.set_crc32c(kernels::Crc32c(payload));
+    auto done = [answer = std::move(answer)](const absl::StatusOr<v1::PushResponse>& r) { answer(r.status()); };
+    if (lent == nullptr) return transport->Push(header, payload, try_deadline, std::move(done));
+    transport->PushLent(header, payload, lent, try_deadline, std::move(done));
   };
   op->done = std::move(done);
   Start(std::move(op));
@@ -129,6 +103,7 @@ void Router::Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte
   op->what = absl::StrCat("Pull of version ", request.version());
   op->awaits_commit = true;
   op->deadline = deadline;
+  op->direction = kPulls;
   op->bytes = std::max<uint64_t>(1, to.size());
   op->send = [transport = servers_[server].get(), request = std::move(request), to](absl::Time try_deadline,
                                                                                     Answer answer) {
@@ -138,11 +113,16 @@ void Router::Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte
   Start(std::move(op));
 }
 
-void Router::AwaitAdmission() {
-  absl::MutexLock lock(&mutex_);
-  const uint64_t target = queued_;
-  const auto admitted = [this, target]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return admitted_ >= target; };
-  mutex_.Await(absl::Condition(&admitted));
+void Router::HandOver(std::function<void()> start) {
+  {
+    absl::MutexLock lock(&mutex_);
+    ++handed_over_;
+  }
+  servers_[0]->Schedule(Transport::Moves::kPull, [this, start = std::move(start)] {
+    start();
+    absl::MutexLock lock(&mutex_);
+    --handed_over_;
+  });
 }
 
 void Router::Activate(const OperationPtr& op) {
@@ -153,44 +133,44 @@ void Router::Activate(const OperationPtr& op) {
 
 void Router::Start(OperationPtr op) {
   absl::Status stopped;
+  const Direction direction = op->direction;
   {
-    absl::ReleasableMutexLock lock(&mutex_);
+    absl::MutexLock lock(&mutex_);
     stopped = stopped_;
-    if (stopped.ok() && op->bytes > 0) {
-      waiting_.push_back(std::move(op));
-      ++queued_;
-      lock.Release();
-      return Pump();
-    }
-    if (stopped.ok()) Activate(op);
+    if (stopped.ok() && direction == kNone) Activate(op);
+    if (stopped.ok() && direction == kPushes) push_admissions_->Queue();
+    if (stopped.ok() && direction != kNone) lanes_[direction].waiting.push_back(op);
   }
   if (!stopped.ok()) return op->done(stopped);
-  Send(op);
+  if (direction == kNone) return Send(op);
+  Pump(direction);
 }
 
-bool Router::CanAdmit() const {
-  if (waiting_.empty()) return false;
-  return inflight_bytes_ == 0 || inflight_bytes_ + waiting_.front()->bytes <= options_.inflight_bytes_max;
+bool Router::CanAdmit(const Lane& lane) const {
+  if (lane.waiting.empty()) return false;
+  return lane.inflight_bytes == 0 || lane.inflight_bytes + lane.waiting.front()->bytes <= options_.inflight_bytes_max;
 }
 
-// One thread at a time takes operations off the queue: a transport that answers at once would otherwise recurse.
-void Router::Pump() {
+// One thread at a time takes operations off a lane's queue: a transport that answers at once would otherwise recurse.
+bool Router::Pump(Direction direction, int operations_max) {
   mutex_.Lock();
-  if (!pumping_) {
-    pumping_ = true;
-    while (CanAdmit()) {
-      OperationPtr op = std::move(waiting_.front());
-      waiting_.pop_front();
-      ++admitted_;
-      inflight_bytes_ += op->bytes;
-      Activate(op);
-      mutex_.Unlock();
-      Send(op);
-      mutex_.Lock();
-    }
-    pumping_ = false;
+  Lane& lane = lanes_[direction];
+  const bool pumps = !lane.pumping;
+  if (pumps) lane.pumping = true;
+  while (pumps && CanAdmit(lane) && operations_max-- > 0) {
+    OperationPtr op = std::move(lane.waiting.front());
+    lane.waiting.pop_front();
+    if (direction == kPushes) push_admissions_->Admit();
+    lane.inflight_bytes += op->bytes;
+    Activate(op);
+    mutex_.Unlock();
+    Send(op);
+    mutex_.Lock();
   }
+  if (pumps) lane.pumping = false;
+  const bool more = pumps && CanAdmit(lane);
   mutex_.Unlock();
+  return more;
 }
 
 void Router::Send(const OperationPtr& op) {
@@ -205,8 +185,9 @@ void Router::Send(const OperationPtr& op) {
     const absl::Time try_deadline = std::min(op->deadline, absl::Now() + options_.try_timeout);
     op->send(try_deadline, [this, op](absl::Status status) { OnAnswer(op, std::move(status)); });
   };
-  if (op->bytes == 0) return send();
-  servers_[op->server]->Schedule(std::move(send));
+  if (op->direction == kNone) return send();
+  const auto ends_in = op->direction == kPulls ? Transport::Moves::kPull : Transport::Moves::kPush;
+  servers_[op->server]->Schedule(ends_in, std::move(send));
 }
 
 Router::Next Router::Classify(const Operation& op, const absl::Status& status) const {
@@ -303,8 +284,11 @@ void Router::Finish(const OperationPtr& op, absl::Status status) {
   {
     absl::MutexLock lock(&mutex_);
     active_.erase(op->active);
-    if (op->bytes > 0 && inflight_bytes_ >= op->bytes) inflight_bytes_ -= op->bytes;
-    if (CanAdmit()) pump_wanted_ = true;
+    if (op->direction != kNone) {
+      Lane& lane = lanes_[op->direction];
+      if (lane.inflight_bytes >= op->bytes) lane.inflight_bytes -= op->bytes;
+      if (CanAdmit(lane)) pump_wanted_ = true;
+    }
   }
   if (!status.ok()) status = Explain(*op, status);
   op->done(std::move(status));
@@ -363,7 +347,8 @@ void Router::Run() {
     const std::string line = LongestWait(now);
     mutex_.Unlock();
     for (const auto& task : due) task();
-    if (pump) Pump();
+    // Sending a push may take the time of its checksum: pulls go between.
+    for (bool more = pump; more; more = Pump(kPushes, 1)) Pump(kPulls);
     if (!line.empty()) options_.progress(line);
     if (watching && options_.interrupted && options_.interrupted()) {
       Stop("an interrupt (Ctrl-C) ended the session as it waited for servers");

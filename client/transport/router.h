@@ -6,13 +6,15 @@
 // may have been restarted and have lost what was not synced. Callers notice none of these repairs. Every other answer
 // is final.
 //
-// Bounds: pushes and pulls in flight hold at most `inflight_bytes_max` bytes (a single larger call may go alone); the
-// rest wait in order of arrival.
+// Bounds: pushes in flight hold at most `inflight_bytes_max` bytes, and pulls as many (a single larger call may go
+// alone); the rest wait in order of arrival. No pull waits for a push, and no push for a pull.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <list>
 #include <map>
 #include <memory>
@@ -28,31 +30,13 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/client/transport.h"
+#include "ballast/client/transport/admissions.h"
+#include "ballast/client/transport/tally.h"
 
 namespace ballast::client {
 
-// Counts calls under way and keeps the first error. Threads: any. Must live until every Finish() has returned: hold it
-// by shared_ptr.
-class Tally {
- public:
-  void Start(int calls = 1);
-  void Finish(const absl::Status& status);
-  // Blocks until no call is under way. Returns the first error since the last Wait, and forgets it.
-  absl::Status Wait();
-  // Like Wait, but gives up at `deadline`. Returns whether no call is under way.
-  bool WaitUntil(absl::Time deadline);
-  bool idle() const;
-  // Whether a call has failed since the last Wait.
-  bool failed() const;
-
- private:
-  mutable absl::Mutex mutex_;
-  int under_way_ ABSL_GUARDED_BY(mutex_) = 0;
-  absl::Status error_ ABSL_GUARDED_BY(mutex_);
-};
-
 struct RouterOptions {
-  uint64_t inflight_bytes_max = uint64_t{64} << 20;
+  uint64_t inflight_bytes_max = uint64_t{64} << 20;  // of pushes, and of pulls
   // Called with a line to show when a wait exceeds two seconds, at most once in two seconds. Called on the router's
   // thread or the caller's; may be empty.
   std::function<void(const std::string&)> progress;
@@ -97,14 +81,16 @@ class Router {
   absl::StatusOr<std::vector<Response>> CallAll(Method<Request, Response> method, const std::string& what,
                                                 const Request& request, absl::Time deadline);
 
-  // `payload`, `to`: borrowed until `done`.
+  // `payload`, `to`: borrowed until `done`. `lent`: as for Transport::PushLent; null for Transport::Push.
   void Push(uint32_t server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
-            std::function<void(absl::Status)> done);
+            std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent = nullptr);
   void Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, absl::Time deadline,
             std::function<void(absl::Status)> done);
-  // Blocks until all pushes and pulls started before have been admitted to the bytes in flight: back pressure for the
-  // caller.
-  void AwaitAdmission();
+  // Runs `start`, which calls Pull: on a thread of the transport's, if it moves bytes on threads of its own, so that
+  // the caller hands over many pulls in no time. The destructor waits for it.
+  void HandOver(std::function<void()> start);
+  // Waits until all pushes started before have been admitted to the bytes in flight: back pressure for the caller.
+  Admissions& push_admissions() const { return *push_admissions_; }
 
   // Shows `line`, unless a line was shown within the last two seconds.
   void Report(const std::string& line);
@@ -124,11 +110,13 @@ class Router {
 
  private:
   using Answer = std::function<void(absl::Status)>;
+  enum Direction : size_t { kPulls, kPushes, kNone };
   struct Operation {
     uint32_t server = 0;
     std::string what;
     absl::Time deadline;
-    uint64_t bytes = 0;  // in flight; 0: needs no admission
+    Direction direction = kNone;
+    uint64_t bytes = 0;  // in flight
     bool awaits_commit = false;
     std::function<void(absl::Time try_deadline, Answer)> send;
     Answer done;
@@ -138,6 +126,12 @@ class Router {
     std::list<std::shared_ptr<Operation>>::iterator active;
   };
   using OperationPtr = std::shared_ptr<Operation>;
+  // What goes in one direction.
+  struct Lane {
+    std::deque<OperationPtr> waiting;  // for bytes in flight
+    uint64_t inflight_bytes = 0;
+    bool pumping = false;
+  };
   enum class Next { kDone, kRetry, kSendOpen, kSendCommit };
 
   void Start(OperationPtr op);
@@ -152,26 +146,25 @@ class Router {
   // Waiting and later operations get CANCELLED, with `why`; an operation at a server gets the server's answer.
   void Stop(absl::string_view why);
   void CancelActive();
-  void Pump();
-  bool CanAdmit() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Sends what waits and has room, at most so many. Returns whether there is more that has.
+  bool Pump(Direction direction, int operations_max = std::numeric_limits<int>::max());
+  bool CanAdmit(const Lane& lane) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::string LongestWait(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run();
 
   std::vector<std::unique_ptr<Transport>> servers_;
   const RouterOptions options_;
+  const std::shared_ptr<Admissions> push_admissions_ = std::make_shared<Admissions>();
 
   mutable absl::Mutex mutex_;
   std::shared_ptr<const v1::OpenRequest> open_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const v1::CommitRequest> commit_ ABSL_GUARDED_BY(mutex_);
-  std::deque<OperationPtr> waiting_ ABSL_GUARDED_BY(mutex_);  // for bytes in flight
-  std::list<OperationPtr> active_ ABSL_GUARDED_BY(mutex_);    // oldest first
+  std::array<Lane, kNone> lanes_ ABSL_GUARDED_BY(mutex_);
+  std::list<OperationPtr> active_ ABSL_GUARDED_BY(mutex_);  // oldest first
   std::multimap<absl::Time, std::function<void()>> timers_ ABSL_GUARDED_BY(mutex_);
   std::list<std::pair<absl::Time, std::string>> watches_ ABSL_GUARDED_BY(mutex_);
-  uint64_t inflight_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint64_t queued_ ABSL_GUARDED_BY(mutex_) = 0;    // ever put into waiting_
-  uint64_t admitted_ ABSL_GUARDED_BY(mutex_) = 0;  // ever taken out
-  bool pumping_ ABSL_GUARDED_BY(mutex_) = false;
   bool pump_wanted_ ABSL_GUARDED_BY(mutex_) = false;
+  int handed_over_ ABSL_GUARDED_BY(mutex_) = 0;   // by HandOver, and not started yet
   absl::Status stopped_ ABSL_GUARDED_BY(mutex_);  // once stopped: what operations get
   absl::Time last_report_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
   absl::BitGen random_ ABSL_GUARDED_BY(mutex_);

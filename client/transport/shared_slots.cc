@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 
@@ -22,7 +22,7 @@ absl::StatusOr<std::shared_ptr<SharedSlots>> SharedSlots::HandOver(model::Descri
   BALLAST_ASSIGN_OR_RETURN(const model::SocketMessage proof, model::ReceiveSocketMessage(socket->get(), deadline));
   if (offer.proof().size() != model::kSecretBytes || !model::SameSecret(proof.text, offer.proof())) {
     return model::Error(absl::StatusCode::kUnavailable, model::kIo,
-                        "whoever listens at the offered socket is not the server, or has forgotten the offer");
+                        "the process at the offered socket is not the server, or no longer has the offer");
   }
   model::Descriptor memfd;
   BALLAST_ASSIGN_OR_RETURN(model::SharedMapping memory, model::SharedMapping::Make(&memfd));

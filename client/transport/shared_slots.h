@@ -12,15 +12,15 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "ballast/proto/model/descriptor.h"
-#include "ballast/proto/model/memory_socket.h"
+#include "ballast/proto/base/descriptor.h"
+#include "ballast/proto/base/memory_socket.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::client {
 
-// Each slice in flight has a slot. A slot may be used again only if the server is known to be done with it, since no
-// checksum tells of a late write: the server computes the checksum of a pull from the shared bytes. A slot of a call
-// whose outcome is unknown is abandoned, and never used again. Threads: any.
+// Each slice in flight has a slot. The client may use a slot again only if it knows that the server has finished with
+// it: no checksum shows a late write, because the server computes the checksum of a pull from the shared bytes. If a
+// call's outcome is unknown, the client abandons its slot. Threads: any.
 class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
  public:
   // Below this a message costs as much as the bytes.
@@ -45,7 +45,7 @@ class SharedSlots : public std::enable_shared_from_this<SharedSlots> {
     v1::SharedPlace place() const;
     // The server may still work on this slot.
     void Abandon() { abandoned_ = true; }
-    // The server shares this memory no more.
+    // Call when the server no longer shares this memory.
     void EndAll() const { slots_->End(); }
 
    private:

@@ -1,4 +1,4 @@
-// The memory that a transport shares with its server, and how the transport comes to have it.
+// The memory that a transport shares with its server, and how the transport gets it.
 #pragma once
 
 #include <memory>
@@ -14,14 +14,15 @@ namespace ballast::client {
 // Threads: any.
 class Sharing {
  public:
-  // Null: all bytes go over the wire. Lets memory go that the server has lost.
+  // Null: all bytes go over the wire. Drops memory that the server no longer shares.
   std::shared_ptr<SharedSlots> slots() ABSL_LOCKS_EXCLUDED(mu_);
   // True: the caller asks the server for an offer now, and End() follows. False: memory is shared, somebody asks
   // already, or (unless `at_once`) somebody asked a moment ago.
   bool Begin(bool at_once) ABSL_LOCKS_EXCLUDED(mu_);
   // The socket of the hand-over under way.
   void Watch(int socket) ABSL_LOCKS_EXCLUDED(mu_);
-  // Before the socket is closed. `shared`: an error is the reason why all bytes go over the wire; UNAVAILABLE may pass.
+  // Call before the socket is closed. If `shared` is an error, all bytes go over the wire, and the transport asks again
+  // later, after UNAVAILABLE sooner.
   void End(absl::StatusOr<std::shared_ptr<SharedSlots>> shared) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends a hand-over under way.
   void Cancel() ABSL_LOCKS_EXCLUDED(mu_);

@@ -103,14 +103,18 @@ struct Lanes {
   static void Store16x2(U a, U b, uint16_t* to) {
     Store16(a, to), Store16(b, to + 1);
   }
-  // table[index], index below 8; the table has 16 floats.
-  static F Lookup8(const float* table, U index) { return table[index]; }
+  // table[index mod 8]; the table has 16 floats, the first eight twice.
+  static F LookupMod8(const float* table, U index) { return table[index % 8]; }
+  static constexpr bool kLooksUp32 = false;
   // 0 to 2^23, exactly; and back, rounded to nearest even.
   static F FloatOf(U a) { return static_cast<float>(a); }
   static F FloatOfSigned(U a) { return static_cast<float>(static_cast<int32_t>(a)); }
   static U Round(F a) { return Bits(a + 0x1p23f) - Bits(0x1p23f); }
+  // Of no NaN.
   static F MinF(F a, F b) { return a < b ? a : b; }
-  static U IsGreater(F a, F b) { return a > b ? 1 : 0; }
+  static U SelectGreater(F a, F b, U yes, U no) { return a > b ? yes : no; }
+  // `to`, plus `addend` where a > b.
+  static U AddWhereGreater(U to, U addend, F a, F b) { return a > b ? to + addend : to; }
   static F F16Load(const uint16_t* from) { return FromF16(*from); }
   template <bool kStream>
   static void F16Store2(F a, F b, uint16_t* to) {
@@ -122,15 +126,21 @@ struct Lanes {
   static void FlushStream() {}
   template <size_t kElements>
   static void PrefetchAhead(const float*) {}
-  static U Iota(uint32_t first) { return first; }
-  static void MulWide(U a, uint32_t b, U* high, U* low) {
-    const uint64_t product = uint64_t{a} * b;
-    *high = static_cast<uint32_t>(product >> 32);
-    *low = static_cast<uint32_t>(product);
-  }
-  // Stores four words of each lane, lane after lane, in halves, the lower half first.
-  static void StoreInterleaved(U a, U b, U c, U d, uint16_t* to) {
-    const uint32_t words[4] = {a, b, c, d};
+
+  // Integers of 64 bits, of which lower halves count. MulLowW multiplies these, HighW puts the upper half there.
+  using W = uint64_t;
+  static constexpr size_t kWideWidth = 1;
+  static W SetW(uint64_t x) { return x; }
+  static W AddW(W a, W b) { return a + b; }
+  static W Xor3W(W a, W b, W c) { return a ^ b ^ c; }
+  static W HighW(W a) { return a >> 32; }
+  static W MulLowW(W a, W b) { return uint64_t{static_cast<uint32_t>(a)} * static_cast<uint32_t>(b); }
+  // Stores the lower halves of a, b, c and d, those of one lane together: lane i's come at place OrderW()[i], which is
+  // the order that is cheapest.
+  static W OrderW() { return 0; }
+  static void StoreWordsW(W a, W b, W c, W d, uint16_t* to) {
+    const uint32_t words[4] = {static_cast<uint32_t>(a), static_cast<uint32_t>(b), static_cast<uint32_t>(c),
+                               static_cast<uint32_t>(d)};
     std::memcpy(to, words, sizeof(words));
   }
 };
@@ -212,6 +222,14 @@ struct Lanes {
     const auto ordered =
         hn::BitCast(d8, hn::TableLookupLanes(hn::BitCast(DI(), packed), hn::SetTableIndices(DI(), kOrder)));
     kStream ? hn::Stream(ordered, d8, to) : hn::StoreU(ordered, d8, to);
+#elif HWY_TARGET <= HWY_AVX3
+    // The same with four groups of 16 bytes. Packing makes 255 of what is above.
+    const hn::Repartition<uint8_t, DI> d8;
+    alignas(64) static constexpr int32_t kOrder[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const __m512i low = _mm512_packus_epi32(a.raw, b.raw), high = _mm512_packus_epi32(c.raw, d.raw);
+    const hn::Vec512<uint8_t> ordered{
+        _mm512_permutexvar_epi32(hn::Load(DI(), kOrder).raw, _mm512_packus_epi16(low, high))};
+    kStream ? hn::Stream(ordered, d8, to) : hn::StoreU(ordered, d8, to);
 #else
     const U x[4] = {a, b, c, d};
     for (size_t k = 0; k < 4; ++k) {
@@ -230,24 +248,54 @@ struct Lanes {
     // Packing works within halves of 16 bytes; one permutation puts the groups of eight in order.
     const hn::Vec256<uint16_t> both{
         _mm256_permute4x64_epi64(_mm256_packus_epi32(a.raw, b.raw), _MM_SHUFFLE(3, 1, 2, 0))};
+#elif HWY_TARGET <= HWY_AVX3
+    alignas(64) static constexpr int64_t kOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    const hn::Repartition<int64_t, DU> d64;
+    const hn::Vec512<uint16_t> both{
+        _mm512_permutexvar_epi64(hn::Load(d64, kOrder).raw, _mm512_packus_epi32(a.raw, b.raw))};
 #else
     const auto both =
         hn::Combine(d16, hn::DemoteTo(DH(), hn::BitCast(DI(), b)), hn::DemoteTo(DH(), hn::BitCast(DI(), a)));
 #endif
     kStream ? hn::Stream(both, d16, to) : hn::StoreU(both, d16, to);
   }
-  static HWY_INLINE F Lookup8(const float* table, U index) {
-#if HWY_TARGET <= HWY_AVX2
-    return hn::TableLookupLanes(hn::LoadU(DF(), table), hn::IndicesFromVec(DF(), hn::BitCast(DI(), index)));
+  static HWY_INLINE F LookupMod8(const float* table, U index) {
+#if HWY_TARGET <= HWY_AVX3
+    return F{_mm512_permutexvar_ps(index.raw, Load(table).raw)};
+#elif HWY_TARGET == HWY_AVX2
+    return F{_mm256_permutevar8x32_ps(Load(table).raw, index.raw)};
 #else
-    return hn::GatherIndex(DF(), table, hn::BitCast(DI(), index));
+    return hn::GatherIndex(DF(), table, hn::BitCast(DI(), And(index, SetU(7))));
 #endif
   }
+#if HWY_TARGET <= HWY_AVX3
+  // table[index mod 32], in a single instruction.
+  static constexpr bool kLooksUp32 = true;
+  static HWY_INLINE F Lookup32(const float* table, U index) {
+    return F{_mm512_permutex2var_ps(Load(table).raw, index.raw, Load(table + kWidth).raw)};
+  }
+  static HWY_INLINE U Lookup32(const uint32_t* table, U index) {
+    const U low = hn::LoadU(DU(), table), high = hn::LoadU(DU(), table + kWidth);
+    return U{_mm512_permutex2var_epi32(low.raw, index.raw, high.raw)};
+  }
+#else
+  static constexpr bool kLooksUp32 = false;
+#endif
   static HWY_INLINE F FloatOf(U a) { return hn::ConvertTo(DF(), hn::BitCast(DI(), a)); }
   static HWY_INLINE F FloatOfSigned(U a) { return hn::ConvertTo(DF(), hn::BitCast(DI(), a)); }
   static HWY_INLINE U Round(F a) { return SubU(Bits(Add(a, Set(0x1p23f))), SetU(0x4b000000u)); }
-  static HWY_INLINE F MinF(F a, F b) { return hn::IfThenElse(hn::Lt(a, b), a, b); }
-  static HWY_INLINE U IsGreater(F a, F b) { return hn::IfThenElseZero(hn::RebindMask(DU(), hn::Gt(a, b)), SetU(1)); }
+  static HWY_INLINE F MinF(F a, F b) { return hn::Min(a, b); }
+  static HWY_INLINE U SelectGreater(F a, F b, U yes, U no) {
+    return hn::IfThenElse(hn::RebindMask(DU(), hn::Gt(a, b)), yes, no);
+  }
+  static HWY_INLINE U AddWhereGreater(U to, U addend, F a, F b) {
+    const auto greater = hn::RebindMask(DU(), hn::Gt(a, b));
+#if HWY_TARGET <= HWY_AVX3
+    return U{_mm512_mask_add_epi32(to.raw, greater.raw, to.raw, addend.raw)};
+#else
+    return AddU(to, hn::IfThenElseZero(greater, addend));
+#endif
+  }
   static HWY_INLINE F F16Load(const uint16_t* from) {
     const hn::Rebind<hwy::float16_t, DF> dh;
     return hn::PromoteTo(DF(), hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from)));
@@ -280,17 +328,28 @@ struct Lanes {
     constexpr size_t kAhead = 512, kLine = 64 / sizeof(float);
     for (size_t i = 0; i < kElements; i += kLine) hwy::Prefetch(at + kAhead + i);
   }
-  static HWY_INLINE U Iota(uint32_t first) { return hn::Iota(DU(), first); }
-  static HWY_INLINE void MulWide(U a, uint32_t b, U* high, U* low) {
-    const hn::Repartition<uint64_t, DU> dw;
-    const U factor = SetU(b);
-    const auto even = hn::MulEven(a, factor);
-    const auto odd = hn::MulEven(hn::BitCast(DU(), hn::ShiftRight<32>(hn::BitCast(dw, a))), factor);
-    *high = hn::OddEven(hn::BitCast(DU(), odd), hn::BitCast(DU(), hn::ShiftRight<32>(even)));
-    *low = hn::OddEven(hn::BitCast(DU(), hn::ShiftLeft<32>(odd)), hn::BitCast(DU(), even));
+
+  // Integers of 64 bits, half as many as floats.
+  using DW = hn::Repartition<uint64_t, DF>;
+  using W = hn::Vec<DW>;
+  static constexpr size_t kWideWidth = kWidth / 2;
+  static HWY_INLINE W SetW(uint64_t x) { return hn::Set(DW(), x); }
+  static HWY_INLINE W AddW(W a, W b) { return hn::Add(a, b); }
+  static HWY_INLINE W Xor3W(W a, W b, W c) { return hn::Xor3(a, b, c); }
+  // A shuffle, because many processors shift on fewer ports. Leaves the lower half in the upper's place.
+  static HWY_INLINE W HighW(W a) { return hn::BitCast(DW(), hn::Shuffle2301(hn::BitCast(DU(), a))); }
+  static HWY_INLINE W MulLowW(W a, W b) { return hn::MulEven(hn::BitCast(DU(), a), hn::BitCast(DU(), b)); }
+  static HWY_INLINE W OrderW() {
+    alignas(64) uint64_t order[kWideWidth];
+    for (size_t i = 0; i < kWideWidth; ++i) order[i] = i / 2 + i % 2 * (kWideWidth / 2);
+    return hn::Load(DW(), order);
   }
-  static HWY_INLINE void StoreInterleaved(U a, U b, U c, U d, uint16_t* to) {
-    hn::StoreInterleaved4(a, b, c, d, DU(), reinterpret_cast<uint32_t*>(to));
+  static HWY_INLINE void StoreWordsW(W a, W b, W c, W d, uint16_t* to) {
+    const W low = hn::BitCast(DW(), hn::OddEven(hn::BitCast(DU(), hn::ShiftLeft<32>(b)), hn::BitCast(DU(), a)));
+    const W high = hn::BitCast(DW(), hn::OddEven(hn::BitCast(DU(), hn::ShiftLeft<32>(d)), hn::BitCast(DU(), c)));
+    auto* words = reinterpret_cast<uint64_t*>(to);
+    hn::StoreU(hn::InterleaveLower(DW(), low, high), DW(), words);
+    hn::StoreU(hn::InterleaveUpper(DW(), low, high), DW(), words + kWideWidth);
   }
 };
 

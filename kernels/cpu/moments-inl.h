@@ -7,10 +7,11 @@
 #endif
 
 #include <cstring>
+#include <utility>
 
+#include "ballast/kernels/cpu/dynamic_map_vectors.h"
 #include "ballast/kernels/cpu/formats-inl.h"
 #include "ballast/kernels/cpu/lanes-inl.h"
-#include "ballast/kernels/dynamic_map.h"
 #include "ballast/kernels/moment_formats.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/kernels/philox.h"
@@ -55,37 +56,60 @@ template <bool kFirst>
 struct Codec<MomentFormat::kI8, kFirst> {
   using Map = DynamicMap<kFirst>;
   static constexpr float kLargest = 1;
-  static constexpr const Map& map() {
+  static constexpr const DynamicMapVectors<kFirst>& vectors() {
     if constexpr (kFirst) {
-      return kSignedMap;
+      return kSignedMapVectors;
     } else {
-      return kUnsignedMap;
+      return kUnsignedMapVectors;
     }
   }
+  static constexpr const Map& map() { return vectors().kMap; }
 
   static HWY_INLINE U Encode(F moment, F inverse) {
     const F x = L::Mul(moment, inverse);
     const U bits = L::Bits(x);
     const F magnitude = L::FromBits(Magnitude<L>(bits));
+    if constexpr (L::kLooksUp32) return EncodeByBinade(x, magnitude);
     U decade = L::SetU(0);
-    for (const float threshold : map().threshold) decade = L::AddU(decade, L::IsGreater(magnitude, L::Set(threshold)));
-    const F linear = L::Fma(magnitude, L::Lookup8(map().code_factor, decade), L::Lookup8(map().code_offset, decade));
-    U code = L::Round(L::MinF(linear, L::Lookup8(map().code_max, decade)));
-    if constexpr (kFirst) code = IsZero(code, code, L::Or(code, L::ShiftLeft<7>(L::ShiftRight<31>(bits))));
-    return IsZero(L::IsGreater(x, L::Set(map().top_threshold)), code, L::SetU(Map::kTop));
-  }
-  static HWY_INLINE F Decode(U code) {
-    U magnitude = code, h = code, sign = L::SetU(0);
-    if constexpr (kFirst) {
-      const U top = L::SetU(Map::kTop);
-      magnitude = IsZero(L::Xor(code, top), top, L::And(code, L::SetU(0x7f)));
-      sign = L::SelectLess(top, code, L::SetU(0x80000000u), sign);
-      h = L::AddU(magnitude, magnitude);
+    for (const float threshold : map().threshold) {
+      decade = L::AddWhereGreater(decade, L::SetU(1), magnitude, L::Set(threshold));
     }
-    const F hf = L::FloatOf(L::AddU(h, L::SetU(1)));
-    const U decade = L::MinU(L::SubU(L::ShiftRight<23>(L::Bits(hf)), L::SetU(127)), L::SetU(Map::kDecades));
-    const F value = L::Fma(hf, L::Lookup8(map().value_factor, decade), L::Lookup8(map().value_offset, decade));
-    return L::FromBits(L::Or(L::Bits(L::MinF(value, L::Set(1))), sign));
+    const F linear =
+        L::Fma(magnitude, L::LookupMod8(map().code_factor, decade), L::LookupMod8(map().code_offset, decade));
+    U code = L::Round(L::MinF(linear, L::LookupMod8(map().code_max, decade)));
+    if constexpr (kFirst) code = IsZero(code, code, L::Or(code, L::ShiftLeft<7>(L::ShiftRight<31>(bits))));
+    return L::SelectGreater(x, L::Set(map().top_threshold), L::SetU(Map::kTop), code);
+  }
+
+  static HWY_INLINE F Decode(U code) {
+    U place = code, sign = L::SetU(0);
+    if constexpr (kFirst) {
+      const U negative = L::SelectLess(L::SetU(Map::kTop), code, L::SetU(0x80), sign);
+      place = L::SubU(code, negative);
+      sign = L::ShiftLeft<24>(negative);
+    }
+    const F k = L::FloatOf(place);
+    const F h = kFirst ? L::Fma(k, L::Set(2), L::Set(1)) : L::Add(k, L::Set(1));
+    const U exponent = L::ShiftRight<23>(L::Bits(h));
+    const F line =
+        L::Fma(h, L::LookupMod8(vectors().value_factor, exponent), L::LookupMod8(vectors().value_offset, exponent));
+    const F value = L::MinF(line, L::Set(1));
+    if constexpr (!kFirst) return value;
+    return L::FromBits(L::Or(L::Bits(value), sign));
+  }
+
+ private:
+  // The same codes; that of a negative number that rounds to -1 is 256, which Store8x4 makes 255.
+  template <class Lane = L>
+  static HWY_INLINE U EncodeByBinade(F x, F magnitude) {
+    const DynamicMapVectors<kFirst>& v = vectors();
+    const U bits = L::MaxU(L::Bits(magnitude), L::SetU(v.kLeastBits));
+    const U carry = Lane::Lookup32(v.carry, L::ShiftRight<23>(bits));
+    const U segment = L::ShiftRight<23>(L::AddU(bits, carry));
+    const F linear = L::Fma(magnitude, Lane::Lookup32(v.code_factor, segment), Lane::Lookup32(v.code_offset, segment));
+    const U code = L::Round(L::MinF(linear, Lane::Lookup32(v.code_max, segment)));
+    if constexpr (!kFirst) return code;
+    return L::AddWhereGreater(code, L::SetU(0x80), L::Set(-map().threshold[0]), x);
   }
 };
 
@@ -125,40 +149,50 @@ void StoreCodes(const MomentBlock& m) {
   }
 }
 
-// Computes the 16 random bits of each element of the block that begins at `element` of its unit.
-void RandomBlock(const RandomKey& key, uint64_t element, uint32_t moment, uint16_t* HWY_RESTRICT to) {
+// ---- random bits of bf16 moments
+
+// A counter of Philox in each lane of 64 bits. The words' upper halves are not part of them, and may hold anything.
+struct PhiloxLanes {
+  L::W x0, x1, x2, x3;
+
+  template <size_t... kRound>
+  HWY_INLINE void Run(uint64_t seed, std::index_sequence<kRound...>) {
+    const auto key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+    (Round(key0 + static_cast<uint32_t>(kRound) * kPhiloxWeyl0, key1 + static_cast<uint32_t>(kRound) * kPhiloxWeyl1),
+     ...);
+  }
+
+  HWY_INLINE void Round(uint32_t key0, uint32_t key1) {
+    const L::W a = L::MulLowW(x0, L::SetW(kPhiloxMultiplier0)), b = L::MulLowW(x2, L::SetW(kPhiloxMultiplier1));
+    x0 = L::Xor3W(L::HighW(b), x1, L::SetW(key0));
+    x2 = L::Xor3W(L::HighW(a), x3, L::SetW(key1));
+    x1 = b;
+    x3 = a;
+  }
+};
+
+// Computes the 16 random bits of each element of the moment's block.
+HWY_INLINE void RandomBlock(const RandomKey& key, const MomentBlock& m, uint16_t* HWY_RESTRICT to) {
   constexpr size_t kPerCounter = 8;
-  const uint64_t group = element / kPerCounter;
-  for (size_t i = 0; i < kBlock / kPerCounter; i += L::kWidth) {
-    U x0 = L::Iota(static_cast<uint32_t>(group) + static_cast<uint32_t>(i));
-    U x1 = L::SetU(static_cast<uint32_t>(group >> 32));
-    U x2 = L::SetU(static_cast<uint32_t>(key.step));
-    U x3 = L::SetU(key.unit << 2 | moment);
-    uint32_t key0 = static_cast<uint32_t>(key.seed), key1 = static_cast<uint32_t>(key.seed >> 32);
-    for (int round = 0; round < kPhiloxRounds; ++round) {
-      U a_high, a_low, b_high, b_low;
-      L::MulWide(x0, kPhiloxMultiplier0, &a_high, &a_low);
-      L::MulWide(x2, kPhiloxMultiplier1, &b_high, &b_low);
-      x0 = L::Xor(L::Xor(b_high, x1), L::SetU(key0));
-      x2 = L::Xor(L::Xor(a_high, x3), L::SetU(key1));
-      x1 = b_low;
-      x3 = a_low;
-      key0 += kPhiloxWeyl0;
-      key1 += kPhiloxWeyl1;
-    }
-    L::StoreInterleaved(x0, x1, x2, x3, to + i * kPerCounter);
+  const uint64_t group = m.element / kPerCounter;
+  for (size_t i = 0; i < kBlock / kPerCounter; i += L::kWideWidth) {
+    PhiloxLanes lanes{.x0 = L::AddW(L::OrderW(), L::SetW(static_cast<uint32_t>(group) + static_cast<uint32_t>(i))),
+                      .x1 = L::SetW(group >> 32),
+                      .x2 = L::SetW(static_cast<uint32_t>(key.step)),
+                      .x3 = L::SetW(key.unit << 2 | m.number)};
+    lanes.Run(key.seed, std::make_index_sequence<kPhiloxRounds>());
+    L::StoreWordsW(lanes.x0, lanes.x1, lanes.x2, lanes.x3, to + i * kPerCounter);
   }
 }
 
-void StoreStochastic(const MomentBlock& m, const RandomKey& key) {
-  HWY_ALIGN uint16_t random[kBlock];
-  RandomBlock(key, m.element, m.number, random);
-  auto* to = reinterpret_cast<uint16_t*>(m.values);
-  for (size_t i = 0; i < kBlock; i += L::kWidth) {
-    // The sum carries into the kept bits at random; the 16 low bits are then cut off. Inf and the one NaN have zeros
-    // there and never carry.
-    L::Store16(L::ShiftRight<16>(L::AddU(L::Bits(L::Load(m.wide + i)), L::Load16(random + i))), to + i);
-  }
+// Stores the moment's elements i ... i + 2 * kWidth - 1.
+HWY_INLINE void StoreRounded(const MomentBlock& m, const uint16_t* HWY_RESTRICT random, size_t i) {
+  // The sum carries into the kept bits at random; the 16 low bits are then cut off. Inf and the one NaN have zeros
+  // there and never carry.
+  const auto rounded = [&](size_t at) HWY_ATTR {
+    return L::ShiftRight<16>(L::AddU(L::Bits(L::Load(m.wide + at)), L::Load16(random + at)));
+  };
+  L::Store16x2<false>(rounded(i), rounded(i + L::kWidth), reinterpret_cast<uint16_t*>(m.values) + i);
 }
 
 }  // namespace

@@ -4,8 +4,9 @@
 #include <cmath>
 
 #include "absl/container/flat_hash_set.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/names.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/proto/model/tiling.h"
 
 namespace ballast::model {

@@ -1,5 +1,5 @@
-// The plan that an epoch froze, computed alike by clients and servers from the Open request: the layout, the server of
-// each chunk, and the slices owed by each rank.
+// An epoch's plan: the layout, the server of each chunk, and the slices that each rank owes. Clients and servers
+// compute it alike from the Open.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,6 @@
 namespace ballast::model {
 
 inline constexpr int kMembersMax = 4096;
-inline constexpr size_t kServerIdBytesMax = 64;
 // Chunks times members of an epoch: each chunk weighs each member. 2^20 chunks over 256 servers take some seconds.
 inline constexpr uint64_t kRoutesWeighedMax = uint64_t{1} << 28;
 
@@ -30,9 +29,9 @@ struct Slice {
 };
 
 // Maps chunks, in registration order, to indices into `members`. Uses weighted rendezvous hashing (Thaler & Ravishankar
-// 1998; weights by -w / ln(u) as in Schindelhauer & Schomaker 2005) on (job, chunk, server id). A server is passed over
-// if its elements would exceed its share of all elements so far by more than one chunk. Depends only on earlier chunks,
-// so chunks registered later never move earlier ones.
+// 1998; weights by -w / ln(u) as in Schindelhauer & Schomaker 2005) on (job, chunk, server id). Skips a server whose
+// elements would exceed its share of all elements so far by more than one chunk. A chunk's server depends only on
+// earlier chunks, so chunks registered later never move earlier ones.
 std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, absl::Span<const v1::Member> members);
 
 class EpochPlan {
@@ -56,8 +55,8 @@ class EpochPlan {
   // Indices into slices(): of one rank; of one chunk.
   absl::Span<const uint32_t> slices_of_rank(uint32_t rank) const { return by_rank_[rank]; }
   absl::Span<const uint32_t> slices_of_chunk(uint64_t chunk) const { return by_chunk_[chunk]; }
-  // The hash of the world size and all slices, with which every plan hash of the epoch begins: hashed once, since there
-  // may be millions of slices and each step has a plan hash.
+  // The hash of the world size and all slices. Every plan hash of the epoch begins with it. The plan computes it once,
+  // because there may be millions of slices and each step has a plan hash.
   const FieldHash& tiling_hash() const { return tiling_hash_; }
   // Finds exactly this slice, or nullopt: only whole slices are accepted.
   std::optional<uint32_t> FindSlice(uint32_t rank, uint32_t unit, Range range) const;

@@ -1,4 +1,4 @@
-// SHA-256 over typed fields, without their serialised bytes: the same on both sides, whatever protobuf does.
+// SHA-256 over typed fields, not over their serialised bytes: so both sides get the same with any release of protobuf.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace ballast::model {
 class FieldHash {
  public:
   FieldHash();
-  // Goes on from the fields that `other` has hashed so far. Threads: any number may copy one.
+  // Continues after the fields that `other` has hashed so far. Threads: any number may copy the same object.
   FieldHash(const FieldHash& other);
   FieldHash& operator=(const FieldHash& other);
   FieldHash(FieldHash&&) = default;

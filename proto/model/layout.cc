@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "absl/container/flat_hash_set.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/names.h"
-#include "ballast/proto/model/status.h"
 
 namespace ballast::model {
 namespace {
@@ -34,6 +33,21 @@ absl::StatusOr<uint64_t> Elements(absl::string_view name, absl::Span<const uint6
   return elements;
 }
 
+absl::Status CheckDurability(const v1::JobSpec& spec) {
+  const bool every_k = spec.durability() == v1::DURABILITY_EVERY_K;
+  if (every_k ? spec.pin_interval() < 1 || spec.pin_interval() > kPinIntervalMax : spec.pin_interval() != 0) {
+    return BadSpec(absl::StrCat("pin_interval is the K of durability every-K, from 1 to ", kPinIntervalMax,
+                                ", and 0 with any other durability; got ", spec.pin_interval(), " with ",
+                                v1::Durability_Name(spec.durability())));
+  }
+  if (spec.master_format() == v1::MASTER_FORMAT_REMAINDER && spec.durability() != v1::DURABILITY_NONE) {
+    return BadSpec(absl::StrCat("a master kept as remainder needs its working copy, and a version on the disk ",
+                                "must be whole; expected durability none, got ", v1::Durability_Name(spec.durability()),
+                                ": take that, or an fp32 master"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckSpec(const v1::JobSpec& spec) {
   const uint64_t chunk = spec.chunk_elements();
   if (chunk < kChunkElementsMin || chunk > kChunkElementsMax || (chunk & (chunk - 1)) != 0) {
@@ -45,18 +59,7 @@ absl::Status CheckSpec(const v1::JobSpec& spec) {
     return BadSpec(absl::StrCat("group_count must be from 1 to ", kGroupsMax, ", got ", spec.group_count(),
                                 "; tensors with the same hyper-parameters belong in one group"));
   }
-  const bool every_k = spec.durability() == v1::DURABILITY_EVERY_K;
-  if (every_k ? spec.pin_interval() < 1 || spec.pin_interval() > kPinIntervalMax : spec.pin_interval() != 0) {
-    return BadSpec(absl::StrCat("pin_interval is the K of durability every-K, from 1 to ", kPinIntervalMax,
-                                ", and 0 with any other durability; got ", spec.pin_interval(), " with ",
-                                v1::Durability_Name(spec.durability())));
-  }
-  if (spec.master_format() == v1::MASTER_FORMAT_REMAINDER && spec.durability() != v1::DURABILITY_NONE) {
-    return BadSpec(
-        absl::StrCat("a master kept as remainder is none without its working copy, and a version on the disk ",
-                     "must be whole; expected durability none, got ", v1::Durability_Name(spec.durability()),
-                     ": take that, or an fp32 master"));
-  }
+  BALLAST_RETURN_IF_ERROR(CheckDurability(spec));
   int64_t tensors = 0;
   for (const auto& registration : spec.registrations()) tensors += registration.tensors_size();
   if (tensors == 0) return BadSpec("the job has no tensors; register at least one");
@@ -64,17 +67,7 @@ absl::Status CheckSpec(const v1::JobSpec& spec) {
   return absl::OkStatus();
 }
 
-absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
-  const uint32_t group_count = job.group_count();
-  if (spec.name().empty() || spec.unit().empty() || spec.name().size() > kNameBytesMax ||
-      spec.unit().size() > kNameBytesMax) {
-    return BadSpec(absl::StrCat("tensor '", spec.name().substr(0, 64), "' of unit '", spec.unit().substr(0, 64),
-                                "': names must have 1 to ", kNameBytesMax, " bytes"));
-  }
-  if (spec.group() >= group_count) {
-    return BadSpec(absl::StrCat("tensor '", spec.name(), "' is in parameter group ", spec.group(), " but the job has ",
-                                group_count, " group(s)"));
-  }
+absl::Status CheckShape(const v1::TensorSpec& spec) {
   if (spec.shape_size() > kDimensionsMax) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' has ", spec.shape_size(), " dimensions; at most ",
                                 kDimensionsMax, " are accepted"));
@@ -89,6 +82,21 @@ absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
                                 spec.part_dimension(), ", which must be one of its ", spec.shape_size(),
                                 " dimensions and divide into as many"));
   }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
+  const uint32_t group_count = job.group_count();
+  if (spec.name().empty() || spec.unit().empty() || spec.name().size() > kNameBytesMax ||
+      spec.unit().size() > kNameBytesMax) {
+    return BadSpec(absl::StrCat("tensor '", spec.name().substr(0, 64), "' of unit '", spec.unit().substr(0, 64),
+                                "': names must have 1 to ", kNameBytesMax, " bytes"));
+  }
+  if (spec.group() >= group_count) {
+    return BadSpec(absl::StrCat("tensor '", spec.name(), "' is in parameter group ", spec.group(), " but the job has ",
+                                group_count, " group(s)"));
+  }
+  BALLAST_RETURN_IF_ERROR(CheckShape(spec));
   if (!v1::Frozen_IsValid(spec.frozen())) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' is to be frozen as ", static_cast<int>(spec.frozen()),
                                 ": expected nothing, FROZEN_WORKING or FROZEN_Q8"));
@@ -124,30 +132,12 @@ absl::Status Layout::Append(const v1::Registration& registration, const v1::JobS
   absl::flat_hash_map<uint32_t, std::vector<uint32_t>> added;  // by unit
   for (const v1::TensorSpec& tensor : registration.tensors()) {
     BALLAST_RETURN_IF_ERROR(CheckTensor(tensor, spec));
-    const auto replaced = tensor_by_name_.find(tensor.name());
-    if (replaced != tensor_by_name_.end() && tensors_[replaced->second].name != tensor.name()) {
-      return BadSpec(absl::StrCat("the name '", tensor.name(), "' is an alias of tensor '",
-                                  tensors_[replaced->second].name,
-                                  "'; register under that name to replace it, or choose another one"));
-    }
-    std::vector<absl::string_view> all = {tensor.name()};
-    all.insert(all.end(), tensor.aliases().begin(), tensor.aliases().end());
-    for (const absl::string_view name : all) {
-      if (!names.insert(name).second) {
-        return BadSpec(absl::StrCat("the name '", name,
-                                    "' is given to two tensors; a tensor with two names is one tensor with an alias"));
-      }
-      const auto taken = tensor_by_name_.find(name);
-      if (taken != tensor_by_name_.end() && (replaced == tensor_by_name_.end() || taken->second != replaced->second)) {
-        return BadSpec(absl::StrCat("the name '", name, "' of tensor '", tensor.name(), "' belongs to tensor '",
-                                    tensors_[taken->second].name, "' already"));
-      }
-    }
+    const uint32_t index = tensors_.size();
+    BALLAST_RETURN_IF_ERROR(TakeNames(tensor, index, &names));
     const uint32_t unit = unit_by_name_.try_emplace(tensor.unit(), units_.size()).first->second;
     if (unit == units_.size()) units_.push_back(Unit{.name = tensor.unit()});
     auto& list = added[unit];
     if (list.empty()) touched.push_back(unit);
-    const uint32_t index = tensors_.size();
     list.push_back(index);
     tensors_.push_back(Tensor{.name = tensor.name(),
                               .index = index,
@@ -156,12 +146,6 @@ absl::Status Layout::Append(const v1::Registration& registration, const v1::JobS
                               .frozen = tensor.frozen(),
                               .shape = {tensor.shape().begin(), tensor.shape().end()},
                               .parts = {tensor.part_dimension(), std::max(tensor.parts(), 1u)}});
-    if (replaced != tensor_by_name_.end()) {
-      // The new tensor takes the old tensor's names; names that it no longer has become free.
-      const uint32_t old = replaced->second;
-      absl::erase_if(tensor_by_name_, [old](const auto& entry) { return entry.second == old; });
-    }
-    for (const absl::string_view name : all) tensor_by_name_[name] = index;
   }
   for (const uint32_t unit : touched) {
     auto& list = added[unit];
@@ -173,6 +157,37 @@ absl::Status Layout::Append(const v1::Registration& registration, const v1::JobS
       BALLAST_RETURN_IF_ERROR(Place(unit, absl::MakeConstSpan(list).subspan(first, last - first)));
     }
   }
+  return absl::OkStatus();
+}
+
+absl::Status Layout::TakeNames(const v1::TensorSpec& tensor, uint32_t index,
+                               absl::flat_hash_set<absl::string_view>* names) {
+  std::optional<uint32_t> replaced;
+  if (const auto found = tensor_by_name_.find(tensor.name()); found != tensor_by_name_.end()) {
+    replaced = found->second;
+    if (tensors_[*replaced].name != tensor.name()) {
+      return BadSpec(absl::StrCat("the name '", tensor.name(), "' is an alias of tensor '", tensors_[*replaced].name,
+                                  "'; register under that name to replace it, or choose another one"));
+    }
+  }
+  std::vector<absl::string_view> all = {tensor.name()};
+  all.insert(all.end(), tensor.aliases().begin(), tensor.aliases().end());
+  for (const absl::string_view name : all) {
+    if (!names->insert(name).second) {
+      return BadSpec(absl::StrCat("the name '", name,
+                                  "' is given to two tensors; a tensor with two names is one tensor with an alias"));
+    }
+    const auto taken = tensor_by_name_.find(name);
+    if (taken != tensor_by_name_.end() && taken->second != replaced) {
+      return BadSpec(absl::StrCat("the name '", name, "' of tensor '", tensor.name(), "' belongs to tensor '",
+                                  tensors_[taken->second].name, "' already"));
+    }
+  }
+  // The new tensor takes the old tensor's names; names that it no longer has become free.
+  if (replaced.has_value()) {
+    absl::erase_if(tensor_by_name_, [replaced](const auto& entry) { return entry.second == replaced; });
+  }
+  for (const absl::string_view name : all) tensor_by_name_[name] = index;
   return absl::OkStatus();
 }
 

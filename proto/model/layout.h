@@ -1,11 +1,11 @@
-// Where every tensor of a job lies: unit, offset, chunk. A pure function of the job spec, so that clients and servers
+// Where each tensor of a job lies: unit, offset, chunk. This is a pure function of the job spec, so clients and servers
 // need not ask each other.
 //
 // A unit is one flat space of elements. Each registration batch appends its tensors to their units, at the next chunk
-// boundary, sorted by parameter group (stable), each at a multiple of 256 elements. Chunks are cut from the start of
-// the batch every `chunk_elements`; the last chunk of a batch is short. So an existing chunk never changes, and the
-// elements between a short chunk and the next batch exist nowhere. Tensors that are frozen differently are batches of
-// their own, trained tensors first: a chunk's tensors are all frozen alike.
+// boundary, sorted by parameter group (stable), each at a multiple of 256 elements. From the start of the batch a chunk
+// ends every `chunk_elements`; the last chunk of a batch may be shorter. So an existing chunk never changes, and no
+// chunk has the elements between a short chunk and the next batch. Trained tensors, and each kind of frozen ones, are a
+// batch of their own, trained first: so all tensors of a chunk are frozen alike.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -115,6 +116,9 @@ class Layout {
 
  private:
   absl::Status Append(const v1::Registration& registration, const v1::JobSpec& spec);
+  // Gives the tensor its name and aliases, which it may take over from the tensor that it replaces. `names`: those that
+  // its registration has given away so far.
+  absl::Status TakeNames(const v1::TensorSpec& tensor, uint32_t index, absl::flat_hash_set<absl::string_view>* names);
   // Places tensors that are frozen alike behind the others of their unit, at the next chunk boundary.
   absl::Status Place(uint32_t unit, absl::Span<const uint32_t> tensors);
   void CutChunks(uint32_t unit, Range batch, size_t first_tensor);

@@ -1,7 +1,8 @@
 #include "ballast/proto/model/optimizer.h"
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/named.h"
 
 namespace ballast::model {
 namespace {
@@ -12,98 +13,67 @@ using kernels::MomentFormat;
 using kernels::OptimizerKind;
 using kernels::OptimizerSpec;
 
-// One spelling of each name, for both directions and for people.
-struct NamedKind {
-  v1::Optimizer proto;
-  OptimizerKind kind;
-  const char* name;
-};
-constexpr NamedKind kKinds[] = {{v1::OPTIMIZER_ADAMW, OptimizerKind::kAdamw, "adamw"},
-                                {v1::OPTIMIZER_ADAM, OptimizerKind::kAdam, "adam"},
-                                {v1::OPTIMIZER_SGD, OptimizerKind::kSgd, "sgd"},
-                                {v1::OPTIMIZER_ADAGRAD, OptimizerKind::kAdagrad, "adagrad"},
-                                {v1::OPTIMIZER_LION, OptimizerKind::kLion, "lion"}};
-
-struct NamedFormat {
-  v1::MomentFormat proto;
-  MomentFormat format;
-  const char* name;
-};
-constexpr NamedFormat kFormats[] = {{v1::MOMENT_FORMAT_F32, MomentFormat::kF32, "f32"},
-                                    {v1::MOMENT_FORMAT_BF16, MomentFormat::kBf16, "bf16"},
-                                    {v1::MOMENT_FORMAT_I8, MomentFormat::kI8, "i8"},
-                                    {v1::MOMENT_FORMAT_F8, MomentFormat::kF8, "f8"}};
-
+constexpr Named<v1::Optimizer, OptimizerKind> kKinds[] = {{v1::OPTIMIZER_ADAMW, OptimizerKind::kAdamw, "adamw"},
+                                                          {v1::OPTIMIZER_ADAM, OptimizerKind::kAdam, "adam"},
+                                                          {v1::OPTIMIZER_SGD, OptimizerKind::kSgd, "sgd"},
+                                                          {v1::OPTIMIZER_ADAGRAD, OptimizerKind::kAdagrad, "adagrad"},
+                                                          {v1::OPTIMIZER_LION, OptimizerKind::kLion, "lion"}};
+constexpr Named<v1::MomentFormat, MomentFormat> kFormats[] = {{v1::MOMENT_FORMAT_F32, MomentFormat::kF32, "f32"},
+                                                              {v1::MOMENT_FORMAT_BF16, MomentFormat::kBf16, "bf16"},
+                                                              {v1::MOMENT_FORMAT_I8, MomentFormat::kI8, "i8"},
+                                                              {v1::MOMENT_FORMAT_F8, MomentFormat::kF8, "f8"}};
 // What jobs had before there was a choice is the default, which digests of the spec leave out.
-struct NamedMaster {
-  v1::MasterFormat proto;
-  MasterFormat format;
-};
-constexpr NamedMaster kMasters[] = {{v1::MASTER_FORMAT_UNSPECIFIED, MasterFormat::kF32},
-                                    {v1::MASTER_FORMAT_REMAINDER, MasterFormat::kRemainder},
-                                    {v1::MASTER_FORMAT_LENT, MasterFormat::kLent}};
-
-struct NamedDtype {
-  v1::Dtype proto;
-  Dtype dtype;
-  const char* name;
-};
-constexpr NamedDtype kDtypes[] = {
+constexpr Named<v1::MasterFormat, MasterFormat> kMasters[] = {
+    {v1::MASTER_FORMAT_UNSPECIFIED, MasterFormat::kF32, "f32"},
+    {v1::MASTER_FORMAT_REMAINDER, MasterFormat::kRemainder, "remainder"},
+    {v1::MASTER_FORMAT_LENT, MasterFormat::kLent, "lent"}};
+constexpr Named<v1::Dtype, Dtype> kDtypes[] = {
     {v1::DTYPE_F32, Dtype::kF32, "f32"}, {v1::DTYPE_BF16, Dtype::kBf16, "bf16"}, {v1::DTYPE_F16, Dtype::kF16, "f16"}};
 
 absl::StatusOr<Dtype> DtypeOf(v1::Dtype proto, const char* what) {
-  for (const NamedDtype& named : kDtypes) {
-    if (named.proto == proto) return named.dtype;
-  }
+  if (const auto* const row = Find(kDtypes, proto)) return row->value;
   return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
-               absl::StrCat(what, " must be DTYPE_F32, DTYPE_BF16 or DTYPE_F16, came ", static_cast<int>(proto)));
-}
-
-// A dtype that jobs cannot have stays unspecified, and OptimizerOf refuses it.
-NamedDtype Find(Dtype dtype) {
-  for (const NamedDtype& named : kDtypes) {
-    if (named.dtype == dtype) return named;
-  }
-  return {v1::DTYPE_UNSPECIFIED, dtype, "unknown"};
+               absl::StrCat(what, " must be DTYPE_F32, DTYPE_BF16 or DTYPE_F16, got ", static_cast<int>(proto)));
 }
 
 }  // namespace
 
+absl::StatusOr<OptimizerKind> OptimizerNamed(const std::string& name) { return ByName(kKinds, "optimizer", name); }
+absl::StatusOr<MomentFormat> MomentsNamed(const std::string& name) { return ByName(kFormats, "moments", name); }
+absl::StatusOr<MasterFormat> MasterNamed(const std::string& name) { return ByName(kMasters, "master", name); }
+absl::StatusOr<Dtype> DtypeNamed(const std::string& name) { return ByName(kDtypes, "dtype", name); }
+
+absl::string_view NameOf(OptimizerKind kind) { return NameIn(kKinds, kind); }
+absl::string_view NameOf(MomentFormat format) { return NameIn(kFormats, format); }
+absl::string_view NameOf(MasterFormat format) { return NameIn(kMasters, format); }
+absl::string_view NameOf(Dtype dtype) { return NameIn(kDtypes, dtype); }
+
 absl::StatusOr<OptimizerSpec> OptimizerOf(const v1::JobSpec& spec) {
   OptimizerSpec optimizer;
-  const NamedKind* kind = nullptr;
-  for (const NamedKind& named : kKinds) {
-    if (named.proto == spec.optimizer()) kind = &named;
-  }
+  const auto* const kind = Find(kKinds, spec.optimizer());
   if (kind == nullptr) {
     return Error(
         absl::StatusCode::kUnimplemented, kUnsupported,
         absl::StrCat("optimizer ", static_cast<int>(spec.optimizer()),
                      " is unknown: servers run the elementwise optimizers AdamW, Adam, SGD, Adagrad and Lion"));
   }
-  optimizer.kind = kind->kind;
+  optimizer.kind = kind->value;
   if (spec.moment_format() != v1::MOMENT_FORMAT_UNSPECIFIED) {
-    const NamedFormat* format = nullptr;
-    for (const NamedFormat& named : kFormats) {
-      if (named.proto == spec.moment_format()) format = &named;
-    }
+    const auto* const format = Find(kFormats, spec.moment_format());
     if (format == nullptr) {
       return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
-                   absl::StrCat("moments may be kept as F32, BF16, I8 or F8, came moment_format ",
+                   absl::StrCat("moments may be kept as F32, BF16, I8 or F8, got moment_format ",
                                 static_cast<int>(spec.moment_format())));
     }
-    optimizer.moments = format->format;
+    optimizer.moments = format->value;
   }
-  const NamedMaster* master = nullptr;
-  for (const NamedMaster& named : kMasters) {
-    if (named.proto == spec.master_format()) master = &named;
-  }
+  const auto* const master = Find(kMasters, spec.master_format());
   if (master == nullptr) {
     return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
-                 absl::StrCat("masters may be kept as they are, as REMAINDER, or LENT, came master_format ",
+                 absl::StrCat("masters may be kept as they are, as REMAINDER, or LENT, got master_format ",
                               static_cast<int>(spec.master_format())));
   }
-  optimizer.master = master->format;
+  optimizer.master = master->value;
   optimizer.amsgrad = spec.amsgrad();
   optimizer.momentum = spec.momentum();
   optimizer.nesterov = spec.nesterov();
@@ -116,20 +86,17 @@ absl::StatusOr<OptimizerSpec> OptimizerOf(const v1::JobSpec& spec) {
 }
 
 void SetOptimizer(const OptimizerSpec& optimizer, v1::JobSpec* spec) {
-  for (const NamedKind& named : kKinds) {
-    if (named.kind == optimizer.kind) spec->set_optimizer(named.proto);
-  }
-  for (const NamedFormat& named : kFormats) {
-    if (named.format == optimizer.moments) spec->set_moment_format(named.proto);
-  }
-  for (const NamedMaster& named : kMasters) {
-    if (named.format == optimizer.master) spec->set_master_format(named.proto);
-  }
+  if (const auto* const row = Find(kKinds, optimizer.kind)) spec->set_optimizer(row->proto);
+  if (const auto* const row = Find(kFormats, optimizer.moments)) spec->set_moment_format(row->proto);
+  if (const auto* const row = Find(kMasters, optimizer.master)) spec->set_master_format(row->proto);
   spec->set_amsgrad(optimizer.amsgrad);
   spec->set_momentum(optimizer.momentum);
   spec->set_nesterov(optimizer.nesterov);
-  spec->set_gradient_dtype(Find(optimizer.gradient).proto);
-  spec->set_working_dtype(Find(optimizer.working).proto);
+  // A dtype that jobs cannot have stays unspecified, and OptimizerOf refuses it.
+  const auto* const gradient = Find(kDtypes, optimizer.gradient);
+  const auto* const working = Find(kDtypes, optimizer.working);
+  spec->set_gradient_dtype(gradient == nullptr ? v1::DTYPE_UNSPECIFIED : gradient->proto);
+  spec->set_working_dtype(working == nullptr ? v1::DTYPE_UNSPECIFIED : working->proto);
 }
 
 kernels::Hyper HyperOf(const v1::GroupHyper& group) {
@@ -146,15 +113,11 @@ kernels::Hyper HyperOf(const v1::GroupHyper& group) {
 
 std::string Show(const OptimizerSpec& optimizer) {
   std::string text;
-  for (const NamedKind& named : kKinds) {
-    if (named.kind == optimizer.kind) text = named.name;
-  }
+  if (const auto* const row = Find(kKinds, optimizer.kind)) text = row->name;
   if (optimizer.amsgrad) text += " with amsgrad";
   if (optimizer.momentum) text += optimizer.nesterov ? " with Nesterov momentum" : " with momentum";
-  for (const NamedFormat& named : kFormats) {
-    if (named.format == optimizer.moments) absl::StrAppend(&text, ", ", named.name, " moments");
-  }
-  absl::StrAppend(&text, ", ", Find(optimizer.gradient).name, " gradients, ", Find(optimizer.working).name,
+  if (const auto* const row = Find(kFormats, optimizer.moments)) absl::StrAppend(&text, ", ", row->name, " moments");
+  absl::StrAppend(&text, ", ", NameOf(optimizer.gradient), " gradients, ", NameOf(optimizer.working),
                   " working parameters");
   if (optimizer.master == MasterFormat::kRemainder) text += ", masters as remainder";
   if (optimizer.master == MasterFormat::kLent) text += ", parameters as their masters";

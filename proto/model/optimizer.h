@@ -2,6 +2,7 @@
 #pragma once
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/v1/types.pb.h"
 
@@ -15,6 +16,17 @@ absl::StatusOr<kernels::OptimizerSpec> OptimizerOf(const v1::JobSpec& spec);
 void SetOptimizer(const kernels::OptimizerSpec& optimizer, v1::JobSpec* spec);
 
 kernels::Hyper HyperOf(const v1::GroupHyper& group);
+
+// From the names that users write. INVALID_ARGUMENT (BAD_CONFIG) for an unknown name, with a list of all names.
+absl::StatusOr<kernels::OptimizerKind> OptimizerNamed(const std::string& name);  // adamw, adam, sgd, adagrad, lion
+absl::StatusOr<kernels::MomentFormat> MomentsNamed(const std::string& name);     // f32, bf16, i8, f8
+absl::StatusOr<kernels::MasterFormat> MasterNamed(const std::string& name);      // f32, remainder, lent
+absl::StatusOr<kernels::Dtype> DtypeNamed(const std::string& name);              // f32, bf16, f16
+// The reverse; "unknown" for a value without a name.
+absl::string_view NameOf(kernels::OptimizerKind kind);
+absl::string_view NameOf(kernels::MomentFormat format);
+absl::string_view NameOf(kernels::MasterFormat format);
+absl::string_view NameOf(kernels::Dtype dtype);
 
 // "adamw with amsgrad, i8 moments, bf16 gradients, f16 working parameters": for messages.
 std::string Show(const kernels::OptimizerSpec& optimizer);

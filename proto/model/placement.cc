@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::model {
 namespace {
@@ -140,9 +140,12 @@ std::vector<RunGroup> GroupRuns(absl::Span<const BoxRun> runs, uint64_t gap_max)
   return groups;
 }
 
-absl::Status CheckMesh(const v1::MeshCuts& part, uint32_t world_size) {
-  const v1::Mesh& mesh = part.mesh();
+namespace {
+
+// How many ranks the mesh has, and how it names them.
+absl::Status CheckSizes(const v1::Mesh& mesh, uint32_t world_size) {
   const int axes = mesh.size_size();
+  const bool listed = mesh.ranks_size() > 0;
   if (axes > kAxesMax) return BadMesh(absl::StrCat("has ", axes, " axes; at most ", kAxesMax, " are accepted"));
   uint64_t ranks = 1, last = mesh.first();
   for (int i = 0; i < axes; ++i) {
@@ -151,25 +154,31 @@ absl::Status CheckMesh(const v1::MeshCuts& part, uint32_t world_size) {
       return BadMesh(absl::StrCat("has no rank, or more than ", kRanksMax));
     }
     ranks *= size;
-    if (mesh.ranks_size() == 0 && i < mesh.stride_size()) last += (size - 1) * mesh.stride(i);
+    if (!listed && i < mesh.stride_size()) last += (size - 1) * mesh.stride(i);
   }
-  if (mesh.ranks_size() == 0 && mesh.stride_size() != axes) {
-    return BadMesh(absl::StrCat("has ", axes, " axes and ", mesh.stride_size(), " strides"));
-  }
-  if (mesh.ranks_size() > 0 && static_cast<uint64_t>(mesh.ranks_size()) != ranks) {
+  if (listed) {
+    if (static_cast<uint64_t>(mesh.ranks_size()) == ranks) return absl::OkStatus();
     return BadMesh(absl::StrCat("lists ", mesh.ranks_size(), " ranks and has sizes for ", ranks));
   }
-  if (mesh.ranks_size() == 0 && last >= world_size) {
-    return BadMesh(absl::StrCat("names rank ", last, "; the group has ", world_size));
+  if (mesh.stride_size() != axes) {
+    return BadMesh(absl::StrCat("has ", axes, " axes and ", mesh.stride_size(), " strides"));
   }
+  if (last < world_size) return absl::OkStatus();
+  return BadMesh(absl::StrCat("names rank ", last, "; the group has ", world_size));
+}
+
+absl::Status CheckRanks(const v1::Mesh& mesh, uint32_t world_size) {
   std::vector<uint32_t> named = RanksOf(mesh);
   std::sort(named.begin(), named.end());
   if (named.back() >= world_size) {
     return BadMesh(absl::StrCat("names rank ", named.back(), "; the group has ", world_size));
   }
-  if (const auto twice = std::adjacent_find(named.begin(), named.end()); twice != named.end()) {
-    return BadMesh(absl::StrCat("names rank ", *twice, " twice"));
-  }
+  const auto twice = std::adjacent_find(named.begin(), named.end());
+  return twice == named.end() ? absl::OkStatus() : BadMesh(absl::StrCat("names rank ", *twice, " twice"));
+}
+
+absl::Status CheckCuts(const v1::MeshCuts& part) {
+  const int axes = part.mesh().size_size();
   std::vector<bool> is_cut(axes);
   for (const v1::Cut& cut : part.cuts()) {
     if (cut.axis() >= static_cast<uint32_t>(axes)) {
@@ -179,6 +188,14 @@ absl::Status CheckMesh(const v1::MeshCuts& part, uint32_t world_size) {
     is_cut[cut.axis()] = true;
   }
   return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckMesh(const v1::MeshCuts& part, uint32_t world_size) {
+  BALLAST_RETURN_IF_ERROR(CheckSizes(part.mesh(), world_size));
+  BALLAST_RETURN_IF_ERROR(CheckRanks(part.mesh(), world_size));
+  return CheckCuts(part);
 }
 
 std::vector<uint32_t> RanksOf(const v1::Mesh& mesh) {

@@ -26,7 +26,7 @@ inline constexpr uint32_t kRanksMax = 1 << 16;
 uint64_t ElementsOf(const Box& box);
 Box WholeOf(absl::Span<const uint64_t> shape);
 
-// Elements that lie together in the tensor as servers hold it, and in the box's own row-major order.
+// Elements that are contiguous both in the servers' order of the tensor and in the box's row-major order.
 struct BoxRun {
   uint64_t in_tensor = 0;
   uint64_t in_box = 0;
@@ -39,13 +39,13 @@ uint64_t RunCount(absl::Span<const uint64_t> shape, const Box& box, const Parts&
 std::vector<BoxRun> RunsOf(absl::Span<const uint64_t> shape, const Box& box, const Parts& parts = {});
 uint64_t ElementsOf(absl::Span<const BoxRun> runs);
 
-// Calls `visit` for the parts of elements [first, first + count) of the tensor that lie in one of `runs` each
-// (RunsOf's): with the part's place in the box, its distance from `first`, and its length. False if some element is in
-// no run.
+// Cuts elements [first, first + count) of the tensor into parts that each lie in one of `runs` (from RunsOf). Calls
+// `visit` with each part's place in the box, its distance from `first`, and its length. False if some element is in no
+// run.
 bool VisitRuns(absl::Span<const BoxRun> runs, uint64_t first, uint64_t count,
                absl::FunctionRef<void(uint64_t in_box, uint64_t offset, uint64_t count)> visit);
 
-// Runs [first, last) of a list, which are read together: the elements of `range` in the tensor, gaps included.
+// Runs [first, last) of a list that are read together, as the elements `range` of the tensor, gaps included.
 struct RunGroup {
   Range range;
   size_t first = 0;

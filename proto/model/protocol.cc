@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/field_hash.h"
-#include "ballast/proto/model/status.h"
 
 namespace ballast::model {
 namespace {
@@ -53,37 +53,33 @@ void AddFields(const Message& message, FieldHash* hash);
 // `index`: of an element of a repeated field; -1 for a single field.
 void AddValue(const Message& message, const FieldDescriptor* field, int index, FieldHash* hash) {
   const Reflection& access = *message.GetReflection();
-  const bool single = index < 0;
+  const auto get = [&](auto of_field, auto of_element) {
+    return index < 0 ? (access.*of_field)(message, field) : (access.*of_element)(message, field, index);
+  };
   std::string scratch;
   switch (field->cpp_type()) {
     case FieldDescriptor::CPPTYPE_INT32:
-      return hash->Add(static_cast<uint64_t>(single ? access.GetInt32(message, field)
-                                                    : access.GetRepeatedInt32(message, field, index)));
+      return hash->Add(static_cast<uint64_t>(get(&Reflection::GetInt32, &Reflection::GetRepeatedInt32)));
     case FieldDescriptor::CPPTYPE_INT64:
-      return hash->Add(static_cast<uint64_t>(single ? access.GetInt64(message, field)
-                                                    : access.GetRepeatedInt64(message, field, index)));
+      return hash->Add(static_cast<uint64_t>(get(&Reflection::GetInt64, &Reflection::GetRepeatedInt64)));
     case FieldDescriptor::CPPTYPE_UINT32:
-      return hash->Add(
-          uint64_t{single ? access.GetUInt32(message, field) : access.GetRepeatedUInt32(message, field, index)});
+      return hash->Add(uint64_t{get(&Reflection::GetUInt32, &Reflection::GetRepeatedUInt32)});
     case FieldDescriptor::CPPTYPE_UINT64:
-      return hash->Add(
-          uint64_t{single ? access.GetUInt64(message, field) : access.GetRepeatedUInt64(message, field, index)});
+      return hash->Add(uint64_t{get(&Reflection::GetUInt64, &Reflection::GetRepeatedUInt64)});
     case FieldDescriptor::CPPTYPE_DOUBLE:
-      return hash->Add(single ? access.GetDouble(message, field) : access.GetRepeatedDouble(message, field, index));
+      return hash->Add(get(&Reflection::GetDouble, &Reflection::GetRepeatedDouble));
     case FieldDescriptor::CPPTYPE_FLOAT:
-      return hash->Add(
-          double{single ? access.GetFloat(message, field) : access.GetRepeatedFloat(message, field, index)});
+      return hash->Add(double{get(&Reflection::GetFloat, &Reflection::GetRepeatedFloat)});
     case FieldDescriptor::CPPTYPE_BOOL:
-      return hash->Add(
-          uint64_t{single ? access.GetBool(message, field) : access.GetRepeatedBool(message, field, index)});
+      return hash->Add(uint64_t{get(&Reflection::GetBool, &Reflection::GetRepeatedBool)});
     case FieldDescriptor::CPPTYPE_ENUM:
-      return hash->Add(static_cast<uint64_t>(single ? access.GetEnumValue(message, field)
-                                                    : access.GetRepeatedEnumValue(message, field, index)));
+      return hash->Add(static_cast<uint64_t>(get(&Reflection::GetEnumValue, &Reflection::GetRepeatedEnumValue)));
     case FieldDescriptor::CPPTYPE_STRING:
-      return hash->Add(absl::string_view(single ? access.GetStringReference(message, field, &scratch)
-                                                : access.GetRepeatedStringReference(message, field, index, &scratch)));
+      return hash->Add(absl::string_view(index < 0
+                                             ? access.GetStringReference(message, field, &scratch)
+                                             : access.GetRepeatedStringReference(message, field, index, &scratch)));
     case FieldDescriptor::CPPTYPE_MESSAGE:
-      return AddFields(single ? access.GetMessage(message, field) : access.GetRepeatedMessage(message, field, index),
+      return AddFields(index < 0 ? access.GetMessage(message, field) : access.GetRepeatedMessage(message, field, index),
                        hash);
   }
 }

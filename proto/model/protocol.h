@@ -1,6 +1,5 @@
-// Keeps trainers and servers of different versions apart: they would misunderstand each other in silence.
-//
-// All errors carry the reason VERSIONS_DIFFER and name the fix.
+// Refuses trainers and servers of different versions, which would misunderstand each other without an error. All errors
+// have the reason VERSIONS_DIFFER and name the fix.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +14,7 @@ namespace ballast::model {
 // The version of the calls and of their meaning. proto/README.md says when it rises.
 inline constexpr uint32_t kProtocolVersion = 5;
 
-// Metadata of each call of a trainer: its kProtocolVersion, and the server that it is meant for, by TargetOf.
+// Metadata of each call of a trainer: its kProtocolVersion, and the server that the call is meant for (TargetOf).
 inline constexpr char kVersionMetadata[] = "ballast-protocol";
 inline constexpr char kServerMetadata[] = "ballast-server";
 
@@ -46,12 +45,12 @@ absl::Status CheckKnown(const google::protobuf::Message& message);
 std::string SpecDigest(const v1::JobSpec& spec);
 
 // INVALID_ARGUMENT if an Open has unknown fields, is of a later version, or has a spec_digest that is not its spec's.
-// An Open without spec_digest passes: logs of version 0 hold such; logs of versions before 5 hold Opens without a
-// version.
+// An Open without spec_digest passes, because logs of version 0 have such Opens; logs of versions before 5 have Opens
+// without a version.
 absl::Status CheckOpen(const v1::OpenRequest& open);
 
-// CheckKnown and CheckSentVersion for an Open as a trainer sends it, which must have a spec_digest. EpochPlan::Make
-// compares the digest.
+// CheckKnown and CheckSentVersion for an Open that a trainer sent. It must have a spec_digest, which EpochPlan::Make
+// compares.
 absl::Status CheckSentOpen(const v1::OpenRequest& open);
 
 }  // namespace ballast::model

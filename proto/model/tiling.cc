@@ -4,7 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::model {
 namespace {
@@ -225,19 +225,6 @@ v1::Tiling EvenTiling(uint32_t world_size) {
   v1::Tiling tiling;
   tiling.set_world_size(world_size);
   tiling.set_division(v1::DIVISION_EVEN);
-  return tiling;
-}
-
-v1::Tiling RowTiling(const Layout& layout, uint32_t world_size) {
-  v1::Tiling tiling;
-  tiling.set_world_size(world_size);
-  tiling.set_division(v1::DIVISION_PLACED);
-  v1::MeshCuts* const rows = tiling.add_placements()->add_meshes();
-  rows->mutable_mesh()->add_size(world_size);
-  rows->mutable_mesh()->add_stride(1);
-  rows->add_cuts();                                       // axis 0 of dimension 0
-  tiling.add_placements()->add_meshes()->mutable_mesh();  // rank 0
-  for (const Tensor& tensor : layout.tensors()) tiling.add_placement_of(tensor.shape.empty() ? 1 : 0);
   return tiling;
 }
 

@@ -1,5 +1,5 @@
-// Which rank pushes which elements, and which elements it has: the tiling of an Open, computed alike by clients and
-// servers.
+// The tiling of an Open: which rank pushes which elements, and which elements it has. Clients and servers compute it
+// alike.
 #pragma once
 
 #include <cstdint>
@@ -26,16 +26,11 @@ struct OwnedRange {
 // Cuts every unit into `world_size` runs of about equal size.
 v1::Tiling EvenTiling(uint32_t world_size);
 
-// Cuts every tensor along its first dimension as torch.chunk does (FSDP2's Shard(0)): rank r has rows
-// [r * ceil(rows / world_size), (r + 1) * ceil(rows / world_size)). A tensor without dimensions goes to rank 0. Padding
-// is in no range.
-v1::Tiling RowTiling(const Layout& layout, uint32_t world_size);
-
 // The ranges of all ranks, by (unit, begin). INVALID_ARGUMENT for a tiling with ranges outside a unit, overlaps
 // (OVERLAPPING_RANGES names unit and both ranges), unowned elements of live tensors, or too many ranges.
-// Replicas of a box share the pushing: the box, in the order of the tensor's elements, is cut into as many pieces as it
-// has replicas, but not more than one for each 65,536 elements begun, and the replicas take turns, beginning with
-// another for each tensor.
+// Replicas of a box share the pushing. Expand cuts the box, in the order of the tensor's elements, into as many pieces
+// as it has replicas, but at most one for each 65,536 elements begun. The replicas take turns, and each tensor begins
+// with another replica.
 absl::StatusOr<std::vector<OwnedRange>> Expand(const Layout& layout, const v1::Tiling& tiling);
 
 // By tensor: the box that `rank` has; none if it has no element, or a later registration replaced the tensor. Without

@@ -1,49 +1,25 @@
-// The pure functions by which any client can finish a step started by another client: plan hash, verdict, resolve.
+// The pure functions by which any client can finish a step started by another client: verdict, decision, resolution.
 // services/step/README.md has the rules.
 #pragma once
 
 #include <compare>
-#include <string>
-#include <vector>
+#include <cstdint>
+#include <optional>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "ballast/proto/model/epoch_plan.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::model {
 
 // Lexicographic by (counter, nonce).
 std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b);
-// False if the epochs differ. An epoch with counter 0 is not known, and may be any.
+// False if the epochs differ. Counter 0 stands for an unknown epoch, which may be any.
 bool MayBeSame(const v1::Epoch& a, const v1::Epoch& b);
 
-// A fence may raise a promise's counter by so much. Groups raise it by little, and a promise near the end of the
-// numbers would leave none for the groups to come: 2^32 such fences would be needed for that.
+// The most by which a fence may raise a promise's counter. Groups raise it by little. A promise near the end of the
+// numbers would leave none for later groups; with this bound that takes 2^32 fences.
 inline constexpr uint64_t kEpochsSkippedMax = uint64_t{1} << 32;
-
-// SHA-256 over W, tiling, step, attempt, header bits, blobs, the spec's digest and the protocol version, field by field
-// in a fixed order (doubles as their bits). 32 bytes.
-std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, const v1::StepHeader& header,
-                     absl::Span<const std::string> blobs);
-
-// Live tensors that were registered at `version`: they hold no values before transaction version + 1.
-std::vector<uint32_t> TensorsWithoutValues(const EpochPlan& plan, int64_t version);
-
-// INVALID_ARGUMENT if the size of `bitmap` does not match the plan's tensors, or `bitmap` has a replaced tensor.
-absl::Status CheckPresence(const EpochPlan& plan, absl::string_view bitmap, absl::string_view name);
-
-// INVALID_ARGUMENT if `header` does not fit the plan and `step`, or the blobs do not fit either:
-// - wrong group count or bitmaps; hyper-parameters or scale not finite (the scale also in fp32); negative max_norm;
-// - blobs over 64 KiB in all, or not one per rank (a RESTORE has the restored version's blobs);
-// - a VALUES step without values, or of a moment that the optimizer lacks;
-// - tensors without values (registered at version step - 1) whose masters this step does not give;
-// - step counts for some tensors only;
-// - a RESTORE of a version not older than `step`, or with slices.
-absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header,
-                         absl::Span<const std::string> blobs);
-// The header alone: of a seal that has no blobs.
-absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHeader& header);
 
 // Squared norm of one chunk: its segments' squared norms summed in order.
 double ChunkSquaredNorm(const v1::ChunkNorm& norm);

@@ -1,5 +1,6 @@
 #include "ballast/proto/registry/registry.h"
 
+#include <arpa/inet.h>
 #include <google/protobuf/util/json_util.h>
 #include <grpc/grpc.h>
 #include <grpcpp/channel.h>
@@ -13,7 +14,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -21,13 +21,20 @@
 #include "absl/strings/strip.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
-#include "ballast/proto/model/access.h"
-#include "ballast/proto/model/address.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/proto/model/text_file.h"
+#include "ballast/proto/base/access.h"
+#include "ballast/proto/base/address.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/base/text_file.h"
+#include "ballast/proto/base/tls_probe.h"
+#include "ballast/proto/model/names.h"
 
 namespace ballast::registry {
 namespace {
+
+bool IsNumber(const std::string& host) {
+  in6_addr ignored;
+  return inet_pton(AF_INET, host.c_str(), &ignored) == 1 || inet_pton(AF_INET6, host.c_str(), &ignored) == 1;
+}
 
 constexpr char kRange[] = "/etcdserverpb.KV/Range";
 constexpr char kAuthenticate[] = "/etcdserverpb.Auth/Authenticate";
@@ -65,16 +72,10 @@ bool TokenIsStale(const grpc::Status& status) {
          absl::StrContains(status.error_message(), "auth store is old");
 }
 
+// A member that stops resets its calls, which gRPC calls CANCELLED; nothing here cancels one.
 bool MemberIsDown(const grpc::Status& status) {
-  return status.error_code() == grpc::StatusCode::UNAVAILABLE ||
+  return status.error_code() == grpc::StatusCode::UNAVAILABLE || status.error_code() == grpc::StatusCode::CANCELLED ||
          status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED;
-}
-
-// As services/config takes them.
-bool IsServerId(absl::string_view id) {
-  return !id.empty() && id.size() <= 64 && std::all_of(id.begin(), id.end(), [](char c) {
-    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '-';
-  });
 }
 
 std::string ToJson(const google::protobuf::Message& message) {
@@ -85,10 +86,18 @@ std::string ToJson(const google::protobuf::Message& message) {
   return json;
 }
 
+// Passes over fields of a later release.
 auto FromJson(const std::string& json, google::protobuf::Message* message) {
   google::protobuf::util::JsonParseOptions options;
-  options.ignore_unknown_fields = true;  // of a later release
+  options.ignore_unknown_fields = true;
   return google::protobuf::util::JsonStringToMessage(json, message, options);
+}
+
+// Whether this version knows all that the key says. Whoever opens the job writes the key anew, and would lose the rest.
+bool IsWhollyKnown(const std::string& json, const v1::JobKey& key) {
+  v1::JobKey known;
+  return google::protobuf::util::JsonStringToMessage(json, &known).ok() && key.table().shards().empty() &&
+         key.table().replicas() <= 1;
 }
 
 // The entry in a value that somebody wrote there, whoever that was.
@@ -100,7 +109,7 @@ absl::StatusOr<v1::ServerEntry> ParseEntry(const v1::EtcdKeyValue& pair, absl::s
   std::string trouble;
   if (!parsed.ok()) {
     trouble = absl::CEscape(std::string(parsed.message()));
-  } else if (entry.server_id() != id || !IsServerId(id)) {
+  } else if (entry.server_id() != id || !model::IsServerId(id)) {
     trouble = absl::StrCat("server_id is '", absl::CEscape(entry.server_id()), "'");
   } else {
     trouble = absl::CEscape(model::ParseAddress(entry.address(), model::AddressUse::kConnect).status().message());
@@ -135,7 +144,23 @@ struct Registry::Cluster {
     return status;
   }
 
+  // What keeps this client and a member apart, by a handshake: gRPC knows of little more than a closed socket. Empty:
+  // nothing of that kind. Blocks until `deadline`, and 0.2 s for each member after it. Looking up a name has no such
+  // bound, so `looks_up` and time left are needed for that.
+  std::string TlsFault(const std::vector<std::string>& endpoints, bool looks_up, absl::Time deadline) const {
+    for (const std::string& endpoint : endpoints) {
+      const absl::StatusOr<model::Address> member = model::ParseAddress(endpoint, model::AddressUse::kConnect);
+      const absl::Time now = absl::Now();
+      if (!member.ok() || !(IsNumber(member->host) || (looks_up && now < deadline))) continue;
+      const absl::Time until = std::clamp(deadline, now + absl::Milliseconds(200), now + absl::Seconds(2));
+      const absl::Status met = model::ProbeTls(*member, access, until);
+      if (!met.ok()) return std::string(met.message());
+    }
+    return "";
+  }
+
   std::vector<std::shared_ptr<grpc::Channel>> members;
+  model::AccessContent access;
   std::string user, password;
   absl::Mutex mutex;
   std::string token ABSL_GUARDED_BY(mutex);
@@ -161,6 +186,7 @@ absl::StatusOr<std::shared_ptr<Registry::Cluster>> Registry::Reach() {
     if (cluster_ != nullptr) return cluster_;  // half written, perhaps
     return status;
   }
+  cluster->access = *access;
   cluster->user = url_.user;
   cluster->password = std::string(absl::StripAsciiWhitespace(*password));
   const auto credentials = access->ca.empty() ? grpc::InsecureChannelCredentials()
@@ -206,11 +232,17 @@ absl::StatusOr<Response> Registry::Call(const char* method, const Request& reque
     if (!MemberIsDown(status)) break;
   }
   if (MemberIsDown(status)) {
-    return model::Error(
-        absl::StatusCode::kUnavailable, model::kServerDown,
-        absl::StrCat(FormatRegistryUrl(url_), " does not answer: ", status.error_message(), "; is etcd running there, ",
-                     url_.access.ca.empty() ? "without TLS? With TLS, the URL needs ca=FILE"
-                                            : "by TLS, and issued by a CA of the URL's `ca`?"));
+    const bool resolved = !absl::StrContains(status.error_message(), "DNS");
+    std::string fault = cluster->TlsFault(url_.endpoints, resolved, deadline);
+    if (fault.empty()) {
+      fault = absl::StrCat(status.error_message(), "; is etcd running there, ",
+                           url_.access.ca.empty() ? "without TLS? With TLS, the URL needs ca=FILE"
+                                                  : "by TLS, and issued by a CA of the URL's `ca`?");
+    } else {
+      absl::StrAppend(&fault, " (in the URL: ca=FILE, certificate=FILE, key=FILE)");
+    }
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                        absl::StrCat(FormatRegistryUrl(url_), " does not answer: ", fault));
   }
   const bool gone = status.error_code() == grpc::StatusCode::NOT_FOUND;
   return model::Error(gone ? absl::StatusCode::kNotFound : absl::StatusCode::kInternal, model::kBadRequest,
@@ -319,6 +351,12 @@ absl::StatusOr<std::optional<Registry::Found<v1::JobKey>>> Registry::FindJob(con
   const v1::EtcdKeyValue& pair = **read;
   Found<v1::JobKey> found{.value = {}, .revision = pair.mod_revision(), .lease = pair.lease()};
   const auto parsed = FromJson(pair.value(), &found.value);
+  if (parsed.ok() && !IsWhollyKnown(pair.value(), found.value)) {
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kLaterVersion,
+        absl::StrCat("a later version of Ballast wrote etcd's key ", JobKeyName(job), ", which says more of job '", job,
+                     "' than this version knows; use that version for this job"));
+  }
   if (parsed.ok() && !found.value.table().members().empty()) return found;
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
                       absl::StrCat("etcd's key ", JobKeyName(job), " does not say which servers have job '", job, "': ",
@@ -343,7 +381,10 @@ absl::StatusOr<bool> Registry::EraseJob(const std::string& job, int64_t revision
   operation.mutable_delete_range()->set_key(JobKeyName(job));
   const auto erased = Swap(operation.delete_range().key(), revision, operation, deadline);
   BALLAST_RETURN_IF_ERROR(OfJob(job, erased.status()));
-  return *erased;
+  if (*erased) return true;
+  const auto left = Read(JobKeyName(job), deadline);
+  BALLAST_RETURN_IF_ERROR(OfJob(job, left.status()));
+  return !left->has_value();
 }
 
 }  // namespace ballast::registry

@@ -18,10 +18,11 @@
 
 namespace ballast::registry {
 
-// Threads: any. Calls block until their deadline at most, and try each member of etcd in turn, from the one on that
-// answered last; each has an equal share of the time that is left. Files of the URL are read at the first call, and
-// again when they change. Errors: UNAVAILABLE (SERVER_DOWN), naming the URL, if no member answers; INVALID_ARGUMENT
-// (BAD_CONFIG), naming the file, if a file is bad; INTERNAL (BAD_REQUEST) with etcd's text if etcd refuses.
+// Threads: any. Calls block at most until their deadline. They try the members of etcd in turn, first the one that
+// answered last; each gets an equal share of the time that is left. The first call reads the files in the URL; later
+// calls read them again when they change. Errors: UNAVAILABLE (SERVER_DOWN), naming the URL, if no member answers;
+// INVALID_ARGUMENT (BAD_CONFIG), naming the file, if a file is bad; INTERNAL (BAD_REQUEST) with etcd's text if etcd
+// refuses.
 class Registry {
  public:
   // A value, the revision of etcd that wrote it, and its lease (0: none).
@@ -36,27 +37,29 @@ class Registry {
   explicit Registry(RegistryUrl url);
   ~Registry();
 
-  // All entries, by server id. A value that is no entry of its key's server is passed over, or refused with
-  // INVALID_ARGUMENT (BAD_CONFIG), naming the key.
+  // All entries, by server id. If a value is not an entry of its key's server, List skips it, or refuses it with
+  // INVALID_ARGUMENT (BAD_CONFIG) and names the key.
   absl::StatusOr<std::vector<v1::ServerEntry>> List(absl::Time deadline,
                                                     OnUnreadable on_unreadable = OnUnreadable::kRefuse);
 
-  // A lease of at least `ttl`. KeepAlive starts its time anew; NOT_FOUND: the lease has ended, and its entries with it.
+  // Makes a lease of at least `ttl`. KeepAlive restarts its time; NOT_FOUND if the lease and its entries have ended.
   absl::StatusOr<int64_t> Grant(absl::Duration ttl, absl::Time deadline);
   absl::Status KeepAlive(int64_t lease, absl::Time deadline);
   absl::Status Revoke(int64_t lease, absl::Time deadline);
 
-  // The entry under a server's id; an unreadable entry has lease and revision alone.
+  // The entry under a server's id. Of an unreadable entry only lease and revision are set.
   absl::StatusOr<std::optional<Found<v1::ServerEntry>>> Find(const std::string& server_id, absl::Time deadline);
-  // Writes an entry that goes with the lease, in place of the entry found at `revision` (0: there was none). False:
-  // somebody else changed the entry meanwhile, or an earlier try wrote it and its answer was lost. Find tells, also
-  // after an error.
+  // Writes an entry that ends with the lease, and replaces the entry found at `revision` (0: there was none). False if
+  // somebody else changed the entry meanwhile, or if an earlier try wrote it and its answer was lost. Find tells which,
+  // also after an error.
   absl::StatusOr<bool> Put(const v1::ServerEntry& entry, int64_t lease, int64_t revision, absl::Time deadline);
 
-  // A job's key. INVALID_ARGUMENT (BAD_CONFIG), naming the key, if its value is none.
+  // A job's key. INVALID_ARGUMENT (BAD_CONFIG), naming the key, if its value cannot be read; FAILED_PRECONDITION
+  // (LATER_VERSION) if a later version wrote more into it than this one knows.
   absl::StatusOr<std::optional<Found<v1::JobKey>>> FindJob(const std::string& job, absl::Time deadline);
-  // As Put; the key stays until it is erased.
+  // Like Put, but the key stays until EraseJob.
   absl::StatusOr<bool> PutJob(const std::string& job, const v1::JobKey& key, int64_t revision, absl::Time deadline);
+  // True: the key is gone, perhaps by an earlier try whose answer was lost. False: it has changed since `revision`.
   absl::StatusOr<bool> EraseJob(const std::string& job, int64_t revision, absl::Time deadline);
   // For messages: the key's whole name.
   std::string JobKeyName(const std::string& job) const;

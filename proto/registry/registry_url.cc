@@ -9,8 +9,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "ballast/proto/model/address.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/address.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::registry {
 namespace {
@@ -46,7 +46,7 @@ absl::Status TakeQuery(absl::string_view text, absl::string_view query, Registry
     const std::pair<absl::string_view, absl::string_view> pair = absl::StrSplit(part, absl::MaxSplits('=', 1));
     if (pair.first == "servers") {
       const bool fits = absl::SimpleAtoi(pair.second, &url->servers) && url->servers > 0 && url->servers <= kServersMax;
-      if (!fits) return Bad(text, absl::StrCat("has another number of servers than 1 to ", kServersMax));
+      if (!fits) return Bad(text, absl::StrCat("needs a number of servers from 1 to ", kServersMax));
       continue;
     }
     const auto* const known =
@@ -56,7 +56,7 @@ absl::Status TakeQuery(absl::string_view text, absl::string_view query, Registry
     const bool printable = std::all_of(pair.second.begin(), pair.second.end(),
                                        [](char c) { return absl::ascii_isprint(static_cast<unsigned char>(c)); });
     if (pair.second.empty() || pair.second.size() > kValueBytesMax || !printable) {
-      return Bad(text, absl::StrCat("has no good value of '", pair.first, "'"));
+      return Bad(text, absl::StrCat("has an invalid value of '", pair.first, "'"));
     }
     *known->second = std::string(pair.second);
   }
@@ -64,11 +64,11 @@ absl::Status TakeQuery(absl::string_view text, absl::string_view query, Registry
 }
 
 absl::Status CheckParts(absl::string_view text, const RegistryUrl& url) {
-  if (url.access.certificate.empty() != url.access.key.empty()) return Bad(text, "has a certificate or a key alone");
+  if (url.access.certificate.empty() != url.access.key.empty()) return Bad(text, "has only one of certificate and key");
   if (!url.access.certificate.empty() && url.access.ca.empty()) {
     return Bad(text, "has a certificate, which needs TLS, without `ca`, the CAs of etcd's members");
   }
-  if (url.user.empty() != url.password_file.empty()) return Bad(text, "has a user or a password_file alone");
+  if (url.user.empty() != url.password_file.empty()) return Bad(text, "has only one of user and password_file");
   if (url.user.empty() || !url.access.ca.empty()) return absl::OkStatus();
   for (const std::string& endpoint : url.endpoints) {
     BALLAST_ASSIGN_OR_RETURN(const model::Address address, model::ParseAddress(endpoint, model::AddressUse::kConnect));
@@ -85,7 +85,7 @@ bool IsRegistryUrl(absl::string_view text) { return absl::StartsWith(text, kSche
 
 absl::StatusOr<RegistryUrl> ParseRegistryUrl(absl::string_view text) {
   absl::string_view rest = text;
-  if (!absl::ConsumePrefix(&rest, kScheme)) return Bad(text, "is no URL of etcd");
+  if (!absl::ConsumePrefix(&rest, kScheme)) return Bad(text, "is not a URL of etcd");
   RegistryUrl url;
   const std::pair<absl::string_view, absl::string_view> parts = absl::StrSplit(rest, absl::MaxSplits('/', 1));
   url.endpoints = absl::StrSplit(parts.first, ',');

@@ -1,4 +1,4 @@
-// Where servers are registered, and how a program shows itself there:
+// Where servers are registered, and with which identity a program connects there:
 // etcd://host:port[,host:port...]/prefix[?servers=N&ca=FILE&certificate=FILE&key=FILE&user=NAME&password_file=FILE].
 #pragma once
 
@@ -8,7 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "ballast/proto/model/access.h"
+#include "ballast/proto/base/access.h"
 
 namespace ballast::registry {
 
@@ -31,8 +31,8 @@ bool IsRegistryUrl(absl::string_view text);
 // and '/'; files have no '&' in their paths. Reads no file.
 absl::StatusOr<RegistryUrl> ParseRegistryUrl(absl::string_view text);
 
-// The URL of a list of servers that a user gave, or nothing where the list names servers. Programs cut lists at commas:
-// `servers` may be a cut URL. INVALID_ARGUMENT (BAD_CONFIG) for a URL beside other servers.
+// The URL in a user's list of servers, or an empty vector if the list names servers. Programs cut lists at commas, so
+// `servers` may be the pieces of one URL. INVALID_ARGUMENT (BAD_CONFIG) for a list with a URL and other servers.
 absl::StatusOr<std::vector<RegistryUrl>> RegistryUrlIn(const std::vector<std::string>& servers);
 
 // INVALID_ARGUMENT (BAD_CONFIG) unless `servers` are addresses, or the URL of a registry.

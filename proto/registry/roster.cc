@@ -7,8 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/proto/registry/registry_url.h"
 
 namespace ballast::registry {

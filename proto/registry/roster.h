@@ -1,4 +1,4 @@
-// The servers with which a program goes on: those of a job's key, or as many as the URL wants.
+// Waits for a job's servers: those in its key, or as many as the URL asks for.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@
 
 namespace ballast::registry {
 
-// Pauses between questions that many ask at a time: each about twice the last, up to two seconds, and none the same.
+// Pauses between a client's questions to the registry: each is about twice the last, up to two seconds, with jitter.
 class Pauses {
  public:
   absl::Duration Next();
@@ -23,17 +23,17 @@ class Pauses {
   absl::BitGen random_;
 };
 
-// Entries of servers that are registered at `url`, by id. If `job` (empty: none) has a key, those of its members, as
-// soon as all are there; else all, as soon as there are `url.servers`. Asks again until `timeout`, or until
-// `interrupted` (which may be empty) says so; then UNAVAILABLE (SERVER_DOWN), naming the members that are missing or
-// those found, or the error of List; CANCELLED if interrupted. FAILED_PRECONDITION (OTHER_SERVER) at once if a member's
-// name is another server's now.
+// Waits for servers and returns their entries, by id. If `job` (empty: none) has a key, waits until all its members are
+// registered, and returns these. Otherwise waits until as many servers are registered as the registry's URL asks for,
+// and returns all. After `timeout`: UNAVAILABLE (SERVER_DOWN) with the members that are missing or the servers found,
+// or the error of List. CANCELLED once `interrupted` (which may be empty) returns true. FAILED_PRECONDITION
+// (OTHER_SERVER) at once if another server now has a member's name.
 absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, const std::string& job,
                                                           absl::Duration timeout,
                                                           const std::function<bool()>& interrupted);
 
-// The members of `key` among `entries`, in the key's order; the names of the others are added to `missing`. Whoever has
-// a member's name and another directory is no member.
+// Returns the members of `key` that `entries` has, in the key's order, and adds the other members to `missing`. A
+// server with a member's name but another data directory is not the member.
 std::vector<v1::ServerEntry> MembersAmong(const v1::JobKey& key, const std::vector<v1::ServerEntry>& entries,
                                           std::vector<v1::Member>* missing);
 // FAILED_PRECONDITION (OTHER_SERVER) if an entry has a member's name and another directory.
@@ -41,7 +41,7 @@ absl::Status CheckMembers(const std::string& job, const v1::JobKey& key, const s
 // "'e1' (last seen at host:port), 'e2'"
 std::string ShowMembers(const std::vector<v1::Member>& members);
 
-// Addresses for a list that a user gave: the list itself, or what is registered at its URL.
+// Addresses for a user's list of servers: the list itself, or the servers that are registered at its URL.
 absl::StatusOr<std::vector<std::string>> FindServers(const std::vector<std::string>& servers, absl::Duration timeout);
 
 }  // namespace ballast::registry

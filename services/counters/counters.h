@@ -1,4 +1,4 @@
-// Counters of a state server since its start. services/metrics turns them into Prometheus families.
+// Counters of a state server since its start. services/monitoring turns them into Prometheus families.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "ballast/storage/counters/duration_histogram.h"
+#include "ballast/storage/io/duration_histogram.h"
 
 namespace ballast::services {
 

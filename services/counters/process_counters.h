@@ -1,4 +1,4 @@
-// Counters of the process as a whole, from whichever part of it knows them.
+// Counters of the process as a whole; the part of it that knows a figure updates it.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ class ProcessCounters {
  public:
   // Connections of the rpc port, and their bound; 0 before there is a port.
   std::atomic<uint64_t> connections{0}, connections_max{0};
-  // Connections that were ended for others' sake, or because they made no call.
+  // Connections that the server ended to make room for others, or because they made no call.
   std::atomic<uint64_t> ended_strangers{0};
 
   // `dropped` tells how many lines a log's queue has dropped; null: its queue is gone, and its count stays.

@@ -1,4 +1,4 @@
-// The state of a server as a whole, and how far its start is with the jobs of its last run.
+// The state of a server as a whole, and how much of its last run's jobs a start has recovered.
 #pragma once
 
 #include <array>

@@ -13,7 +13,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "ballast/services/counters/step_clock.h"
-#include "ballast/storage/counters/duration_histogram.h"
+#include "ballast/storage/io/duration_histogram.h"
 
 namespace ballast::services {
 

@@ -5,6 +5,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/services/job/job.h"
+#include "ballast/services/journal/job_journal.h"
 #include "ballast/services/server/budgets.h"
 #include "ballast/services/server/job_steps.h"
 #include "ballast/services/server/server_state.h"
@@ -68,7 +70,7 @@ absl::StatusOr<StateServer::Impl::Entry> StateServer::Impl::TakeForDrop(const v1
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
                         absl::StrCat("job '", request.job(), "' is at epoch ", newest.counter(), ".", newest.nonce(),
                                      ", the request names ", request.epoch().counter(), ".", request.epoch().nonce(),
-                                     ": somebody fenced it meanwhile; look at `ballastctl status` again"));
+                                     ": another group fenced it in the meantime; look at `ballastctl status` again"));
   }
   absl::MutexLock lock(&mu);
   const auto found = jobs.find(request.job());
@@ -251,8 +253,8 @@ v1::GetServerStatusResponse StateServer::Status() const {
   return status;
 }
 
-absl::Status StateServer::TryCatalog() const {
-  BALLAST_RETURN_IF_ERROR(impl_->catalog->status());
+absl::Status StateServer::TryCatalog(absl::Duration patience) const {
+  BALLAST_RETURN_IF_ERROR(impl_->catalog->CheckWrites(patience));
   return impl_->catalog->Get(kCatalogServerId).status();
 }
 

@@ -6,8 +6,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/services/work/prediction.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/job/job.h"
+#include "ballast/services/space/prediction.h"
 #include "ballast/storage/placement/rebalance.h"
 
 namespace ballast::services {

@@ -8,16 +8,18 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "ballast/services/requests/job.h"
+#include "ballast/services/job_state/move_gate.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/v1/admin_service.pb.h"
 
 namespace ballast::services {
 
+class Job;
+
 // On return the tiers have the new budgets; the jobs' chunks follow between steps. RESOURCE_EXHAUSTED (BUDGET), with
 // numbers, if a budget is below what cannot move; otherwise the errors of Tiers::SetBudget. On an error nothing has
 // changed.
-// `jobs`: called once no chunk moves and under the lock, since a job dropped meanwhile must not be kept until then.
+// `jobs`: called under the lock, once no chunk moves; a job that is dropped before must not stay until then.
 // Threads: any; blocks until no chunk moves, and on `planning`, which an Open may hold while taking space.
 absl::StatusOr<v1::SetBudgetResponse> ChangeBudgets(
     const v1::SetBudgetRequest& request, absl::FunctionRef<std::map<std::string, std::shared_ptr<Job>>()> jobs,

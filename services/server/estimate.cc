@@ -9,10 +9,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/proto/model/tiling.h"
 #include "ballast/storage/placement/state_layout.h"
 
@@ -92,7 +92,7 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
   if (request.ranks < 1 || request.servers < 1) {
     return model::Error(
         absl::StatusCode::kInvalidArgument, model::kBadConfig,
-        absl::StrCat("expected at least one rank and one server, came ", request.ranks, " and ", request.servers));
+        absl::StrCat("expected at least one rank and one server, got ", request.ranks, " and ", request.servers));
   }
   uint64_t tensors = 0;
   for (const v1::Registration& registration : request.spec.registrations()) {
@@ -102,8 +102,8 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
       request.ranks * tensors > model::kRangesMax) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
                         absl::StrCat("expected at most ", model::kRanksMax, " ranks, ", kServersMax, " servers and ",
-                                     model::kRangesMax, " parts of tensors, came ", request.ranks, ", ",
-                                     request.servers, " and ", request.ranks * tensors));
+                                     model::kRangesMax, " parts of tensors, got ", request.ranks, ", ", request.servers,
+                                     " and ", request.ranks * tensors));
   }
   v1::OpenRequest open;
   open.mutable_epoch()->set_counter(1);

@@ -1,4 +1,4 @@
-// The last steps of a job, as operators get them.
+// The last steps of a job, in the form in which operators get them.
 #pragma once
 
 #include <cstdint>

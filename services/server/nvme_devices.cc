@@ -6,8 +6,8 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/storage/machine/profile_file.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/storage/placement/profile_file.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::services {

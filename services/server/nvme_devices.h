@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "ballast/services/records/job_entry.h"
+#include "ballast/services/job_state/job_entry.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/placement/machine_profile.h"

@@ -1,7 +1,7 @@
 #include "ballast/services/server/operator_calls.h"
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::services {
 

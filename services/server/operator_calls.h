@@ -1,5 +1,5 @@
-// Calls of operators that may wait for a disk: drops, and new budgets. The work has threads of its own; the caller
-// waits as for any other call, until its deadline, while its client is there.
+// Calls of operators that may wait for a disk: drops, and new budgets. The work runs on threads of its own. The call
+// waits like any other: until its deadline, and while its client is there.
 #pragma once
 
 #include <functional>
@@ -11,26 +11,25 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "ballast/services/foundation/caller.h"
-#include "ballast/services/foundation/deadlines.h"
-#include "ballast/services/foundation/executor.h"
-#include "ballast/services/foundation/reply.h"
-#include "ballast/services/foundation/waiting.h"
-#include "ballast/services/job/job_core.h"
+#include "ballast/services/threads/caller.h"
+#include "ballast/services/threads/deadlines.h"
+#include "ballast/services/threads/executor.h"
+#include "ballast/services/threads/reply.h"
+#include "ballast/services/threads/waiting.h"
 
 namespace ballast::services {
 
 // Threads: any.
 class OperatorCalls {
  public:
-  // At most `under_way_max` works run or wait for a thread of `threads`; further calls are BUSY. A work whose caller
-  // has its answer still counts. `answers`: runs the replies to callers whose deadline has passed. Borrows all but
-  // `threads`.
+  // At most `under_way_max` pieces of work run or wait for a thread of `threads`; further calls are BUSY. Work counts
+  // until it ends, even if its caller has an answer already. `answers`: runs the replies to callers whose deadline has
+  // passed. Borrows all arguments except `threads`.
   OperatorCalls(std::unique_ptr<Executor> threads, int under_way_max, Executor* answers, Deadlines* deadlines,
                 const WaitingBounds& bounds);
 
-  // Replies with what `work` returns. A work that has begun is not undone when its caller gives up; a work that has not
-  // begun by then never runs. `bytes`: of the request. `what`: named in the message if the deadline passes.
+  // Replies with the result of `work`. If the caller gives up, work that has begun goes on, and work that has not begun
+  // never runs. `bytes`: the size of the request. `what`: the message names it if the deadline passes.
   template <typename Response>
   void Begin(uint64_t bytes, const CallLimit& limit, std::string what, std::function<absl::StatusOr<Response>()> work,
              Reply<Response> reply);

@@ -1,4 +1,5 @@
-// Declarations shared by the files of class StateServer: state_server.cc, start.cc and administration.cc.
+// Declarations shared by the files of class StateServer: state_server.cc, start.cc, jobs_coming_back.cc and
+// administration.cc.
 #pragma once
 
 #include <atomic>
@@ -15,16 +16,19 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/services/counters/counters.h"
-#include "ballast/services/foundation/foundation.h"
-#include "ballast/services/foundation/turns.h"
-#include "ballast/services/requests/job.h"
+#include "ballast/services/job_state/foundation.h"
+#include "ballast/services/job_state/surroundings.h"
 #include "ballast/services/server/operator_calls.h"
 #include "ballast/services/server/state_server.h"
+#include "ballast/services/server/stored_jobs.h"
+#include "ballast/services/threads/turns.h"
 #include "ballast/storage/catalog/catalog.h"
 
 namespace ballast::services {
+
+class Job;
 
 // Each job has a thread; a fence of an unknown name makes a job.
 inline constexpr size_t kJobsMax = 256;
@@ -99,13 +103,8 @@ struct StateServer::Impl {
     uint64_t made = 0;        // numbers the jobs in the order in which they were made since the start
   };
 
-  absl::StatusOr<std::map<std::string, JobEntry>> ReadJobs() const;
-  // Sets the total of options.progress.
-  void ExpectToRecover(const std::map<std::string, JobEntry>& stored) const;
-  // Jobs with steps in a log unknown to the catalog: by name, why each job is refused.
-  std::map<std::string, absl::Status> FindOrphans(const std::map<std::string, JobEntry>& stored) const;
-  absl::Status LoadJobs(const std::map<std::string, JobEntry>& stored,
-                        const std::map<std::string, absl::Status>& orphans);
+  class Loader;
+  absl::Status LoadJobs(const StoredJobs& stored);
   // From here on, until LoadJobs has put the jobs there, their calls are answered by CauseOf.
   void ExpectJobs(const std::map<std::string, JobEntry>& stored);
   // Why an entry's job answers no calls. REQUIRES: entry.lost.
@@ -129,9 +128,8 @@ struct StateServer::Impl {
   absl::StatusOr<std::shared_ptr<Job>> FindOrMake(const std::string& name);
   // A job of no name that is never promised, for dry runs of names that no job has.
   absl::StatusOr<std::shared_ptr<Job>> Planner(const std::string& name);
-  // Forgets job `name` as a drop would, if the job was never opened and its newest promise is `promised`;
-  // services/README says why the promise may be forgotten. On the executor `forgetting`. Returns whether the job was
-  // forgotten.
+  // Forgets job `name` as a drop would, if the job was never opened and its newest promise is `promised`; README.md
+  // says why the promise may be forgotten. On the executor `forgetting`. Returns whether the job was forgotten.
   bool Forget(const std::string& name, const v1::Epoch& promised);
   // Could Forget find such a job? Asks neither disk nor catalog.
   bool MayForget(const std::string& name, const v1::Epoch& promised) const;

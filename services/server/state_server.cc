@@ -3,7 +3,11 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/services/scrub/scrubber.h"
+#include "ballast/services/job/job.h"
+#include "ballast/services/job/loans.h"
+#include "ballast/services/job/pulls.h"
+#include "ballast/services/job/pushes.h"
+#include "ballast/services/job/scrubber.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/tier/dram_tier.h"
 
@@ -143,8 +147,8 @@ absl::Status StateServer::Impl::CheckAllBack() const {
   if (!coming_back.going) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                       absl::StrCat("server '", server_id,
-                                   "' recovers its jobs: new jobs wait until they have got back "
-                                   "what they had"));
+                                   "' recovers its jobs: new jobs wait until these have their "
+                                   "space back"));
 }
 
 absl::Status StateServer::AwaitRecovered() {
@@ -175,7 +179,7 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::FindOrMake(const std::st
   if (full()) {
     return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
                         absl::StrCat("server '", server_id, "' holds ", jobs.size(),
-                                     " jobs, which is all that it may; drop one: ", model::kHowToDrop));
+                                     " jobs, the most that it may hold; drop one: ", model::kHowToDrop));
   }
   const std::shared_ptr<Job> job = MakeJob(name);
   BALLAST_RETURN_IF_ERROR(job->MakeThreads());
@@ -244,7 +248,7 @@ void StateServer::Fence(const v1::FenceRequest& request, const CallLimit& limit,
   };
   if (request.epoch().counter() == 0) {
     return reply(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
-                              "an epoch's counter counts from 1, came 0: choose one above any that GetJob reports"));
+                              "an epoch's counter counts from 1, got 0: choose one above any that GetJob reports"));
   }
   const absl::Status known =
       model::CheckSentVersion(absl::StrCat("the fence of job '", request.job(), "'"), request.protocol_version());
@@ -320,17 +324,17 @@ void StateServer::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse
 }
 
 void StateServer::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
-                       Reply<v1::PushResponse> reply) {
+                       Reply<v1::PushResponse> reply, Checksum checksum, std::shared_ptr<model::LentGradients> lent) {
   reply = impl_->Counted(Call::kPush, std::move(reply));
   if (const absl::Status known = model::CheckKnown(header); !known.ok()) return reply(known);
   const auto job = impl_->Find(header.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->Push(header, payload, limit, std::move(reply));
+  (*job)->pushes().Push(header, payload, limit, std::move(reply), checksum, std::move(lent));
 }
 
 absl::StatusOr<std::unique_ptr<model::Loan>> StateServer::Lend(const model::LoanRequest& request) {
   BALLAST_ASSIGN_OR_RETURN(const std::shared_ptr<Job> job, impl_->Find(request.job));
-  return job->Lend(request);
+  return job->loans().Lend(request);
 }
 
 void StateServer::AwaitApplied(const std::string& job, int64_t version, std::optional<uint32_t> unit,
@@ -349,11 +353,11 @@ absl::StatusOr<storage::Arena> StateServer::MapAnswers(uint64_t bytes) const {
 bool StateServer::takes_loans() const { return !impl_->options.working_copies; }
 
 void StateServer::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
-                       PullChecksum checksum) {
+                       Checksum checksum) {
   reply = impl_->Counted(Call::kPull, std::move(reply));
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->Pull(request, limit, std::move(allocate), std::move(reply), checksum);
+  (*job)->pulls().Pull(request, limit, std::move(allocate), std::move(reply), checksum);
 }
 
 const std::string& StateServer::server_id() const { return impl_->server_id; }

@@ -1,5 +1,5 @@
 // A state server without a network: jobs, their step machines and chunks, and the threads that apply decided steps.
-// services/rpc puts the server on the wire; services/embedded puts it inside a trainer's process.
+// services/gateway puts the server on the wire; services/gateway puts it inside a trainer's process.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,15 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "ballast/proto/model/lent_memory.h"
-#include "ballast/proto/model/shared_message.h"
+#include "ballast/proto/base/lent_memory.h"
+#include "ballast/proto/base/shared_message.h"
 #include "ballast/services/counters/job_counters.h"
 #include "ballast/services/counters/recovery_progress.h"
-#include "ballast/services/foundation/caller.h"
-#include "ballast/services/foundation/reply.h"
-#include "ballast/storage/counters/gpu_counters.h"
+#include "ballast/services/threads/caller.h"
+#include "ballast/services/threads/reply.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/placement/placement.h"
+#include "ballast/storage/tier/gpu_counters.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/v1/admin_service.pb.h"
 #include "ballast/v1/state_service.pb.h"
@@ -48,17 +48,17 @@ struct StateServerOptions {
   // False for a server in its trainer's process: the trainer's parameters are then the only working parameters. Updates
   // write them where they are lent; pulls round the master. Nothing on the disk depends on this option.
   bool working_copies = true;
-  // Steps of gradients that logs of durable jobs hold. 0: by how long steps wait for flushes (durability/log_length.h).
+  // Steps of gradients that logs of durable jobs hold. 0: by how long steps wait for flushes (journal/log_length.h).
   uint64_t log_steps = 0;
-  // Rate at which the server reads the states on its disk, to find rot early (scrub/scrub.h). 0: no scrub, except for
+  // Rate at which the server reads the states on its disk, to find rot early (job/scrub.h). 0: no scrub, except for
   // ScrubNext.
   uint64_t scrub_bytes_per_s = 0;
   // Profile that `ballastctl iotune` wrote, for predictions of a step's time. Empty: kMachineProfile in the data
   // directory, if present.
   std::string machine_profile;
   // Bounds that the jobs share (SharedBound): a job alone may hold half of each. Requests that may wait at a time,
-  // their bytes without payloads, and payloads of waiting pushes, which are memory beyond every budget; beyond a bound
-  // requests are BUSY.
+  // their bytes (with payloads only while a push waits for its job's lock), and payloads of pushes that wait later,
+  // which are memory beyond every budget; beyond a bound requests are BUSY.
   uint64_t waiting_requests_max = 65536;
   uint64_t waiting_request_bytes_max = uint64_t{128} << 20;
   uint64_t waiting_push_bytes_max = uint64_t{128} << 20;
@@ -69,8 +69,8 @@ struct StateServerOptions {
   // the error, and the next start finds the jobs as this start did. Long work of a job and pulls from the disk ask too,
   // as long as the server lives: an error refuses the pull, or ends the work and fails the job until a restart.
   std::function<absl::Status()> interrupt;
-  // As MayGrow (job/surroundings.h). `taken` tells what the server's jobs take at this moment: names and tiers alone.
-  // Empty: jobs grow as the budgets allow.
+  // As MayGrow (job_state/surroundings.h). `taken` tells what the server's jobs take at this moment: names and tiers
+  // alone. Empty: jobs grow as the budgets allow.
   std::function<absl::StatusOr<std::shared_ptr<void>>(const std::string& job, const storage::TierBytes& more,
                                                       const std::function<std::vector<v1::JobStatus>()>& taken)>
       may_grow;
@@ -103,7 +103,7 @@ struct ServerFigures {
   double compute_busy_seconds = 0;
 };
 
-// Plain counters since start; services/metrics turns them into Prometheus families.
+// Plain counters since start; services/monitoring turns them into Prometheus families.
 struct ServerCounters;
 
 // Threads: any. Every call replies exactly once, on the caller's thread or a thread of the server; replies must not
@@ -137,13 +137,17 @@ class StateServer {
   void Commit(const v1::CommitRequest&, Reply<v1::CommitResponse>);
   void Pin(const v1::PinRequest&, const CallLimit& limit, Reply<v1::PinResponse>);
   void Unpin(const v1::UnpinRequest&, Reply<v1::UnpinResponse>, std::shared_ptr<Caller> caller = nullptr);
-  // `payload` is borrowed until the reply.
+  // `payload` is borrowed until the reply. With kNone the header has no CRC32C: a slice that the attempt has is then
+  // taken to be the same. `lent`, from a trainer in this process: keeps the payload, which the server then reads in
+  // place of a copy until the step is applied, if the slice is a gradient that needs no log, has its chunk alone, and
+  // the server has no GPU.
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
-            Reply<v1::PushResponse>);
+            Reply<v1::PushResponse> reply, Checksum checksum = Checksum::kCrc32c,
+            std::shared_ptr<model::LentGradients> lent = nullptr);
   // Once the version is there, and room for the answer, `allocate` is called, at most once, and not at all on most
   // errors. The reply carries the CRC32C of the bytes, or 0.
   void Pull(const v1::PullRequest&, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
-            PullChecksum checksum = PullChecksum::kCrc32c);
+            Checksum checksum = Checksum::kCrc32c);
   // Page-locked memory for answers to pulls. Empty if the server has no GPU: any memory is then as good.
   absl::StatusOr<storage::Arena> MapAnswers(uint64_t bytes) const;
 
@@ -183,8 +187,8 @@ class StateServer {
   const ServerCounters& counters() const;
   // For metrics, beside Status() and counters().
   ServerFigures Figures() const;
-  // Whether the catalog can be read and still takes writes; waits for the disk at worst.
-  absl::Status TryCatalog() const;
+  // Whether the catalog can be read and still takes writes, each within `patience`; waits for the disk at worst.
+  absl::Status TryCatalog(absl::Duration patience) const;
   // Whether deadlines of requests still pass: within `patience`.
   absl::Status TryClock(absl::Duration patience) const;
   // Bytes read from and written to each tier since start.

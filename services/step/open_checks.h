@@ -1,5 +1,5 @@
-// Checks of an Open against the epoch before it: what a later epoch may change, and what an epoch that is open already
-// must repeat. Private to services/step.
+// Checks an Open against the epoch before it: what a later epoch may change, and what a repeated Open of the same epoch
+// must have. Private to services/step.
 #pragma once
 
 #include "absl/status/status.h"

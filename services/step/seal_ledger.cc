@@ -1,7 +1,7 @@
 #include "ballast/services/step/seal_ledger.h"
 
-#include "ballast/proto/model/status.h"
-#include "ballast/proto/model/verdict.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/step_header.h"
 
 namespace ballast::services {
 namespace {

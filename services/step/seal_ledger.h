@@ -19,7 +19,7 @@ class SealLedger {
   void Open(const model::EpochPlan* plan);
   void NextStep();
 
-  // Files a rank's seal. Idempotent.
+  // Records a rank's seal. Idempotent.
   // Errors: INVALID_ARGUMENT if header or blobs do not fit the job, or rank 0 brings no blobs; FAILED_PRECONDITION
   // (PLAN_MISMATCH), final for the epoch.
   absl::Status Seal(const v1::SealRequest& request);
@@ -33,7 +33,7 @@ class SealLedger {
   // Ranks that have not sealed, ascending, at most `max` of them.
   std::vector<uint32_t> UnsealedRanks(size_t max) const;
 
-  // This very seal is filed.
+  // Whether the ledger has exactly this seal.
   bool Filed(const v1::SealRequest& request) const {
     return any() && sealed_attempt(request.rank()) == request.attempt() && request.plan_hash() == first_.plan_hash();
   }

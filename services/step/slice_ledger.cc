@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::services {
 namespace {

@@ -38,8 +38,8 @@ class SliceLedger {
   // Forgets the slice if it is of this attempt.
   void Lose(v1::SliceKind kind, uint32_t place, uint64_t attempt);
 
-  // Reserves the slice's place for its push. A place takes one writer at a time, over steps, attempts and epochs: bytes
-  // of an overtaken push may still be coming. Bound: one push per place.
+  // Reserves the slice's place for its push. A place has one writer at a time, also across steps, attempts and epochs,
+  // because bytes of an overtaken push may still arrive. Bound: one push per place.
   bool TakePlace(const v1::PushRequest& header);
   void FreePlace(const v1::PushRequest& header);
 
@@ -47,8 +47,8 @@ class SliceLedger {
   bool Covered(v1::SliceKind kind, absl::string_view presence, uint64_t attempt) {
     return Require(kind, presence, attempt).missing == 0;
   }
-  // Adds the slices that Covered misses to `pending`: their number, and a bounded list of their ranges: those of
-  // `asker`, and the first of some other ranks. Looks at the asker's slices alone.
+  // Adds the slices that Covered lacks to `pending`: their number, and a bounded list of ranges. The list has slices of
+  // `asker`, and the first of some other ranks. It searches only the asker's slices.
   void AddMissing(v1::SliceKind kind, absl::string_view presence, uint64_t attempt, uint32_t asker,
                   v1::SealResponse::Pending* pending);
   // This server's chunks that hold a part of a tensor of the bitmap, in registration order.

@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "ballast/proto/model/step_header.h"
 #include "ballast/services/step/open_checks.h"
 #include "ballast/services/step/step_state.h"
 
 namespace ballast::services {
 
-StepMachine::StepMachine(std::string server_id, StepHost* host)
-    : impl_(std::make_unique<Impl>(std::move(server_id), host)) {}
+StepMachine::StepMachine(std::string server_id, StepJournal* journal, StepHost* host)
+    : impl_(std::make_unique<Impl>(std::move(server_id), journal, host)) {}
 StepMachine::~StepMachine() = default;
 
 v1::GetJobResponse StepMachine::Describe() const {
@@ -64,8 +65,8 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
   }
   if (order > 0) {
     m.promised = request.epoch();
-    m.promise_lsn = m.Append(PromiseRecord{request.epoch()});
-    m.host->Sync(m.promise_lsn);
+    m.promise_lsn = m.journal->Append(PromiseRecord{request.epoch()});
+    m.journal->Sync(m.promise_lsn);
   }
   // A prepare in flight lies before the promise in the log, so it is durable when the promise is: Describe reports it.
   if (!m.Durable(m.promise_lsn)) return std::nullopt;
@@ -115,7 +116,7 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
   } else if (request.base() == m.committed + 1) {
     m.Decide(request.base_decision(), /*log=*/true);
   }
-  m.Append(OpenRecord{request});
+  m.journal->Append(OpenRecord{request});
   m.Adopt(std::move(plan), member);
   return v1::OpenResponse();
 }

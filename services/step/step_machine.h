@@ -18,8 +18,8 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
+#include "ballast/proto/base/shared_message.h"
 #include "ballast/proto/model/epoch_plan.h"
-#include "ballast/proto/model/shared_message.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/v1/log.pb.h"
 #include "ballast/v1/state_service.pb.h"
@@ -33,7 +33,7 @@ struct PromiseRecord {
 struct OpenRecord {
   v1::OpenRequest open;
 };
-struct PushedSlice;  // the bytes of a slice, which are the host's
+struct PushedSlice;  // the bytes of a slice, which are the journal's
 struct SliceRecord {
   v1::PushRequest header;        // payload empty
   PushedSlice* bytes = nullptr;  // borrowed, as EndPush had it; null in a replay
@@ -51,15 +51,24 @@ struct SnapshotRecord {
 using StepRecord =
     std::variant<PromiseRecord, OpenRecord, SliceRecord, PreparedStepRecord, DecisionRecord, SnapshotRecord>;
 
-// The machine's surroundings. The machine calls these methods from inside its own methods; they must not call back into
-// the machine. Sync must not report its completion from inside either: StepMachine::Synced is called later.
+// The machine's journal and its host. The machine calls their methods from inside its own methods, so they must not
+// call the machine.
+
+// Where the machine's records go.
+class StepJournal {
+ public:
+  virtual ~StepJournal() = default;
+  // Adds to the end of the log, volatile until synced. Returns its sequence number (increasing, from 1).
+  virtual uint64_t Append(const StepRecord& record) = 0;
+  // Starts to make all records up to `lsn` durable. Reports no completion from inside: StepMachine::Synced is called
+  // later.
+  virtual void Sync(uint64_t lsn) = 0;
+};
+
+// What the machine's decisions do to a job.
 class StepHost {
  public:
   virtual ~StepHost() = default;
-  // Adds to the end of the log, volatile until synced. Returns its sequence number (increasing, from 1).
-  virtual uint64_t Append(const StepRecord& record) = 0;
-  // Starts to make all records up to `lsn` durable.
-  virtual void Sync(uint64_t lsn) = 0;
   // Norm of a chunk of this server, without segments of absent tensors. All required gradient slices of the chunk have
   // been received.
   virtual v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) = 0;
@@ -82,8 +91,8 @@ using Outcome = absl::StatusOr<std::optional<T>>;
 
 class StepMachine {
  public:
-  // Borrows `host`.
-  StepMachine(std::string server_id, StepHost* host);
+  // Borrows `journal` and `host`.
+  StepMachine(std::string server_id, StepJournal* journal, StepHost* host);
   ~StepMachine();
 
   // Recovery: replays a durable record. Call with all records in order, before any other call. Replayed decisions call
@@ -92,7 +101,7 @@ class StepMachine {
   // After the last record: forgets a slice of the undecided step because its bytes are lost. The rank that pushed the
   // slice is asked for it again. Not for slices of a prepared step.
   void Lose(const v1::PushRequest& header);
-  // A snapshot for the log to begin with from here on. Not from within a call of StepHost.
+  // A snapshot for the log to begin with from here on. Not from within methods of StepJournal and StepHost.
   v1::LogSnapshot Snapshot() const;
 
   v1::GetJobResponse Describe() const;
@@ -113,7 +122,7 @@ class StepMachine {
   enum class Admission { kHeld, kReceive, kWaits };
   absl::StatusOr<Admission> Admit(const v1::PushRequest& header, absl::FunctionRef<bool(uint32_t slice)> has_room);
   // `received`: OK if all bytes came and match their digest. In this case the push is checked again, and refused if a
-  // fence, a newer attempt or the prepared record overtook it. `bytes` go to the host with the slice's record.
+  // fence, a newer attempt or the prepared record overtook it. `bytes` go to the journal with the slice's record.
   absl::Status EndPush(const v1::PushRequest& header, const absl::Status& received, PushedSlice* bytes = nullptr);
 
   absl::StatusOr<v1::NormResponse> Norm(const v1::NormRequest& request);
@@ -124,7 +133,7 @@ class StepMachine {
   // Seal's answer for a caller that waits no longer: kPending with the missing slices and unsealed ranks, of which it
   // names a bounded number.
   v1::SealResponse Pending(uint32_t asker) const;
-  // False once different plans ended the epoch: every seal of it is refused.
+  // False once different plans have ended the epoch: the machine then refuses every seal of it.
   bool seals_agree() const;
   // Ranks that have not sealed the step in flight: how many, and at most `max` of them, ascending. None before the
   // first Open.

@@ -51,7 +51,7 @@ absl::Status StepMachine::EndPush(const v1::PushRequest& header, const absl::Sta
                                                             "' while this slice, which it does not need, came in"));
   }
   BALLAST_ASSIGN_OR_RETURN(const uint32_t place, m.slices.FindPlace(header));
-  m.Append(SliceRecord{header, bytes});
+  m.journal->Append(SliceRecord{header, bytes});
   m.slices.Hold(header.kind(), place, header.attempt(), header.crc32c());
   m.TryPrepare();
   return absl::OkStatus();

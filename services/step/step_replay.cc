@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "ballast/proto/model/step_header.h"
 #include "ballast/services/step/step_state.h"
 
 namespace ballast::services {

@@ -94,9 +94,9 @@ void StepMachine::Impl::TryPrepare() {
       header.kind() == v1::STEP_KIND_RESTORE && pin != pins.end()) {
     *record.mutable_restored_tensor_steps() = pin->second.tensor_steps();
   }
-  prepared_lsn = Append(PreparedStepRecord{record});
+  prepared_lsn = journal->Append(PreparedStepRecord{record});
   // The log is durable as a prefix, so this covers the slices and the decision before it too.
-  host->Sync(prepared_lsn);
+  journal->Sync(prepared_lsn);
 }
 
 void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
@@ -105,7 +105,7 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
   for (model::SealAnswer& answer : answers) answer.reset();
   // The sealed blobs count, not the blobs of the commit.
   *decision->mutable_blobs() = record.blobs();
-  if (log) Append(DecisionRecord{*decision});
+  if (log) journal->Append(DecisionRecord{*decision});
   committed = decision->step();
   const bool skip = decision->verdict().skip();
   if (skip) ++skipped;

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/step/seal_ledger.h"
 #include "ballast/services/step/slice_ledger.h"
@@ -42,7 +42,8 @@ inline absl::Status Diverged(absl::string_view message) {
 }
 
 struct StepMachine::Impl {
-  Impl(std::string server_id, StepHost* step_host) : id(std::move(server_id)), host(step_host) {}
+  Impl(std::string server_id, StepJournal* step_journal, StepHost* step_host)
+      : id(std::move(server_id)), journal(step_journal), host(step_host) {}
 
   absl::Status CheckPromised(const v1::Epoch& epoch) const;
   absl::Status CheckEpoch(const v1::Epoch& epoch) const;
@@ -51,7 +52,6 @@ struct StepMachine::Impl {
   absl::Status CheckAttempt(uint32_t rank, uint64_t attempt) const;
   absl::Status CheckRank(uint32_t rank) const;
   void RaiseAttempt(uint32_t rank, uint64_t attempt);
-  uint64_t Append(const StepRecord& record) { return appended = host->Append(record); }
   bool Durable(uint64_t lsn) const { return lsn <= synced; }
   // Rule 3's conditions on epoch, step, rank and attempt of a push: checked before the bytes come and again after.
   absl::Status CheckPush(const v1::PushRequest& header) const;
@@ -92,8 +92,8 @@ struct StepMachine::Impl {
   absl::Status ReplayDecision(const v1::Decision& replayed);
 
   const std::string id;
+  StepJournal* const journal;
   StepHost* const host;
-  uint64_t appended = 0;
   uint64_t synced = 0;
 
   v1::Epoch promised;

@@ -10,11 +10,13 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <set>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "ballast/proto/model/status.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/catalog/directory_format.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/file_lock.h"
@@ -88,10 +90,16 @@ class RocksCatalog : public Catalog {
   absl::Status Open(Access access);
   absl::Status Put(absl::string_view key, absl::string_view value, Sync sync) override;
   absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) override;
-  absl::Status status() const override {
+  absl::Status CheckWrites(absl::Duration patience) const override {
     {
       absl::MutexLock guard(&mutex_);
       BALLAST_RETURN_IF_ERROR(failed_);
+      const absl::Duration took = writing_.empty() ? absl::ZeroDuration() : absl::Now() - *writing_.begin();
+      if (took > patience) {
+        return model::Error(absl::StatusCode::kUnavailable, model::kIo,
+                            absl::StrCat("a write to ", path_, " has not ended for ", absl::ToInt64Seconds(took),
+                                         " s; look at the disk below it"));
+      }
     }
     uint64_t errors = 0;  // of RocksDB's own threads, after which it takes no writes
     if (!db_->GetIntProperty(rocksdb::DB::Properties::kBackgroundErrors, &errors) || errors == 0) {
@@ -111,15 +119,16 @@ class RocksCatalog : public Catalog {
   absl::Status AddErase(absl::string_view prefix, rocksdb::WriteBatch* batch) const;
   // After a failed write the disk's content is unknown: every later write returns the same error.
   absl::Status Write(rocksdb::WriteBatch& batch, absl::string_view what, Sync sync = Sync::kSynced) {
-    {
-      absl::MutexLock guard(&mutex_);
-      BALLAST_RETURN_IF_ERROR(failed_);
-    }
+    absl::ReleasableMutexLock before(&mutex_);
+    BALLAST_RETURN_IF_ERROR(failed_);
+    const auto writing = writing_.insert(absl::Now());
+    before.Release();
     rocksdb::WriteOptions options;
     options.sync = sync != Sync::kUnsynced;
     // Without the lock: RocksDB syncs the writes of several threads together, and refuses those behind a failed one.
     const absl::Status written = CatalogError(db_->Write(options, &batch), what, path_);
     absl::MutexLock guard(&mutex_);
+    writing_.erase(writing);
     failed_.Update(written);
     return failed_;
   }
@@ -129,6 +138,7 @@ class RocksCatalog : public Catalog {
   std::unique_ptr<rocksdb::DB> db_;
   mutable absl::Mutex mutex_;
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);
+  std::multiset<absl::Time> writing_ ABSL_GUARDED_BY(mutex_);  // since when, of each write under way
 };
 
 absl::Status RocksCatalog::Open(Access access) {

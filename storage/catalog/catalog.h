@@ -8,15 +8,16 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 
 namespace ballast::storage {
 
 // Threads: any. Durability: writes are synced on OK. A value put with kUnsynced becomes durable with the next synced
 // write, or earlier when the system writes it.
-// The end of the database's log is dropped at Open if it cannot be read, since a crash may have torn it. So rot there
-// takes the newest synced writes away, and nobody notices. A value put with kTwice is in two places of the log, far
-// from each other: either one of them is read, or Open fails.
+// If Open cannot read the end of the database's log, it drops the end, because a crash may have torn it. So rot there
+// silently removes the newest synced writes. A value that was put with kTwice is in two distant places of the log:
+// either Open reads one of them, or it fails.
 class Catalog {
  public:
   // Opens the RocksDB database, and creates `directory` if needed. FAILED_PRECONDITION naming the holder if another
@@ -32,8 +33,9 @@ class Catalog {
   enum class Sync { kSynced, kUnsynced, kTwice };
   // After a failed write every later write returns the same error.
   virtual absl::Status Put(absl::string_view key, absl::string_view value, Sync sync = Sync::kSynced) = 0;
-  // The error of the first failed write, which every later one returns.
-  virtual absl::Status status() const { return absl::OkStatus(); }
+  // The error of the first failed write, which every later one returns. UNAVAILABLE (IO) while a write takes longer
+  // than `patience`, because a hanging disk makes no write fail.
+  virtual absl::Status CheckWrites(absl::Duration /*patience*/) const { return absl::OkStatus(); }
   // Puts all pairs or none.
   virtual absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) = 0;
   virtual absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const = 0;

@@ -9,8 +9,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/storage/io/small_file.h"
 
 namespace ballast::storage {
@@ -46,7 +46,7 @@ absl::StatusOr<std::optional<DirectoryFormat>> Read(const std::string& directory
   if (Parse(*text, &format)) return format;
   return model::Error(
       absl::StatusCode::kDataLoss, model::kIo,
-      absl::StrCat(FormatPath(directory), " is damaged: expected `version: N` and `least_reader: N`, came ",
+      absl::StrCat(FormatPath(directory), " is damaged: expected `version: N` and `least_reader: N`, got ",
                    text->size(), " bytes without them. Check the disk; to go on, write the file as Ballast ",
                    model::Version(), " does: `version: ", kDirectoryFormat.version, "` and `least_reader: ",
                    kDirectoryFormat.least_reader, "`, but only if no later version has used the directory"));
@@ -59,7 +59,7 @@ absl::Status Check(const std::string& directory, const DirectoryFormat& format) 
       absl::StrCat("data directory '", directory, "' has format ", format.version, " and asks for a program of format ",
                    format.least_reader, " or later; this is Ballast ", model::Version(), " of format ",
                    kDirectoryFormat.version,
-                   ". Nothing of it was touched. Run the version that used it last, or a later one"));
+                   ". Nothing was changed. Run the version that used it last, or a later one"));
 }
 
 }  // namespace

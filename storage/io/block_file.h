@@ -46,7 +46,7 @@ class BlockFile {
   // All of `buffer`, on the caller's thread. DATA_LOSS (IO) at the end of the file.
   virtual absl::Status Read(uint64_t offset, absl::Span<std::byte> buffer) const = 0;
   virtual absl::Status Write(uint64_t offset, absl::Span<const std::byte> buffer) const = 0;
-  // fdatasync. After an error nobody knows what the disk holds: never tried again.
+  // fdatasync. After an error the content of the disk is unknown, so callers never retry.
   virtual absl::Status Sync() const = 0;
 
   // Makes sure that writes to [offset, offset + bytes) will find space. RESOURCE_EXHAUSTED (DISK_FULL).
@@ -69,9 +69,9 @@ class SharedSync {
   // Borrows `file`.
   explicit SharedSync(const BlockFile* file) : file_(file) {}
 
-  // Returns once an fdatasync that began after the call has ended. One is under way at a time, since of two at the same
-  // time only one would get the error; callers that wait for it share the next one. The system reports a lost write
-  // once, and the lost write may be another caller's: after an error every later call returns this error.
+  // Returns once an fdatasync that began after the call has ended. Only one runs at a time, because of two only one
+  // would get the error; callers that wait for it share the next one. The system reports a lost write once, and the
+  // write may be another caller's. So after an error every later call returns this error.
   absl::Status Sync() ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     const uint64_t next = begun_ + 1;

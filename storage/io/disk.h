@@ -14,10 +14,12 @@ namespace ballast::storage {
 class Disk {
  public:
   enum class Mode {
-    kEmptied,  // created if missing, locked against other openers, emptied. Open waits for a lock held elsewhere, for
-               // 5 s on the system's disk, since a killed process may still hold it; then FAILED_PRECONDITION (BUSY)
-    kKept,     // as kEmptied, but the content stays
-    kShared,   // must exist, or INTERNAL (IO); not locked, the content stays
+    // Creates the file if it is missing, locks it against other openers, and empties it. If another opener holds the
+    // lock, Open waits, because a killed process may still hold it. On the system's disk it waits 5 s, then returns
+    // FAILED_PRECONDITION (BUSY).
+    kEmptied,
+    kKept,    // the same, but keeps the content
+    kShared,  // opens without a lock and keeps the content; INTERNAL (IO) if there is no file
   };
   virtual ~Disk() = default;
   virtual absl::StatusOr<std::unique_ptr<BlockFile>> Open(const std::string& path, Mode mode) = 0;

@@ -7,14 +7,14 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "ballast/proto/model/descriptor.h"
+#include "ballast/proto/base/descriptor.h"
 
 namespace ballast::storage {
 
 // Locks the whole file behind `fd` until the descriptor is closed, also against other descriptors of this process.
-// A killed process keeps its locks while a transfer of its io_uring is under way, perhaps even after the process was
-// waited for. So a caller that knows that no other process may use the file should wait: once the caller has the lock,
-// no write of the dead process can arrive in the file any more.
+// A killed process keeps its locks while a transfer of its io_uring is under way, perhaps even after its parent has
+// waited for it. So a caller that knows that no living process uses the file should wait: once the caller has the lock,
+// no write of the dead process can reach the file.
 // Threads: any; blocks for at most `wait_max`, and says so in the log after a second.
 // Errors: FAILED_PRECONDITION (BUSY) if another opener kept the lock; INTERNAL (IO) otherwise.
 absl::Status LockDescriptor(int fd, const std::string& path, absl::Duration wait_max);

@@ -6,8 +6,8 @@
 
 namespace ballast::storage {
 
-// Asked between pieces of the work, on the thread that works. An error ends the work, which returns the error and
-// leaves nothing half done. A single operation of the disk is not interrupted.
+// The work calls it between its pieces, on its own thread. If it returns an error, the work ends, returns the error,
+// and leaves nothing half done. It does not interrupt a single operation of the disk.
 using Interrupt = absl::FunctionRef<absl::Status()>;
 
 inline absl::Status Uninterrupted() { return absl::OkStatus(); }

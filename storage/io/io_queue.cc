@@ -3,8 +3,8 @@
 #include <spdlog/spdlog.h>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/storage/io/queues/thread_queue.h"
-#include "ballast/storage/io/queues/uring_queue.h"
+#include "ballast/storage/io/thread_queue.h"
+#include "ballast/storage/io/uring_queue.h"
 
 namespace ballast::storage {
 

@@ -1,7 +1,7 @@
 // Reads and writes of aligned buffers, many in flight, every result checked. Two implementations under the same
 // contract test: io_uring, and a pool of threads for kernels and containers that refuse io_uring.
 //
-// Bounds: kIoRequestsMax requests; kIoDepth pieces of them are with the kernel at a time.
+// Bounds: kIoRequestsMax requests; the kernel has at most kIoDepth pieces of them at a time.
 #pragma once
 
 #include <cstddef>
@@ -47,8 +47,8 @@ class IoQueue {
  public:
   virtual ~IoQueue() = default;
   // Starts a transfer, at the latest within the next Reap. INVALID_ARGUMENT (BAD_REQUEST) for misalignment; UNAVAILABLE
-  // (BUSY) when kIoRequestsMax are in flight: reap first. Short transfers, EAGAIN and EINTR are resubmitted, at most
-  // kIoRetriesMax times a piece; after EAGAIN the piece rests first.
+  // (BUSY) if kIoRequestsMax are in flight: call Reap first. After a short transfer, EAGAIN or EINTR the queue submits
+  // the piece again, at most kIoRetriesMax times; after EAGAIN it first waits.
   virtual absl::Status Submit(const IoRequest& request) = 0;
   // Appends finished requests, in any order. `wait`: blocks until there is a finished request, unless nothing is in
   // flight.
@@ -66,8 +66,8 @@ struct IoQueueOptions {
   uint32_t threads = 4;  // in the pool
 };
 
-// kAuto takes io_uring where the probe found io_uring, else threads. kUring: UNAVAILABLE (IO) with the reason if there
-// is no io_uring.
+// kAuto uses io_uring if the probe found it, otherwise threads. kUring: UNAVAILABLE (IO) with the reason if there is no
+// io_uring.
 absl::StatusOr<std::unique_ptr<IoQueue>> MakeIoQueue(const IoQueueOptions& options);
 
 // "io_uring", or "threads: <why io_uring is not used>". Probed once per process.

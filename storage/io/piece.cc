@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/storage/counters/disk_counters.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/storage/io/disk_counters.h"
 
 namespace ballast::storage {
 namespace {

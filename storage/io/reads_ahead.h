@@ -1,4 +1,4 @@
-// Reads parts of files in order, with the next parts on their way while the caller looks at a part.
+// Reads parts of files in order. While the caller looks at one part, the next parts are being read.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace ballast::storage {
 
-// Reads that are under way or being looked at, at most: enough to keep any disk busy while the caller looks at a read.
+// The most reads that are under way or being looked at: enough to keep any disk busy while the caller looks at one.
 inline constexpr size_t kReadsAheadMax = 16;
 
 struct ReadAhead {

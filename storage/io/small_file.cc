@@ -9,8 +9,8 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/descriptor.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/descriptor.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/block_file.h"
 
 namespace ballast::storage {

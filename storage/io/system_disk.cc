@@ -11,8 +11,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "ballast/proto/model/descriptor.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/descriptor.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/file_lock.h"
@@ -26,8 +26,9 @@ absl::Status IoError(int error, absl::string_view verb, absl::string_view path, 
   const std::string what =
       bytes == 0 ? std::string(path) : absl::StrCat(bytes, " bytes at offset ", offset, " of ", path);
   const char* const fix =
-      full        ? "; free space on that file system"
-      : too_long  ? "; the file system, or a limit of this process (ulimit -f, LimitFSIZE), keeps no file of this size"
+      full ? "; free space on that file system"
+      : too_long
+          ? "; the file system, or a limit of this process (ulimit -f, LimitFSIZE), does not allow a file of this size"
       : forbidden ? "; it must be a path that this user may write"
                   : "";
   return model::Error(full || too_long ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kInternal,

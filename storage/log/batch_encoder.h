@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "absl/types/span.h"
+#include "ballast/storage/log/block_parity.h"
 #include "ballast/storage/log/log_format.h"
 #include "ballast/storage/log/segment_ring.h"
-#include "ballast/storage/parity/block_parity.h"
 
 namespace ballast::storage {
 

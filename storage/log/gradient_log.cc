@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/proto/model/threads.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/base/threads.h"
 #include "ballast/storage/memory/arena.h"
 
 namespace ballast::storage {

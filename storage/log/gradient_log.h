@@ -1,15 +1,15 @@
 // The gradient log of one job: an append-only record on disk of everything newer than the chunks' state on disk. The
 // format is in log_format.h.
 //
-// Log segments of equal size are used in a ring. All are reserved when the file is made, so that the log never waits
-// for space, and each is written in full once, ahead of its first use: a first write into a fresh extent of a file
-// system costs two to three times a rewrite. Create writes the first segments; a thread of its own (Start) writes the
-// others while the log is in use. A segment that records reach first is only slower. Append only queues. Pump encodes
-// queued records into batches, submits the batches, and a sync where somebody wants a sync, and handles completions.
-// Pump runs on the log's own thread (Start), or wherever a test calls it.
+// The log uses segments of equal size in a ring. Create reserves all of them, so the log never waits for space. Each
+// segment is written in full once before its first use, because a first write into a fresh extent of a file system
+// costs two to three times a rewrite. Create writes the first segments; a separate thread (Start) writes the others
+// while the log is in use. If records reach a segment before this thread, they are only slower. Append only queues.
+// Pump encodes queued records into batches, submits the batches and the syncs that somebody asked for, and handles
+// completions. Pump runs on the log's own thread (Start), or on a test's thread.
 //
-// A *transient* log need not outlive the process: the file has no name, is reserved but not written when it is made,
-// and is never synced: a complete write counts as durable.
+// A *transient* log need not outlive the process. Its file has no name. Create reserves it but does not write it, and
+// nobody syncs it: a complete write counts as durable.
 //
 // Bounds: segments; 64 requests in flight of at most 16 payloads a batch; the caller bounds queued records (each holds
 // the lease of its payload).
@@ -45,8 +45,8 @@ class GradientLog {
     bool transient = false;
   };
   static constexpr uint64_t kWrittenSegments = 4;
-  // Makes the file anew, reserves every byte, and writes and syncs the first kWrittenSegments. On an error, also of
-  // `interrupt`, the file is removed. RESOURCE_EXHAUSTED (DISK_FULL).
+  // Creates the file or replaces it, reserves every byte, and writes and syncs the first kWrittenSegments. On an error,
+  // also of `interrupt`, the file is removed. RESOURCE_EXHAUSTED (DISK_FULL).
   static absl::StatusOr<std::unique_ptr<GradientLog>> Create(Disk* disk, const Options& options,
                                                              Interrupt interrupt = Uninterrupted);
   // Opens the log of an earlier run and fills `scanned` with its content. Errors and `read_bytes`: ScanLog's. The first
@@ -90,7 +90,7 @@ class GradientLog {
   // its payloads are of this kind and the first record of a newer segment is durable. Cut asks for the sync if a
   // segment waits for it.
   void Cut(int64_t step) { queue_.Cut(step); }
-  // The segment in use has no room for the batch that makes a cut known: only Roll frees segments now.
+  // True if the segment in use has no room for the batch that announces a cut: then only Roll frees segments.
   bool cut_lacks_room() const { return queue_.cut_lacks_room(); }
   // Everything appended so far is void for transactions beyond `step`: lowers a higher keep_for to `step`.
   void Release(int64_t step) { queue_.Release(step); }
@@ -115,7 +115,7 @@ class GradientLog {
   absl::Status SyncFile() const;
   uint64_t SegmentBegin(uint64_t segment) const { return kLogFirstSegment + segment * segment_bytes_; }
   absl::Status WriteZeros(uint64_t begin, uint64_t end, Interrupt interrupt) const;
-  // Writes segments that wait for it until the log stops, or the disk fails: records then find out.
+  // Writes waiting segments until the log stops or the disk fails; in the latter case the next records fail.
   void WriteAhead();
   void PumpUntilStopped();
 

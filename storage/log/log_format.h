@@ -63,7 +63,7 @@ struct SegmentHead {
   uint32_t digest = 0;
   uint32_t salt = 0;
   uint64_t incarnation = 0;  // from 1
-  uint64_t first_batch = 0;  // the previous segment's batches end before this number, whatever its leftovers say
+  uint64_t first_batch = 0;  // the previous segment's batches end before this number; leftovers there do not count
   uint64_t synced_batch = 0;
   uint64_t oldest_incarnation = 0;    // the oldest segment still needed
   uint64_t previous_incarnation = 0;  // segment of the batch before first_batch

@@ -1,6 +1,5 @@
-// The state that a gradient log's callers share with its writer: records that wait to be written, the ring of segments
-// for them, how far the log is durable, and the first error. Callers come on any thread; LogWriter takes the records
-// from here and reports back.
+// What a gradient log's callers share with its writer: waiting records, the ring of segments, how far the log is
+// durable, and the first error. Callers may use any thread; LogWriter takes the records from here and reports back.
 #pragma once
 
 #include <cstdint>
@@ -49,9 +48,9 @@ class LogQueue {
   void Keep(uint64_t incarnation, int64_t step);
   uint64_t free_segments() const;
 
-  // The file grows by a sync of its own, and what a failed sync drops may be batches: while it is under way no other
-  // sync counts, since the system tells of a lost write once. `grown` segments join the ring if `synced`; the first
-  // `written` of them have been written in full.
+  // Growing the file needs a sync of its own. If it fails, the disk may have dropped batches, too, and the system
+  // reports a lost write only once. So while it is under way no other sync counts. `grown` segments join the ring if
+  // `synced`; the first `written` of them have been written in full.
   uint64_t segments() const;
   void BeginExtension();
   void EndExtension(uint64_t grown, uint64_t written, bool synced);
@@ -70,7 +69,7 @@ class LogQueue {
   std::optional<LogItems> Take(bool cut);
   // Does somebody wait for a sync that batches up to `lsn` would answer?
   bool WantsSync(uint64_t lsn) const;
-  // False: an extension or an error makes a sync that ended well count for nothing.
+  // False if an extension or an error voids a sync that succeeded.
   bool SyncCounts() const;
   // Records up to `lsn` are durable. `told`, `held`: as SegmentRing::Synced's.
   void Durable(uint64_t lsn, uint64_t told, uint64_t held);

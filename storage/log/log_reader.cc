@@ -1,7 +1,5 @@
 #include "ballast/storage/log/log_reader.h"
 
-#include <spdlog/spdlog.h>
-
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -10,24 +8,15 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/storage/counters/disk_counters.h"
-#include "ballast/storage/log/reading/meta_reader.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/storage/log/meta_reader.h"
+#include "ballast/storage/log/payload_reader.h"
 #include "ballast/storage/memory/arena.h"
-#include "ballast/storage/parity/block_parity.h"
 
 namespace ballast::storage {
 namespace {
 
 constexpr uint64_t kBufferBytes = uint64_t{1} << 20;
-
-absl::Status Rotten(const BlockFile& file, absl::string_view what) {
-  return model::Error(
-      absl::StatusCode::kDataLoss, model::kChecksum,
-      absl::StrCat("gradient log ", file.path(), ": ", what,
-                   "; it was durable and can no longer be read, and nothing is made up for it. Check the disk; bring "
-                   "the file back from a copy of this very state, or drop the job"));
-}
 
 bool IsBlank(absl::Span<const std::byte> block) {
   return std::all_of(block.begin(), block.end(), [](std::byte b) { return b == std::byte{0}; });
@@ -78,9 +67,19 @@ class Scan {
   // The same within `blocks`, read from `offset`.
   absl::Status SearchBlocks(FoundSegment& segment, absl::Span<const std::byte> blocks, uint64_t offset, uint64_t limit);
   absl::Status ReadNeeded();
-  absl::Status Chain();
+  // The batches that were linked so far, and where the next one is expected.
+  struct Chain {
+    bool ended = false;     // batches from here on are void
+    uint64_t expected = 0;  // number of the next batch; 0: no segment was linked
+    uint64_t end = 0;       // its offset, if there is one
+    uint64_t previous = 0;  // incarnation of the last segment with a batch
+  };
+  // Links segments from the oldest needed segment on, batch by batch, up to the first missing batch.
+  absl::Status LinkAll();
+  absl::Status LinkSegment(const FoundSegment& segment, Chain* chain);
+  absl::StatusOr<bool> Follows(const FoundBatch& batch, const FoundSegment& segment, const Chain& chain);
   absl::StatusOr<bool> PayloadsWhole(const FoundBatch& found, const FoundSegment& segment);
-  void Link(const FoundBatch& batch);
+  void LinkBatch(const FoundBatch& batch);
   void Note(uint64_t synced_batch, uint64_t oldest) {
     log_.synced_batch = std::max(log_.synced_batch, synced_batch);
     oldest_ = std::max(oldest_, oldest);
@@ -128,7 +127,7 @@ absl::Status Scan::ReadFileHead() {
   BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, file_.Size());
   log_.file_bytes = bytes;
   if (bytes < kLogBlock) {
-    if (bytes > 0) return Rotten(file_, absl::StrCat("only ", bytes, " bytes are left of it"));
+    if (bytes > 0) return RottenLog(file_, absl::StrCat("only ", bytes, " bytes are left of it"));
     return model::Error(absl::StatusCode::kNotFound, model::kIo, absl::StrCat(file_.path(), " holds no log"));
   }
   bool blank = true;
@@ -155,7 +154,7 @@ absl::Status Scan::ReadFileHead() {
   if (!unreadable_.empty()) return unreadable_.begin()->second;
   // The head is written last: without it there never was a log.
   if (blank) return model::Error(absl::StatusCode::kNotFound, model::kIo, absl::StrCat(file_.path(), " holds no log"));
-  return Rotten(file_, "it is cut off, or both copies of its head, at offsets 0 and 4096, are damaged");
+  return RottenLog(file_, "it is cut off, or both copies of its head, at offsets 0 and 4096, are damaged");
 }
 
 absl::Status Scan::ReadMarks() {
@@ -191,7 +190,7 @@ absl::Status Scan::ReadSegmentHead(uint64_t index) {
   log_.last_incarnation = std::max(log_.last_incarnation, newest.incarnation);
   Note(newest.synced_batch, newest.oldest_incarnation);
   if (!segments_.emplace(newest.incarnation, FoundSegment{.index = index, .head = newest, .batches = {}}).second) {
-    return Rotten(file_, absl::StrCat("two segments have incarnation ", newest.incarnation));
+    return RottenLog(file_, absl::StrCat("two segments have incarnation ", newest.incarnation));
   }
   return absl::OkStatus();
 }
@@ -291,8 +290,8 @@ absl::StatusOr<bool> Scan::PayloadsWhole(const FoundBatch& found, const FoundSeg
   BALLAST_ASSIGN_OR_RETURN(const std::optional<ReadBatch> batch, ReadBatchOf(&metas_, which, limit));
   if (!batch.has_value()) {
     // A torn batch would have been torn before.
-    return Rotten(file_, absl::StrCat("batch ", found.number, " at offset ", found.offset,
-                                      " was whole a moment ago, and now reads otherwise"));
+    return RottenLog(file_, absl::StrCat("batch ", found.number, " at offset ", found.offset,
+                                         " was whole a moment ago, and now reads otherwise"));
   }
   for (const ReadRecord& record : batch->records) {
     if (record.payload.bytes == 0) continue;
@@ -306,7 +305,7 @@ absl::StatusOr<bool> Scan::PayloadsWhole(const FoundBatch& found, const FoundSeg
   return true;
 }
 
-void Scan::Link(const FoundBatch& batch) {
+void Scan::LinkBatch(const FoundBatch& batch) {
   log_.batches.push_back({batch.offset, batch.meta_bytes});
   log_.last_batch = batch.number;
   log_.record_count += batch.records;
@@ -314,58 +313,63 @@ void Scan::Link(const FoundBatch& batch) {
   if (batch.records > 0) log_.last_lsn = batch.last_lsn;
 }
 
-// Links segments from the oldest needed segment on, batch by batch, up to the first missing batch.
-absl::Status Scan::Chain() {
+absl::StatusOr<bool> Scan::Follows(const FoundBatch& batch, const FoundSegment& segment, const Chain& chain) {
+  if (chain.ended || batch.number != chain.expected) return false;
+  // Payloads of durable batches are checked when they are needed; payloads that may be torn are checked now.
+  if (batch.number <= log_.synced_batch) return true;
+  return PayloadsWhole(batch, segment);
+}
+
+absl::Status Scan::LinkSegment(const FoundSegment& segment, Chain* chain) {
+  if (chain->expected == 0 && !chain->ended) {
+    chain->expected = segment.head.first_batch;
+    log_.last_batch = chain->expected - 1;
+  }
+  const bool follows = chain->previous == 0 || segment.head.previous_incarnation == chain->previous;
+  if (segment.head.first_batch != chain->expected || !follows) chain->ended = true;
+  if (!chain->ended) chain->end = kLogFirstSegment + segment.index * log_.segment_bytes + kSegmentHeadBytes;
+  const size_t first_batch = log_.batches.size();
+  for (const FoundBatch& batch : segment.batches) {
+    if (batch.number >= segment.end_batch) break;
+    BALLAST_ASSIGN_OR_RETURN(const bool next, Follows(batch, segment, *chain));
+    if (!next) {
+      chain->ended = true;
+      ++log_.torn_batches;
+      continue;
+    }
+    LinkBatch(batch);
+    oldest_kept_ = std::max({oldest_kept_, segment.head.oldest_incarnation, batch.oldest_incarnation});
+    ++chain->expected;
+    chain->end = batch.end;
+  }
+  // A segment without a batch holds nothing, and may be used again.
+  if (log_.batches.size() == first_batch) return absl::OkStatus();
+  log_.live.push_back({segment.index, segment.head.incarnation, segment.head.salt, first_batch});
+  chain->previous = segment.head.incarnation;
+  return absl::OkStatus();
+}
+
+absl::Status Scan::LinkAll() {
   // If the marked segment's head is missing, void batches of the previous segment might seem to go on.
   if (marked_incarnation_ > 0 && marked_incarnation_ >= oldest_ && !segments_.contains(marked_incarnation_)) {
-    return Rotten(file_, absl::StrCat("the head of segment ", marked_incarnation_, " cannot be read"));
+    return RottenLog(file_, absl::StrCat("the head of segment ", marked_incarnation_, " cannot be read"));
   }
   log_.batches.clear();
   log_.live.clear();
   log_.torn_batches = log_.last_batch = 0;
   log_.record_count = log_.last_lsn = log_.payload_bytes = 0;
-  uint64_t expected = 0, previous = 0;
-  uint64_t end = 0;  // offset of the segment's next batch, if there were one
   // Nothing is durable before the oldest segment's head is durable.
-  bool ended = !segments_.contains(oldest_);
-  for (auto& [incarnation, segment] : segments_) {
+  Chain chain{.ended = !segments_.contains(oldest_)};
+  for (const auto& [incarnation, segment] : segments_) {
     if (incarnation < oldest_ || segment.end_batch <= segment.head.first_batch) continue;
-    if (expected == 0 && !ended) {
-      expected = segment.head.first_batch;
-      log_.last_batch = expected - 1;
-    }
-    ended = ended || segment.head.first_batch != expected;
-    ended = ended || (previous != 0 && segment.head.previous_incarnation != previous);
-    const size_t first_batch = log_.batches.size();
-    if (!ended) end = kLogFirstSegment + segment.index * log_.segment_bytes + kSegmentHeadBytes;
-    for (const FoundBatch& batch : segment.batches) {
-      const uint64_t number = batch.number;
-      if (number >= segment.end_batch) break;
-      bool next = !ended && number == expected;
-      // Payloads of durable batches are checked when they are needed; payloads that may be torn are checked now.
-      if (next && number > log_.synced_batch) {
-        BALLAST_ASSIGN_OR_RETURN(next, PayloadsWhole(batch, segment));
-      }
-      if (!next) {
-        ended = true;
-        ++log_.torn_batches;
-        continue;
-      }
-      Link(batch);
-      oldest_kept_ = std::max({oldest_kept_, segment.head.oldest_incarnation, batch.oldest_incarnation});
-      ++expected;
-      end = batch.end;
-    }
-    // A segment without a batch holds nothing, and may be used again.
-    if (log_.batches.size() == first_batch) continue;
-    log_.live.push_back({segment.index, incarnation, segment.head.salt, first_batch});
-    previous = incarnation;
+    BALLAST_RETURN_IF_ERROR(LinkSegment(segment, &chain));
   }
   // The next batch may exist in an unreadable block: nobody may write over this block while the disk cannot read it.
-  if (const auto unread = unreadable_.find(end); end > 0 && unread != unreadable_.end()) return unread->second;
+  const auto unread = unreadable_.find(chain.end);
+  if (chain.end > 0 && unread != unreadable_.end()) return unread->second;
   if (log_.last_batch >= log_.synced_batch) return absl::OkStatus();
-  return Rotten(file_, absl::StrFormat("batch %d cannot be read, and all up to %d were durable", log_.last_batch + 1,
-                                       log_.synced_batch));
+  return RottenLog(file_, absl::StrFormat("batch %d cannot be read, and all up to %d were durable", log_.last_batch + 1,
+                                          log_.synced_batch));
 }
 
 absl::Status Scan::ReadNeeded() {
@@ -383,20 +387,20 @@ absl::StatusOr<ScannedLog> Scan::Run() {
   BALLAST_RETURN_IF_ERROR(ReadMarks());
   for (uint64_t i = 0; i < log_.segment_count; ++i) BALLAST_RETURN_IF_ERROR(ReadSegmentHead(i));
   // The first segment's head is durable before a mark of this segment replaces the initial marks.
-  if (segments_.empty() && !marked_) return Rotten(file_, "it has neither marks nor segments");
+  if (segments_.empty() && !marked_) return RottenLog(file_, "it has neither marks nor segments");
   uint64_t end_batch = ~uint64_t{0};
   for (auto segment = segments_.rbegin(); segment != segments_.rend(); ++segment) {
     segment->second.end_batch = end_batch;
     end_batch = std::min(end_batch, segment->second.head.first_batch);
   }
   BALLAST_RETURN_IF_ERROR(ReadNeeded());
-  BALLAST_RETURN_IF_ERROR(Chain());
+  BALLAST_RETURN_IF_ERROR(LinkAll());
   if (oldest_kept_ < oldest_ && !log_.live.empty()) {
     // A void batch names a cut that never was durable. The batch will be overwritten, so nothing may be freed by it.
     oldest_ = oldest_kept_;
     BALLAST_RETURN_IF_ERROR(ReadNeeded());
     oldest_ = oldest_kept_;
-    BALLAST_RETURN_IF_ERROR(Chain());
+    BALLAST_RETURN_IF_ERROR(LinkAll());
   }
   return std::move(log_);
 }
@@ -405,70 +409,6 @@ absl::StatusOr<ScannedLog> Scan::Run() {
 
 absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file, std::atomic<uint64_t>* read_bytes) {
   return Scan(file, read_bytes).Run();
-}
-
-namespace {
-
-// `to`: any memory, any number of bytes.
-absl::Status ReadAt(const BlockFile& file, uint64_t offset, absl::Span<std::byte> to) {
-  const bool direct = (reinterpret_cast<uintptr_t>(to.data()) | to.size()) % kIoAlignment == 0;
-  if (direct) return file.Read(offset, to);
-  BALLAST_ASSIGN_OR_RETURN(Arena blocks, Arena::Map(AlignUp(to.size())));
-  BALLAST_RETURN_IF_ERROR(file.Read(offset, blocks.bytes().subspan(0, AlignUp(to.size()))));
-  std::memcpy(to.data(), blocks.bytes().data(), to.size());
-  return absl::OkStatus();
-}
-
-// Rebuilds the payload that was read into `to`, and returns the offset of the damaged block in the file. `readable`:
-// the payload could be read as a whole; else blocks that cannot be read count as zero, and one is rebuilt like a rotten
-// one.
-std::optional<uint64_t> RebuildPayload(const BlockFile& file, const PayloadPlace& place, bool readable,
-                                       absl::Span<std::byte> to) {
-  const absl::StatusOr<Arena> memory = Arena::Map(kLogBlock);
-  if (!memory.ok()) return std::nullopt;
-  const absl::Span<std::byte> block = memory->bytes().subspan(0, kLogBlock);
-  uint64_t unreadable = place.offset;
-  for (uint64_t at = 0; !readable && at < to.size(); at += kLogBlock) {
-    const absl::Span<std::byte> piece = to.subspan(at, kLogBlock);
-    if (!file.Read(place.offset + at, block).ok()) {
-      std::fill(block.begin(), block.end(), std::byte{0});
-      unreadable = place.offset + at;
-    }
-    std::copy_n(block.begin(), piece.size(), piece.begin());
-  }
-  // The block was zero, or could be read this time.
-  if (!readable && kernels::Crc32c(to) == place.crc32c) return unreadable;
-  if (!file.Read(place.parity_offset(), block).ok()) return std::nullopt;
-  const std::optional<uint64_t> index = RebuildBlock(block, place.parity_sum, place.crc32c, to);
-  if (!index.has_value()) return std::nullopt;
-  return place.offset + *index * kLogBlock;
-}
-
-}  // namespace
-
-absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to,
-                         std::optional<uint64_t>* rebuilt) {
-  const absl::Status read = ReadAt(file, place.offset, to);
-  const uint32_t crc32c = read.ok() ? kernels::Crc32c(to) : 0;
-  if (read.ok() && crc32c == place.crc32c) return absl::OkStatus();
-  std::optional<uint64_t> block;
-  if (place.parity_sum != 0) block = RebuildPayload(file, place, read.ok(), to);
-  if (!block.has_value() && !read.ok()) return read;
-  if (!block.has_value()) {
-    ++ProcessDiskCounters().wrong_payloads;
-    return Rotten(file, absl::StrFormat("the %d bytes at offset %d have CRC32C %08x, expected %08x", place.bytes,
-                                        place.offset, crc32c, place.crc32c));
-  }
-  ++ProcessDiskCounters().repaired_payloads;
-  if (rebuilt != nullptr) {
-    *rebuilt = block;
-  } else {
-    spdlog::warn(
-        "gradient log {}: the disk did not return the {} bytes at offset {} as they were written; they were "
-        "rebuilt from their slice's parity, and nothing is lost. Check the disk",
-        file.path(), kLogBlock, *block);
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace ballast::storage

@@ -3,13 +3,11 @@
 
 #include <atomic>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/types/span.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/log/log_format.h"
 
@@ -20,9 +18,9 @@ struct ScannedLog {
   uint64_t life = 0;  // the job's
   uint64_t segment_bytes = 0;
   uint64_t segment_count = 0;
-  // Where the batches with the log's records lie (logged_records.h reads them). In order and numbered without gaps,
-  // from the oldest needed segment to the last durable record, and perhaps further ones that were written but never
-  // synced. A batch takes at least 8 KiB of the file, and usually 8 MiB.
+  // Where the batches with the log's records lie (logged_records.h reads them). They are in order and without gaps,
+  // from the oldest needed segment to the last durable record. Whole batches that were written but never synced may
+  // follow. A batch takes at least 8 KiB of the file, and usually 8 MiB.
   struct Batch {
     uint64_t offset = 0;  // of the first copy of the meta
     uint64_t meta_bytes = 0;
@@ -44,18 +42,12 @@ struct ScannedLog {
   uint64_t repaired_blocks = 0;   // read from their second copy
   uint64_t torn_batches = 0;      // void batches seen behind the end of the log
   uint64_t file_bytes = 0;
-  uint64_t read_bytes = 0;  // by the scan, a block read again counted again; at most file_bytes
+  uint64_t read_bytes = 0;  // read by the scan; a block read twice counts twice, up to file_bytes
 };
 
 // INTERNAL (IO); DATA_LOSS (CHECKSUM), with the offsets, if a durable batch cannot be read. NOT_FOUND if the file holds
-// no log, not even a damaged log: its creation was not finished. `read_bytes` grows with each read, by
-// ScannedLog::read_bytes in all; null: nobody asks.
+// no log, not even a damaged log: its creation was not finished. `read_bytes` (may be null) grows in step with
+// ScannedLog::read_bytes.
 absl::StatusOr<ScannedLog> ScanLog(const BlockFile& file, std::atomic<uint64_t>* read_bytes = nullptr);
-
-// Reads a payload into `to` (its exact bytes). A single block that is rotten or unreadable is rebuilt from the
-// payload's parity: `rebuilt` gets the block's offset in the file; without `rebuilt` a warning names it.
-// DATA_LOSS (CHECKSUM), INTERNAL (IO). Blocks; any thread.
-absl::Status ReadPayload(const BlockFile& file, const PayloadPlace& place, absl::Span<std::byte> to,
-                         std::optional<uint64_t>* rebuilt = nullptr);
 
 }  // namespace ballast::storage

@@ -1,5 +1,5 @@
-// The pumping thread of a gradient log: writes batches of what is queued, syncs what somebody waits for, marks what is
-// synced, and tells who waits.
+// The pumping thread of a gradient log. It writes queued records in batches, syncs when somebody waits for it, writes
+// marks after syncs, and calls those who wait.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +33,8 @@ class LogWriter {
   // Pumps once. `wait`: blocks until something completes, unless nothing is in flight.
   void Pump(bool wait);
   bool in_flight() const { return queue_ != nullptr && queue_->in_flight() > 0; }
-  // Waits for what is in flight, and forgets what became of it: it may have been written, and that is true. An io_uring
-  // belongs to its thread, so this is the thread's last call.
+  // Waits for requests in flight and ignores their results; they may or may not have been written. An io_uring belongs
+  // to its thread, so this is the thread's last call.
   void Drain();
 
  private:

@@ -14,8 +14,8 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/proto/model/threads.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/base/threads.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/memory/memory_nodes.h"
 #include "ballast/storage/memory/page_lock.h"

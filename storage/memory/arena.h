@@ -1,4 +1,4 @@
-// Large aligned memory, touched when it is made: each first touch later would cost the data path a page fault.
+// Large aligned memory. Making it touches all pages, because a first touch later would cost the data path a page fault.
 #pragma once
 
 #include <sys/types.h>
@@ -12,9 +12,9 @@
 
 namespace ballast::storage {
 
-// Zeroed, starts at a 2 MiB boundary, in huge pages where the kernel grants them, on all NUMA nodes in turn; exactly
-// the bytes asked for (rounded to 4096) become resident. Owns the mapping, which a forked child does not get: a child
-// may destroy its copy of an Arena and must not use the copy otherwise.
+// Zeroed memory that starts at a 2 MiB boundary, in huge pages if the kernel grants them, on all NUMA nodes in turn.
+// Exactly the bytes asked for (rounded to 4096) become resident. Owns the mapping. A forked child does not get it, so a
+// child may only destroy its copy of an Arena.
 class Arena {
  public:
   // RESOURCE_EXHAUSTED (BUDGET) if the system has no such memory. kLater: pages become resident with their first use,

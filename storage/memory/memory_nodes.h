@@ -10,12 +10,12 @@
 
 namespace ballast::storage {
 
-// The nodes that this process may use for memory and for threads; nodes without processors hold a GPU's memory, or
-// slower memory. Empty where the system does not tell, or where a policy was chosen for the process (`numactl`): this
-// policy holds.
+// The nodes that this process may use for memory and for threads; nodes without processors have a GPU's memory, or
+// slower memory. Empty if the system does not report nodes, or if somebody chose a policy for the process (`numactl`),
+// which then applies.
 std::vector<int> MemoryNodes();
 
-// Pages touched from now on lie on `nodes` in turn. REQUIRES: aligned to pages. False: the system refused.
+// Pages that are touched from now on lie on `nodes` in turn. REQUIRES: aligned to pages. False if the system refuses.
 bool Interleave(absl::Span<std::byte> bytes, absl::Span<const int> nodes);
 
 }  // namespace ballast::storage

@@ -2,7 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/cuda/outcome.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/memory/page_lock.h"
 
 namespace ballast::storage {

@@ -1,4 +1,4 @@
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/memory/page_lock.h"
 
 namespace ballast::storage {

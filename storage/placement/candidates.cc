@@ -11,17 +11,6 @@
 namespace ballast::storage {
 namespace {
 
-bool IsFrozen(const PlanRequest& request, size_t chunk) { return request.LayoutOf(chunk).frozen() != Frozen::kNo; }
-
-// Elements that steps update.
-uint64_t Trained(const PlanRequest& request) {
-  uint64_t elements = 0;
-  for (size_t i = 0; i < request.elements.size(); ++i) {
-    if (!IsFrozen(request, i)) elements += request.elements[i];
-  }
-  return elements;
-}
-
 bool Stays(ChunkOrder order) { return order == ChunkOrder::kStay || order == ChunkOrder::kStayAndFill; }
 
 // Gives a tier's room to chunks. `bytes`: what a chunk would take; 0: it is none of those that may.
@@ -127,7 +116,7 @@ void ReadBack(const PlanRequest& request, Plan* plan, uint64_t* passing) {
   plan->reads_back = true;
   plan->slice_bytes = least;
   plan->spill_bytes = request.read_back->spill_bytes;
-  plan->read_back_bytes = Trained(request) * request.layout.gradient_element_bytes() - shared;
+  plan->read_back_bytes = request.TrainedElements() * request.layout.gradient_element_bytes() - shared;
 }
 
 // Working copies that do not fit into `room`, DRAM for all working copies, are left out, where pulls can do without.
@@ -164,7 +153,7 @@ uint64_t FillMemory(const PlanRequest& request, const Choice& choice, Plan* plan
     if (plan->chunks[i].working == TierKind::kDram) plan->working.dram += layout.WorkingBytes(request.elements[i]);
     if (plan->chunks[i].state != TierKind::kHbm) state_left += layout.StateBytes(request.elements[i]);
   }
-  plan->slice_bytes = request.provisional_bytes_per_element * Trained(request) + request.value_buffer_bytes;
+  plan->slice_bytes = request.provisional_bytes_per_element * request.TrainedElements() + request.value_buffer_bytes;
   return state_left;
 }
 
@@ -184,6 +173,9 @@ class Arranging {
                                       " are free; raise the ", tier, " budget by at least ", missing, " bytes",
                                       or_else));
   }
+  // Has slices read back and leaves working copies out, if all of them do not fit beside the memory for moving state.
+  // Returns the DRAM needed before any state.
+  uint64_t MakeRoomForStaging();
   void FillDram(uint64_t room);
   Candidate CheckNvme();
 
@@ -197,8 +189,7 @@ Candidate Arranging::Run() {
   Plan& plan = out_.plan;
   const uint64_t free = request_.free.dram;
   const uint64_t state_left = FillMemory(request_, choice_, &plan);
-  uint64_t passing = request_.passing_bytes;
-  const uint64_t all = Fixed(request_, plan) + passing + state_left;
+  const uint64_t all = Fixed(request_, plan) + request_.passing_bytes + state_left;
   const bool stays = Stays(choice_.order) && !request_.present.empty();
   if (all <= free && choice_.order != ChunkOrder::kStay) {
     plan.state.dram = state_left;  // the placements' default
@@ -208,23 +199,7 @@ Candidate Arranging::Run() {
     MissFrom("dram", all, free, "state, working copies and slices in flight", ", or give an nvme budget");
     return CheckNvme();
   }
-  if (choice_.rounds_masters) plan.pull = *request_.pull;
-  uint64_t staged = Staged(request_, plan, passing);
-  if (request_.read_back.has_value() && (choice_.reads_back || staged > free)) {
-    ReadBack(request_, &plan, &passing);
-    staged = Staged(request_, plan, passing);
-  }
-  if (staged > free && request_.pull.has_value()) {
-    uint64_t others = staged - plan.working.dram - plan.pull.bytes() + request_.pull->bytes();
-    if (plan.reads_back) others += request_.read_back->buffer_bytes_max - request_.read_back->buffer_bytes_min;
-    Plan leaner = plan;
-    LeaveCopiesOut(request_, free - std::min(free, others), &leaner);
-    // A few small copies take less than the memory for pulls without them.
-    if (const uint64_t less = Staged(request_, leaner, passing); less < staged) {
-      plan = std::move(leaner);
-      staged = less;
-    }
-  }
+  const uint64_t staged = MakeRoomForStaging();
   uint64_t room = free - std::min(free, staged);
   if (plan.reads_back) {
     // Buffers come before state: with too few buffers each step would wait for the log slice by slice.
@@ -237,6 +212,28 @@ Candidate Arranging::Run() {
   return CheckNvme();
 }
 
+uint64_t Arranging::MakeRoomForStaging() {
+  Plan& plan = out_.plan;
+  const uint64_t free = request_.free.dram;
+  uint64_t passing = request_.passing_bytes;
+  if (choice_.rounds_masters) plan.pull = *request_.pull;
+  uint64_t staged = Staged(request_, plan, passing);
+  if (request_.read_back.has_value() && (choice_.reads_back || staged > free)) {
+    ReadBack(request_, &plan, &passing);
+    staged = Staged(request_, plan, passing);
+  }
+  if (staged <= free || !request_.pull.has_value()) return staged;
+  uint64_t others = staged - plan.working.dram - plan.pull.bytes() + request_.pull->bytes();
+  if (plan.reads_back) others += request_.read_back->buffer_bytes_max - request_.read_back->buffer_bytes_min;
+  Plan leaner = plan;
+  LeaveCopiesOut(request_, free - std::min(free, others), &leaner);
+  // A few small copies take less than the memory for pulls without them.
+  const uint64_t less = Staged(request_, leaner, passing);
+  if (less >= staged) return staged;
+  plan = std::move(leaner);
+  return less;
+}
+
 // Frozen chunks come first: they are pulled in every pass.
 void Arranging::FillDram(uint64_t room) {
   Plan& plan = out_.plan;
@@ -245,7 +242,7 @@ void Arranging::FillDram(uint64_t room) {
     std::vector<uint64_t> bytes(plan.chunks.size()), more(plan.chunks.size());
     bool any = false;
     for (size_t i = 0; i < plan.chunks.size(); ++i) {
-      if (plan.chunks[i].state == TierKind::kHbm || IsFrozen(request_, i) != frozen) continue;
+      if (plan.chunks[i].state == TierKind::kHbm || request_.IsFrozen(i) != frozen) continue;
       bytes[i] = request_.LayoutOf(i, plan.chunks[i]).StateBytes(request_.elements[i]);
       // At least 1, since 0 stands for a chunk that may not come.
       more[i] = std::max<uint64_t>(bytes[i] - CopyGivenUp(request_, choice_, plan, i), 1);
@@ -279,6 +276,22 @@ Candidate Arranging::CheckNvme() {
   }
   out_.shortage = absl::StrJoin(shortages_, ". ");
   return std::move(out_);
+}
+
+// The uses of HBM to compare.
+std::vector<Choice> HbmChoices(const PlanRequest& request) {
+  if (request.free.hbm == 0) return {Choice()};
+  std::vector<Choice> hbm;
+  for (const HbmUse use : {HbmUse::kFull, HbmUse::kPairs, HbmUse::kState}) {
+    if (use != HbmUse::kFull && !request.present.empty()) continue;
+    for (int quarters = 4; quarters > 0; --quarters) hbm.push_back({.hbm = use, .hbm_quarters = quarters});
+  }
+  hbm.push_back({.hbm = HbmUse::kNone});
+  return hbm;
+}
+
+std::vector<bool> WithAndWithout(bool possible) {
+  return possible ? std::vector<bool>{false, true} : std::vector<bool>{false};
 }
 
 }  // namespace
@@ -319,24 +332,15 @@ void FillHbm(const PlanRequest& request, const Choice& choice, Plan* plan) {
 
 std::vector<Choice> Choices(const PlanRequest& request) {
   if (request.shape.machine == nullptr) return {Choice()};
-  std::vector<Choice> hbm = {Choice()};
-  if (request.free.hbm > 0) {
-    for (const HbmUse use : {HbmUse::kFull, HbmUse::kPairs, HbmUse::kState}) {
-      if (use != HbmUse::kFull && !request.present.empty()) continue;
-      for (int quarters = 4; quarters > 0; --quarters) hbm.push_back({.hbm = use, .hbm_quarters = quarters});
-    }
-    hbm.erase(hbm.begin());
-    hbm.push_back({.hbm = HbmUse::kNone});
-  }
+  const std::vector<Choice> hbm = HbmChoices(request);
   std::vector<ChunkOrder> orders = {ChunkOrder::kByTier, ChunkOrder::kSpread};
   if (!request.present.empty()) orders.insert(orders.end(), {ChunkOrder::kStayAndFill, ChunkOrder::kStay});
+  // Working copies beside a GPU stay, and so do those of chunks that are placed already. A remainder needs its copy.
+  const bool copies_stay = request.free.hbm > 0 || !request.present.empty() || request.layout.keeps_remainder();
+  const bool rounds = request.pull.has_value() && !copies_stay;
   std::vector<Choice> choices;
-  for (const bool rounds_masters : {false, true}) {
-    // Working copies beside a GPU stay, and so do those of chunks that are placed already. A remainder needs its copy.
-    const bool stay = request.free.hbm > 0 || !request.present.empty() || request.layout.keeps_remainder();
-    if (rounds_masters && (!request.pull.has_value() || stay)) continue;
-    for (const bool reads_back : {false, true}) {
-      if (reads_back && !request.read_back.has_value()) continue;
+  for (const bool rounds_masters : WithAndWithout(rounds)) {
+    for (const bool reads_back : WithAndWithout(request.read_back.has_value())) {
       for (const ChunkOrder order : orders) {
         for (Choice choice : hbm) {
           choice.order = order;
@@ -351,79 +355,6 @@ std::vector<Choice> Choices(const PlanRequest& request) {
 }
 
 Candidate Arrange(const PlanRequest& request, const Choice& choice) { return Arranging(request, choice).Run(); }
-
-void Predict(const PlanRequest& request, Plan* plan) {
-  if (request.shape.machine == nullptr) return;
-  std::vector<PlacedChunk> chunks = request.placed;
-  uint64_t before = 0;
-  for (const PlacedChunk& chunk : chunks) before += chunk.frozen == Frozen::kNo ? chunk.elements : 0;
-  for (size_t i = 0; i < plan->chunks.size(); ++i) {
-    chunks.push_back({request.elements[i], plan->chunks[i], request.LayoutOf(i).frozen()});
-  }
-  StepShape shape = request.shape;
-  shape.durable = request.durable;
-  const uint64_t trained = Trained(request);
-  if (plan->reads_back && trained > 0) {
-    const double read_back =
-        static_cast<double>(plan->read_back_bytes) / static_cast<double>(request.layout.gradient_element_bytes());
-    shape.read_back_share =
-        (shape.read_back_share * static_cast<double>(before) + read_back) / static_cast<double>(before + trained);
-  } else if (request.present.empty() && before + trained > 0) {
-    shape.read_back_share *= static_cast<double>(before) / static_cast<double>(before + trained);
-  }
-  plan->prediction = PredictStep(shape, request.layout, chunks);
-}
-
-double MoveSeconds(const PlanRequest& request, const Plan& plan) {
-  if (request.present.empty() || request.shape.machine == nullptr) return 0;
-  double read = 0, written = 0, in = 0, out = 0;
-  for (size_t i = 0; i < plan.chunks.size(); ++i) {
-    const TierKind from = request.present[i].state, to = plan.chunks[i].state;
-    if (from == to) continue;
-    const auto bytes = static_cast<double>(request.LayoutOf(i).StateBytes(request.elements[i]));
-    if (from == TierKind::kNvme) read += bytes;
-    if (from == TierKind::kHbm) out += bytes;
-    if (to == TierKind::kNvme) written += bytes;
-    if (to == TierKind::kHbm) in += bytes;
-  }
-  const MachineProfile& m = *request.shape.machine;
-  const auto seconds = [](double bytes, uint64_t per_second) {
-    return per_second == 0 ? 0 : bytes / static_cast<double>(per_second);
-  };
-  // A move waits for each of its transfers.
-  return seconds(read, m.disk_read_bytes_per_s) + seconds(written, m.disk_write_bytes_per_s) +
-         seconds(in, m.gpu_in_bytes_per_s) + seconds(out, m.gpu_out_bytes_per_s);
-}
-
-double CostOf(const PlanRequest& request, const Plan& plan) {
-  const double step = plan.prediction.has_value() ? plan.prediction->total + plan.prediction->pulls : 0;
-  return kStepsToRepay * step + MoveSeconds(request, plan);
-}
-
-std::string Choice::Describe() const {
-  std::vector<std::string> parts;
-  switch (order) {
-    case ChunkOrder::kByTier:
-      parts.push_back("the first chunks in the fastest tier");
-      break;
-    case ChunkOrder::kSpread:
-      parts.push_back("chunks of each tier spread evenly over the update");
-      break;
-    case ChunkOrder::kStay:
-      parts.push_back("chunks stay, and leave where room is short");
-      break;
-    case ChunkOrder::kStayAndFill:
-      parts.push_back("chunks stay, and further ones fill faster tiers");
-      break;
-  }
-  if (hbm == HbmUse::kNone) parts.push_back("hbm left empty");
-  if (hbm == HbmUse::kPairs) parts.push_back("in hbm only state with its working copy");
-  if (hbm == HbmUse::kState) parts.push_back("in hbm state before working copies");
-  if (hbm != HbmUse::kNone && hbm_quarters < 4) parts.push_back(absl::StrCat(hbm_quarters, "/4 of the hbm budget"));
-  if (reads_back) parts.push_back("slices read back");
-  if (rounds_masters) parts.push_back("no working copies beside state in dram");
-  return absl::StrJoin(parts, ", ");
-}
 
 uint64_t LeastDram(const PlanRequest& request) {
   Plan plan;

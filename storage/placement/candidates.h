@@ -26,15 +26,4 @@ Candidate Arrange(const PlanRequest& request, const Choice& choice);
 // The first part of Arrange: sets the plan's chunks, and the bytes that it takes in HBM.
 void FillHbm(const PlanRequest& request, const Choice& choice, Plan* plan);
 
-// Adds the prediction of a step of all the job's chunks, if the request has a machine.
-void Predict(const PlanRequest& request, Plan* plan);
-
-// Seconds that the disk and the GPU's link take to move chunks from request.present to the plan's places.
-double MoveSeconds(const PlanRequest& request, const Plan& plan);
-
-// The measure by which candidates are compared: seconds of kStepsToRepay steps with their pulls, and of the moves
-// before them. So a move is made only if its gain pays for it within so many steps.
-inline constexpr double kStepsToRepay = 100;
-double CostOf(const PlanRequest& request, const Plan& plan);
-
 }  // namespace ballast::storage

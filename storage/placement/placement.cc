@@ -6,8 +6,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/placement/candidates.h"
+#include "ballast/storage/placement/plan_cost.h"
 
 namespace ballast::storage {
 const char* TierName(TierKind tier) {
@@ -30,43 +31,66 @@ bool Plan::SameAs(const Plan& other) const {
                     });
 }
 
-std::string Plan::Explain() const {
+uint64_t PlanRequest::TrainedElements() const {
+  uint64_t trained = 0;
+  for (size_t i = 0; i < elements.size(); ++i) trained += IsFrozen(i) ? 0 : elements[i];
+  return trained;
+}
+
+namespace {
+
+void ExplainTiers(const Plan& plan, std::string* text) {
   uint64_t count[kTierKinds] = {};
-  for (const ChunkPlacement& chunk : chunks) ++count[static_cast<int>(chunk.state)];
+  for (const ChunkPlacement& chunk : plan.chunks) ++count[static_cast<int>(chunk.state)];
   std::vector<std::string> parts;
   for (const TierKind tier : {TierKind::kHbm, TierKind::kDram, TierKind::kNvme}) {
-    if (count[static_cast<int>(tier)] == 0 && working[tier] == 0) continue;
+    if (count[static_cast<int>(tier)] == 0 && plan.working[tier] == 0) continue;
     parts.push_back(absl::StrCat(TierName(tier), " holds the state of ", count[static_cast<int>(tier)], " chunks (",
-                                 state[tier], " bytes) and ", working[tier], " bytes of working copies"));
+                                 plan.state[tier], " bytes) and ", plan.working[tier], " bytes of working copies"));
   }
-  std::string text = absl::StrCat("Of ", chunks.size(), " chunks ", absl::StrJoin(parts, "; "), ". ");
-  if (state.nvme > 0) {
-    absl::StrAppend(&text, "What is on nvme found no room in dram, where working copies, slices of the step in flight ",
-                    "and buffers for moving nvme state come before state: ", choice.Describe(), ".");
-  } else if (state.hbm > 0 && state.dram > 0) {
-    absl::StrAppend(&text, "What is in dram is not in hbm: ", choice.Describe(), ".");
-  } else if (choice.hbm == HbmUse::kNone) {
-    absl::StrAppend(&text, "All of it fits there, and with state in hbm a step would take longer.");
+  absl::StrAppend(text, "Of ", plan.chunks.size(), " chunks ", absl::StrJoin(parts, "; "), ". ");
+  if (plan.state.nvme > 0) {
+    absl::StrAppend(text, "What is on nvme found no room in dram, where working copies, slices of the step in flight ",
+                    "and buffers for moving nvme state come before state: ", plan.choice.Describe(), ".");
+  } else if (plan.state.hbm > 0 && plan.state.dram > 0) {
+    absl::StrAppend(text, "What is in dram is not in hbm: ", plan.choice.Describe(), ".");
+  } else if (plan.choice.hbm == HbmUse::kNone) {
+    absl::StrAppend(text, "All of it fits there, and with state in hbm a step would take longer.");
   } else {
-    absl::StrAppend(&text, "All of it fits there, and no faster tier has room.");
+    absl::StrAppend(text, "All of it fits there, and no faster tier has room.");
   }
+}
+
+void ExplainRoundedMasters(const Plan& plan, std::string* text) {
   const auto copyless =
-      std::count_if(chunks.begin(), chunks.end(), [](const auto& c) { return !c.working.has_value(); });
-  if (copyless > 0) {
-    absl::StrAppend(&text,
-                    choice.rounds_masters ? " State makes better use of the dram than the working copies of "
-                                          : " In dram there is no room for the working copies of ",
-                    copyless, " chunks: pulls of these round the masters");
-    if (pull.bytes() > 0) absl::StrAppend(&text, ", which pass through ", pull.bytes(), " bytes of dram");
-    absl::StrAppend(&text, ".");
+      std::count_if(plan.chunks.begin(), plan.chunks.end(), [](const auto& c) { return !c.working.has_value(); });
+  if (copyless == 0) return;
+  absl::StrAppend(text,
+                  plan.choice.rounds_masters ? " State makes better use of the dram than the working copies of "
+                                             : " In dram there is no room for the working copies of ",
+                  copyless, " chunks: pulls of these round the masters");
+  if (plan.pull.bytes() > 0) {
+    absl::StrAppend(text, ", which pass through ", plan.pull.bytes(), " bytes of dram");
   }
-  if (reads_back) {
-    absl::StrAppend(&text,
-                    choice.reads_back ? " State makes better use of the dram than a step's slices: they have "
-                                      : " The slices of a step do not fit beside them: they have ",
-                    slice_bytes, " bytes of dram until they are on the disk, and ", read_back_bytes,
-                    " bytes are read back from it in each step.");
-  }
+  absl::StrAppend(text, ".");
+}
+
+void ExplainReadBack(const Plan& plan, std::string* text) {
+  if (!plan.reads_back) return;
+  absl::StrAppend(text,
+                  plan.choice.reads_back ? " State makes better use of the dram than a step's slices: they have "
+                                         : " The slices of a step do not fit beside them: they have ",
+                  plan.slice_bytes, " bytes of dram until they are on the disk, and ", plan.read_back_bytes,
+                  " bytes are read back from it in each step.");
+}
+
+}  // namespace
+
+std::string Plan::Explain() const {
+  std::string text;
+  ExplainTiers(*this, &text);
+  ExplainRoundedMasters(*this, &text);
+  ExplainReadBack(*this, &text);
   if (prediction.has_value()) absl::StrAppend(&text, " ", prediction->Explain());
   if (runner_up.has_value()) {
     const StepPrediction& other = runner_up->prediction;
@@ -78,7 +102,7 @@ std::string Plan::Explain() const {
 }
 
 absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
-  std::optional<Plan> best, second;
+  CheapestTwo<Plan> plans;
   std::optional<Candidate> nearest;  // of those that do not fit
   for (const Choice& choice : Choices(request)) {
     Candidate candidate = Arrange(request, choice);
@@ -86,21 +110,20 @@ absl::StatusOr<Plan> MakePlan(const PlanRequest& request) {
       if (!nearest.has_value() || candidate.missing < nearest->missing) nearest = std::move(candidate);
       continue;
     }
-    const auto is = [&](const std::optional<Plan>& plan) { return plan.has_value() && plan->SameAs(candidate.plan); };
-    if (is(best) || is(second)) continue;
+    const auto is = [&](const Plan* plan) { return plan != nullptr && plan->SameAs(candidate.plan); };
+    if (is(plans.best()) || is(plans.second())) continue;
     Predict(request, &candidate.plan);
     const double cost = CostOf(request, candidate.plan);
-    if (!best.has_value() || cost < CostOf(request, *best)) {
-      second = std::exchange(best, std::move(candidate.plan));
-    } else if (!second.has_value() || cost < CostOf(request, *second)) {
-      second = std::move(candidate.plan);
-    }
+    plans.Offer(std::move(candidate.plan), cost);
   }
-  if (!best.has_value()) {
+  Plan* const best = plans.best();
+  if (best == nullptr) {
     return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget, nearest->shortage);
   }
-  if (second.has_value()) best->runner_up = {second->choice, *second->prediction};
-  return *std::move(best);
+  if (const Plan* const second = plans.second(); second != nullptr) {
+    best->runner_up = {second->choice, *second->prediction};
+  }
+  return std::move(*best);
 }
 
 }  // namespace ballast::storage

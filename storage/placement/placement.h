@@ -42,7 +42,7 @@ struct Plan {
     StepPrediction prediction;
   };
   std::optional<RunnerUp> runner_up;
-  // The same places and slices, by whatever choice?
+  // True if places and slices are the same, even if the choice was another.
   bool SameAs(const Plan& other) const;
   // A paragraph for people: the tiers chosen, why, how long a step will take, and what it would take otherwise.
   std::string Explain() const;
@@ -59,6 +59,9 @@ struct PlanRequest {
   StateLayout LayoutOf(size_t chunk, const ChunkPlacement& placement) const {
     return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk], placement);
   }
+  bool IsFrozen(size_t chunk) const { return !frozen.empty() && frozen[chunk] != Frozen::kNo; }
+  // Elements that steps update.
+  uint64_t TrainedElements() const;
   // If working copies of chunks on NVMe do not fit in DRAM, as many as do not fit are left out: pulls then round the
   // masters, by way of this memory (zero: taken already). None: working copies must fit.
   std::optional<PullMemory> pull;

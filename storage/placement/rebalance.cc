@@ -4,8 +4,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/placement/candidates.h"
+#include "ballast/storage/placement/plan_cost.h"
 
 namespace ballast::storage {
 namespace {
@@ -190,8 +191,9 @@ absl::StatusOr<std::vector<Plan>> Budgets::By(const Choice& choice) {
 }
 
 // The same places for all jobs?
-bool Same(absl::Span<const Plan> a, absl::Span<const Plan> b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Plan& x, const Plan& y) { return x.SameAs(y); });
+bool Same(absl::Span<const Plan> a, const std::vector<Plan>* b) {
+  return b != nullptr &&
+         std::equal(a.begin(), a.end(), b->begin(), b->end(), [](const Plan& x, const Plan& y) { return x.SameAs(y); });
 }
 
 }  // namespace
@@ -200,7 +202,7 @@ absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const Tie
                                               absl::Span<const JobHolding> jobs) {
   Budgets budgets(budget, used, jobs);
   absl::Status refused;
-  std::vector<Plan> best, second;
+  CheapestTwo<std::vector<Plan>> two;
   for (const Choice& choice : budgets.choices()) {
     absl::StatusOr<std::vector<Plan>> plans = budgets.By(choice);
     if (!plans.ok()) {
@@ -208,21 +210,19 @@ absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const Tie
       continue;
     }
     if (jobs.empty()) return plans;
-    if (Same(*plans, best) || Same(*plans, second)) continue;
+    if (Same(*plans, two.best()) || Same(*plans, two.second())) continue;
     const double cost = budgets.CostOf(*plans);
-    if (best.empty() || cost < budgets.CostOf(best)) {
-      second = std::exchange(best, *std::move(plans));
-    } else if (second.empty() || cost < budgets.CostOf(second)) {
-      second = *std::move(plans);
+    two.Offer(*std::move(plans), cost);
+  }
+  if (two.best() == nullptr) return refused;
+  std::vector<Plan>& best = *two.best();
+  for (size_t i = 0; two.second() != nullptr && i < best.size(); ++i) {
+    const Plan& second = (*two.second())[i];
+    if (second.prediction.has_value() && !second.SameAs(best[i])) {
+      best[i].runner_up = {second.choice, *second.prediction};
     }
   }
-  if (best.empty()) return refused;
-  for (size_t i = 0; i < second.size(); ++i) {
-    if (second[i].prediction.has_value() && !second[i].SameAs(best[i])) {
-      best[i].runner_up = {second[i].choice, *second[i].prediction};
-    }
-  }
-  return best;
+  return std::move(best);
 }
 
 }  // namespace ballast::storage

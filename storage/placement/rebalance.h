@@ -25,16 +25,16 @@ struct JobHolding {
   StepShape shape;
 };
 
-// Every choice of MakePlan for which a plan exists is compared, the same for all jobs: by the seconds of 100 steps, and
-// of the moves before them. So a plan moves more than it must only where that pays for itself within 100 steps
-// (kStepsToRepay). Without a machine's profile the first choice is taken. Slices stay in memory, or read back, as they
-// are.
+// Compares every choice of MakePlan that fits, the same for all jobs, by the seconds of 100 steps and of the moves
+// before them. So a plan moves more than it must only if the faster steps repay the moves within 100 steps
+// (kStepsToRepay). Without a machine's profile it takes the first choice. Slices stay in memory, or are read back, as
+// before.
 //
 // State moves between the tiers, and a working copy leaves HBM with its state. If DRAM has no room for all working
-// copies, the jobs that can do without drop some, in proportion to the size of their copies; dropped copies do not come
-// back. Everything else in `used` stays. The
-// jobs share the HBM and DRAM left for state in proportion to the size of their state. Returns a plan for each job, in
-// the same order, with all its chunks. RESOURCE_EXHAUSTED (BUDGET) names the tier and the missing bytes.
+// copies, each job that can do without drops some, in proportion to the size of its copies; dropped copies do not come
+// back. Everything else in `used` stays. Jobs share the HBM and DRAM that are left for state, in proportion to the size
+// of their state. Returns a plan for each job, in the same order, with all its chunks. RESOURCE_EXHAUSTED (BUDGET)
+// names the tier and the missing bytes.
 absl::StatusOr<std::vector<Plan>> PlanBudgets(const TierBytes& budget, const TierBytes& used,
                                               absl::Span<const JobHolding> jobs);
 

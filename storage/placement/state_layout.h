@@ -1,9 +1,8 @@
 // Layout of a chunk's state in memory and on disk: the fp32 master, then each moment (its values, then the scales of
-// 8-bit formats). In place of the master may be its remainder: the bits that the chunk's working copy lacks. Or the
-// master is the trainer's parameter, and takes no bytes here. The state of a frozen chunk is its working copy alone, in
-// the place of the master. Every array starts at a multiple of 4096 bytes, so that an array can be read from disk
-// alone. Behind the arrays is room for a label (chunk/extent_label.h), so that a state and its label are written in a
-// single write.
+// 8-bit formats). Instead of the master, a layout may have its remainder: the bits that the chunk's working copy lacks.
+// Or the trainer's parameter is the master, which then takes no bytes here. A frozen chunk's state is only its working
+// copy, in the place of the master. Every array starts at a multiple of 4096 bytes, so that a server can read it alone.
+// Behind the arrays is room for a label (store/extent_label.h), so that one write has both.
 #pragma once
 
 #include <cstdint>
@@ -84,7 +83,7 @@ class StateLayout {
   uint64_t WorkingBytes(uint64_t elements) const {
     return working_copies() ? Pad(elements * working_element_bytes()) : 0;
   }
-  // Has the chunk a working copy beside its state?
+  // True if the chunk has a working copy in addition to its state.
   bool working_copies() const { return has_working_copies_ && frozen_ == Frozen::kNo; }
   // Is the master its working copy and a remainder?
   bool keeps_remainder() const { return working_copies() && optimizer_.master == kernels::MasterFormat::kRemainder; }

@@ -1,6 +1,7 @@
 #include "ballast/storage/placement/step_events.h"
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <limits>
 #include <vector>
@@ -48,6 +49,16 @@ class Playing {
   void StartReads();
   bool StartWorker();
   bool Done() const { return worker_ == work_.size() && stores_.active.empty() && log_ <= 0 && flush_ <= 0; }
+  // What goes on, and how fast: seconds of the worker's work, and bytes of each transfer, per second.
+  struct Pace {
+    bool computes = false;
+    std::array<bool, 3> writing = {};  // the log, flushes, the spill
+    size_t reads = 0, writes = 0;      // side by side
+    double worker = 1, read = 0, write = 0;
+  };
+  Pace PaceNow() const;
+  // Seconds until the first of them ends.
+  double UntilNextEnd(const Pace& now) const;
   void Advance();
   // Takes `amount` bytes from each transfer; `ended` is called with the chunks of those that end.
   template <typename Ended>
@@ -126,44 +137,54 @@ void Playing::Go(Stream* stream, double amount, Ended ended) {
   });
 }
 
-void Playing::Advance() {
-  double* const writes_of_all[] = {&log_, &flush_, &spill_};
-  const bool spills = begun_ && busy_ <= 0 && spill_ > 0;
-  const bool active[] = {log_ > 0, flush_ > 0, spills};
-  const size_t reads = states_.active.size() + gradients_.active.size();
-  const size_t writes = stores_.active.size() + active[0] + active[1] + active[2];
-  const bool both = reads > 0 && writes > 0;
-  const bool computes = begun_ && busy_ > 0, disturbed = computes && reads + writes > 0;
-  const double worker = disturbed ? side_by_side_.worker : 1, speed = disturbed ? side_by_side_.disk : 1;
-  const double read =
-      speed * (both ? disk_.BesideWrites() : disk_.read) / static_cast<double>(std::max<size_t>(reads, 1));
-  const double write =
-      speed * (both ? disk_.BesideReads() : disk_.write) / static_cast<double>(std::max<size_t>(writes, 1));
+Playing::Pace Playing::PaceNow() const {
+  Pace now;
+  now.computes = begun_ && busy_ > 0;
+  now.writing = {log_ > 0, flush_ > 0, begun_ && busy_ <= 0 && spill_ > 0};
+  now.reads = states_.active.size() + gradients_.active.size();
+  now.writes = stores_.active.size() + now.writing[0] + now.writing[1] + now.writing[2];
+  const bool both = now.reads > 0 && now.writes > 0, disturbed = now.computes && now.reads + now.writes > 0;
+  const double speed = disturbed ? side_by_side_.disk : 1;
+  now.worker = disturbed ? side_by_side_.worker : 1;
+  now.read = speed * (both ? disk_.BesideWrites() : disk_.read) / static_cast<double>(std::max<size_t>(now.reads, 1));
+  now.write = speed * (both ? disk_.BesideReads() : disk_.write) / static_cast<double>(std::max<size_t>(now.writes, 1));
+  return now;
+}
+
+double Playing::UntilNextEnd(const Pace& now) const {
   double seconds = std::numeric_limits<double>::max();
-  if (computes) seconds = busy_ / worker;
+  if (now.computes) seconds = busy_ / now.worker;
   for (const Stream* stream : {&states_, &gradients_, &stores_}) {
     for (const Transfer& transfer : stream->active) {
-      seconds = std::min(seconds, transfer.left / (stream == &stores_ ? write : read));
+      seconds = std::min(seconds, transfer.left / (stream == &stores_ ? now.write : now.read));
     }
   }
-  for (size_t i = 0; i < std::size(active); ++i) {
-    if (active[i]) seconds = std::min(seconds, *writes_of_all[i] / write);
+  const double left[] = {log_, flush_, spill_};
+  for (size_t i = 0; i < std::size(left); ++i) {
+    if (now.writing[i]) seconds = std::min(seconds, left[i] / now.write);
   }
-  if (reads + writes == 0 && disk_left_ > 0.5) times_.disk_idle += seconds;
+  return seconds;
+}
+
+void Playing::Advance() {
+  const Pace now = PaceNow();
+  const double seconds = UntilNextEnd(now);
+  if (now.reads + now.writes == 0 && disk_left_ > 0.5) times_.disk_idle += seconds;
   times_.total += seconds;
-  if (computes) Take(&busy_, seconds * worker);
-  for (size_t i = 0; i < std::size(active); ++i) {
-    if (!active[i]) continue;
-    const double before = *writes_of_all[i];
-    Take(writes_of_all[i], seconds * write);
-    disk_left_ -= before - *writes_of_all[i];
+  if (now.computes) Take(&busy_, seconds * now.worker);
+  double* const left[] = {&log_, &flush_, &spill_};
+  for (size_t i = 0; i < std::size(left); ++i) {
+    if (!now.writing[i]) continue;
+    const double before = *left[i];
+    Take(left[i], seconds * now.write);
+    disk_left_ -= before - *left[i];
   }
-  Go(&states_, seconds * read, [&](size_t chunk) {
+  Go(&states_, seconds * now.read, [&](size_t chunk) {
     --waits_for_[chunk];
     loading_ -= work_[chunk].state_read;
   });
-  Go(&gradients_, seconds * read, [&](size_t chunk) { --waits_for_[chunk]; });
-  Go(&stores_, seconds * write, [&](size_t) { ++slots_; });
+  Go(&gradients_, seconds * now.read, [&](size_t chunk) { --waits_for_[chunk]; });
+  Go(&stores_, seconds * now.write, [&](size_t) { ++slots_; });
 }
 
 StepTimes Playing::Run() {

@@ -1,5 +1,5 @@
 // A step as events on three resources: the worker that updates chunks one after the other, the disk's reads, and its
-// writes. Bytes flow at the measured speeds; nothing is done earlier than storage/update does it:
+// writes. Bytes flow at the measured speeds; nothing is done earlier than storage/store does it:
 // - Reads of state go ahead in the order of the update, 24 MiB of them together, while there is a free slot; a slot is
 //   free again once its new state is written. Reads of gradients go ahead beside them, with slots of their own.
 // - The worker waits for the reads of its chunk. Kernels, digests and the GPU's link keep it busy, one after the other.

@@ -15,10 +15,10 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/kernels/thread_pool.h"
-#include "ballast/storage/chunk/chunk_update.h"
-#include "ballast/storage/chunk/extent_label.h"
 #include "ballast/storage/io/interrupt.h"
 #include "ballast/storage/placement/placement.h"
+#include "ballast/storage/store/chunk_update.h"
+#include "ballast/storage/store/extent_label.h"
 #include "ballast/storage/store/scrubbed_extent.h"
 #include "ballast/storage/tier/tiers.h"
 
@@ -36,11 +36,11 @@ struct ChunkToAdd {
 using Admit = absl::FunctionRef<absl::Status(uint64_t bytes)>;
 inline absl::Status Admitted(uint64_t) { return absl::OkStatus(); }
 
-struct StoreCore;
+class StoreCore;
 
 // Threads: Run, Add, pins and unpins from one thread at a time; reads from any thread, at any time. A read sees a chunk
 // before or after an update, never in between. A caller that needs an exact version must order reads and runs, as
-// services/job does.
+// services/job_state does.
 class ChunkStore {
  public:
   // Borrows `tiers` and `compute`, both of which must outlive the store; without `compute`, Run computes on its
@@ -54,14 +54,14 @@ class ChunkStore {
              std::optional<DurableOptions> durable = std::nullopt)
       : ChunkStore(tiers, StateLayout(optimizer), compute, std::move(durable)) {}
   ~ChunkStore();  // durable state stays on the disk
-  // Call before destroying a durable store whose data nobody needs any more: the destructor then frees the extents.
+  // Call before destroying a durable store whose data is no longer needed: the destructor then frees the extents.
   void Discard();
 
   // Appends chunks of these sizes (elements), placed as `plan` says (one entry per size). New chunks are zero in every
   // tier. RESOURCE_EXHAUSTED (BUDGET, DISK_FULL) if a tier lacks space; then nothing was added. All space that runs of
   // a durable store need is taken here and in PinDurably: a full disk refuses these two, and no run. Chunks with a
   // durable state are read back: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written, INTERNAL
-  // (IO). `interrupt`: asked before each of the latter; after its error nobody may use the store.
+  // (IO). `interrupt`: asked before each of the latter; after its error the store must not be used.
   absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan, Interrupt interrupt = Uninterrupted);
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;
@@ -163,7 +163,7 @@ class ChunkStore {
   // RESOURCE_EXHAUSTED (BUDGET, DISK_FULL); DATA_LOSS (IO) if the NVMe tier did not keep the extent.
   absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept, bool automatic = false);
   // Reads all state that the pin keeps: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written.
-  // FAILED_PRECONDITION (VERSION_GONE) if there is no such pin. Blocks. Not beside Run.
+  // FAILED_PRECONDITION (VERSION_GONE) if there is no such pin. Blocks. Not while Run runs.
   // `interrupt`: asked before each chunk.
   absl::Status VerifyPin(int64_t version, Interrupt interrupt);
   // Drops the pin and frees what nothing else needs. REQUIRES: the pin is not recorded any more.
@@ -178,7 +178,7 @@ class ChunkStore {
   // Reads the moments that a restart has left on the disk, of a chunk whose state lies in memory; its next update has
   // them then. DATA_LOSS (CHECKSUM), INTERNAL (IO): nothing has changed.
   absl::Status LoadMoments(uint64_t chunk);
-  // Writes the extent anew from the state in memory, and syncs. REQUIRES: in_memory, and neither dirty, kept nor
+  // Rewrites the extent from the state in memory, and syncs. REQUIRES: in_memory, and neither dirty, kept nor
   // moments_unread.
   // DATA_LOSS (CHECKSUM): memory does not hold that state. INTERNAL (IO): not written; after a failed sync the store
   // refuses every further run.

@@ -3,35 +3,28 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/storage/chunk/remainder.h"
-#include "ballast/storage/update/state_update.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/storage/store/remainder.h"
+#include "ballast/storage/store/state_update.h"
 
 namespace ballast::storage {
 namespace {
 constexpr char kWhat[] = "a pinned copy of a chunk's state";
 }  // namespace
 
-CopyOnWrite::CopyOnWrite(const StoredChunk& chunk, uint64_t run) {
-  absl::ReaderMutexLock lock(&chunk.mutex);
-  copy_.from = chunk.updated_in;
-  copy_.to = run;
-  copy_.layout = chunk.layout.Whole();
-}
-
-CopyOnWrite CopyOnWrite::Lost(const StoredChunk& chunk, uint64_t run, const absl::Status& lost) {
-  CopyOnWrite copy(chunk, run);
+CopyOnWrite CopyOnWrite::Lost(const StoredChunk& chunk, const absl::Status& lost) {
+  CopyOnWrite copy(chunk);
   copy.copy_.lost = lost;
   return copy;
 }
 
 absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, const std::shared_ptr<Account>& account,
-                                                 ChunkReader* reader, const StoredChunk& chunk, uint64_t run,
-                                                 const std::byte* loaded, bool extent_is_kept) {
-  CopyOnWrite copy(chunk, run);
-  if (copy.copy_.from == 0) {
-    copy.copy_.zero = true;
-    return copy;
+                                                 ChunkReader* reader, const StoredChunk& chunk, const std::byte* loaded,
+                                                 bool extent_is_kept) {
+  CopyOnWrite copy(chunk);
+  {
+    absl::ReaderMutexLock lock(&chunk.mutex);
+    if (chunk.history.zero()) return copy;
   }
   // Without room for the read buffer an extent could not be read back.
   absl::Status no_extent;
@@ -40,7 +33,7 @@ absl::StatusOr<CopyOnWrite> CopyOnWrite::Prepare(Tiers* tiers, const std::shared
     if (extent.ok()) extent->Charge(account);
     // The working copy of a remainder is about to change, so the chunk's extent is no copy.
     const bool whole = !chunk.layout.keeps_remainder();
-    const bool inherits = chunk.placement.state == TierKind::kNvme && !extent_is_kept && whole;
+    const bool inherits = chunk.memory.tier() == TierKind::kNvme && !extent_is_kept && whole;
     if (extent.ok() && inherits) {
       copy.fresh_ = *std::move(extent);
       return copy;
@@ -69,7 +62,7 @@ void CopyOnWrite::CopyWhole(const StoredChunk& chunk, const std::byte* from, std
   }
   const StateView state = chunk.View(const_cast<std::byte*>(from)), whole{&copy_.layout, to, chunk.elements};
   absl::ReaderMutexLock lock(&chunk.mutex);
-  JoinMaster(state, chunk.working, 0, {whole.master(), chunk.elements});
+  JoinMaster(state, chunk.memory.working(), 0, {whole.master(), chunk.elements});
   std::byte* const behind = to + copy_.layout.UsedBytes(StateArray::kMaster, chunk.elements);
   std::byte* const moments = whole.array(StateArray::kMoment1);
   std::memset(behind, 0, static_cast<size_t>(moments - behind));
@@ -78,11 +71,11 @@ void CopyOnWrite::CopyWhole(const StoredChunk& chunk, const std::byte* from, std
 
 absl::Status CopyOnWrite::FillExtent(Tiers* tiers, const std::shared_ptr<Account>& account, ChunkReader* reader,
                                      const StoredChunk& chunk, const std::byte* loaded) {
-  if (chunk.placement.state == TierKind::kHbm) {
+  if (chunk.memory.tier() == TierKind::kHbm) {
     BALLAST_ASSIGN_OR_RETURN(copy_.digests, reader->Spill(chunk, copy_.extent.home(), copy_.extent.offset()));
     return absl::OkStatus();
   }
-  const std::byte* state = loaded != nullptr ? loaded : chunk.state;
+  const std::byte* state = loaded != nullptr ? loaded : chunk.memory.state();
   DramBlock whole;  // for as long as it takes to write it
   if (chunk.layout.keeps_remainder()) {
     BALLAST_ASSIGN_OR_RETURN(
@@ -103,24 +96,23 @@ absl::Status CopyOnWrite::FillDram(Tiers* tiers, const std::shared_ptr<Account>&
   BALLAST_ASSIGN_OR_RETURN(copy_.dram,
                            tiers->dram()->Allocate(bytes(chunk), kWhat, DramTier::Limit::kBudget, TierPart::kPins));
   copy_.dram.Charge(account);
-  tiers->CountMove(chunk.placement.state, TierKind::kDram, MoveReason::kPin, bytes(chunk));
+  tiers->CountMove(chunk.memory.tier(), TierKind::kDram, MoveReason::kPin, bytes(chunk));
   tiers->CountTraffic(TierKind::kDram, 0, bytes(chunk));
-  if (chunk.placement.state == TierKind::kHbm) {
+  if (chunk.memory.tier() == TierKind::kHbm) {
     tiers->CountTraffic(TierKind::kHbm, bytes(chunk), 0);
-    return tiers->hbm()->CopyOut(chunk.state, copy_.dram.bytes());
+    return tiers->hbm()->CopyOut(chunk.memory.state(), copy_.dram.bytes());
   }
-  CopyWhole(chunk, loaded != nullptr ? loaded : chunk.state, copy_.dram.bytes().data());
+  CopyWhole(chunk, loaded != nullptr ? loaded : chunk.memory.state(), copy_.dram.bytes().data());
   return absl::OkStatus();
 }
 
-void CopyOnWrite::Install(StoredChunk& chunk) && {
+void CopyOnWrite::Install(StoredChunk& chunk, uint64_t run) && {
   if (fresh_.has_value()) {
-    copy_.extent = std::move(chunk.extent);
+    copy_.extent = chunk.on_disk.MoveTo(*std::move(fresh_));
     copy_.extent.Mark(TierPart::kPins);
-    copy_.digests = chunk.digests;
-    chunk.extent = *std::move(fresh_);
+    copy_.digests = chunk.on_disk.digests();
   }
-  chunk.copies.push_back(std::move(copy_));
+  chunk.history.Keep(std::move(copy_), run);
 }
 
 }  // namespace ballast::storage

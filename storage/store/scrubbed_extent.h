@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "absl/status/status.h"
-#include "ballast/storage/chunk/extent_label.h"
+#include "ballast/storage/store/extent_label.h"
 
 namespace ballast::storage {
 

@@ -1,13 +1,14 @@
 // How class ChunkStore answers reads, of chunks as they are now and as pins keep them.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/storage/store/coded_values.h"
 #include "ballast/storage/store/store_core.h"
-#include "ballast/storage/update/coded_values.h"
 
 namespace ballast::storage {
 namespace {
@@ -100,35 +101,36 @@ absl::Status StoreCore::ReadRounded(const StoredChunk& chunk, uint64_t begin, ui
   absl::ReaderMutexLock reading(&chunk.reading);
   const auto read = [&](uint64_t at, uint64_t bytes, ChunkReader::Sink sink) {
     chunk.reading.AssertReaderHeld();
-    return reader.Read(chunk, StateArray::kMaster, at, bytes, sink);
+    return buffers.reader.Read(chunk, StateArray::kMaster, at, bytes, sink);
   };
   uint64_t updated_in = 0;
   bool on_disk = false;
   {
     absl::ReaderMutexLock lock(&chunk.mutex, chunk.unchanging());
-    updated_in = chunk.updated_in;
-    on_disk = chunk.placement.state == TierKind::kNvme && updated_in > 0 && chunk.staged == nullptr;
+    updated_in = chunk.history.updated_in();
+    on_disk = chunk.memory.tier() == TierKind::kNvme && updated_in > 0 && chunk.on_disk.staged() == nullptr;
   }
   const uint64_t width = chunk.layout.working_element_bytes(), bytes = chunk.elements * width;
-  if (!on_disk || bytes > pulled.slot_bytes() || chunk.layout.frozen() != Frozen::kNo) {
+  if (!on_disk || bytes > buffers.pulled.slot_bytes() || chunk.layout.frozen() != Frozen::kNo) {
     return ReadAsWorking(chunk, begin, count, to, read);
   }
-  return pulled.Read(
+  return buffers.pulled.Read(
       chunk.index, updated_in, bytes, begin * width, {to, count * width},
       [&](absl::Span<std::byte> copy) { return ReadAsWorking(chunk, 0, chunk.elements, copy.data(), read); });
 }
 
 absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<std::byte> to) const {
-  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->chunks.Find(index));
   const uint64_t width = core_->layout.working_element_bytes();
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
   {
     absl::ReaderMutexLock lock(&chunk->mutex, chunk->unchanging());
-    if (chunk->working != nullptr) {
-      core_->tiers->CountTraffic(*chunk->placement.working, to.size(), 0);
-      const std::byte* const from = chunk->working + begin * width;
-      if (chunk->placement.working == TierKind::kHbm) return core_->tiers->hbm()->CopyOut(from, to);
+    if (chunk->memory.working() != nullptr) {
+      const TierKind tier = *chunk->memory.placement().working;
+      core_->tiers->CountTraffic(tier, to.size(), 0);
+      const std::byte* const from = chunk->memory.working() + begin * width;
+      if (tier == TierKind::kHbm) return core_->tiers->hbm()->CopyOut(from, to);
       std::copy_n(from, to.size(), to.data());
       return absl::OkStatus();
     }
@@ -137,38 +139,28 @@ absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<
 }
 
 absl::Status ChunkStore::ReadState(uint64_t index, StateArray array, uint64_t begin, absl::Span<float> to) const {
-  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->chunks.Find(index));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, to.size()));
   return ReadAsF32(*chunk, array, begin, to, [&](uint64_t at, uint64_t count, ChunkReader::Sink sink) {
     absl::ReaderMutexLock reading(&chunk->reading);
-    return core_->reader.Read(*chunk, array, at, count, sink);
+    return core_->buffers.reader.Read(*chunk, array, at, count, sink);
   });
 }
 
 absl::Status ChunkStore::Pin(int64_t pin) {
-  absl::MutexLock lock(&core_->mutex);
-  core_->pins.emplace(pin, StoreCore::PinPoint{core_->runs, core_->chunks.size()});
+  core_->pins.Pin(pin, core_->chunks.count());
   return absl::OkStatus();
 }
 
 void ChunkStore::Unpin(int64_t pin) {
   // The chunk's record may name a copy's extent. After an error all copies stay until the store's end.
   if (!Harden().ok()) return;
-  std::vector<uint64_t> kept;
-  std::vector<StoredChunk*> chunks;
-  {
-    absl::MutexLock lock(&core_->mutex);
-    if (core_->pins.erase(pin) == 0) return;
-    for (const auto& [other, point] : core_->pins) kept.push_back(point.runs);
-    for (StoredChunk& chunk : core_->chunks) chunks.push_back(&chunk);
-  }
-  const auto unused = [&](const PinnedCopy& copy) {
-    return std::none_of(kept.begin(), kept.end(), [&](uint64_t runs) { return copy.from <= runs && runs < copy.to; });
-  };
-  for (StoredChunk* chunk : chunks) {
+  const std::optional<std::vector<uint64_t>> kept = core_->pins.Unpin(pin);
+  if (!kept.has_value()) return;
+  for (StoredChunk* chunk : core_->chunks.All()) {
     absl::MutexLock reading(&chunk->reading);
     absl::MutexLock lock(&chunk->mutex);
-    chunk->copies.erase(std::remove_if(chunk->copies.begin(), chunk->copies.end(), unused), chunk->copies.end());
+    chunk->history.DropUnused(*kept);
   }
 }
 
@@ -176,27 +168,18 @@ std::vector<int64_t> StoreCore::PinsOf(const StoredChunk& chunk) const {
   uint64_t updated_in = 0;
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
-    updated_in = chunk.updated_in;
+    updated_in = chunk.history.updated_in();
   }
-  std::vector<int64_t> versions;
-  absl::ReaderMutexLock lock(&mutex);
-  for (const auto& [version, point] : pins) {
-    if (chunk.index < point.chunks && point.runs >= updated_in) versions.push_back(version);
-  }
-  std::sort(versions.begin(), versions.end());
-  return versions;
+  return pins.Of(chunk.index, updated_in);
 }
 
 uint64_t ChunkStore::CopyBytes(absl::Span<const ChunkUpdate> updates) const {
-  {
-    absl::ReaderMutexLock lock(&core_->mutex);
-    if (core_->pins.empty()) return 0;
-  }
+  if (!core_->versions.has_value() || core_->pins.empty()) return 0;
   uint64_t bytes = 0;
   for (const ChunkUpdate& update : updates) {
-    const absl::StatusOr<StoredChunk*> chunk = core_->Find(update.chunk);
+    const absl::StatusOr<StoredChunk*> chunk = core_->chunks.Find(update.chunk);
     // Of a chunk that was never updated a copy is zero, and takes nothing.
-    if (!chunk.ok() || !(*chunk)->has_state() || core_->PinsOf(**chunk).empty()) continue;
+    if (!chunk.ok() || !core_->versions->Of(**chunk).has_state() || core_->PinsOf(**chunk).empty()) continue;
     bytes += (*chunk)->layout.Whole().StateBytes((*chunk)->elements);
   }
   return bytes;
@@ -207,32 +190,24 @@ absl::Status StoreCore::ReadPinned(int64_t pin, const StoredChunk& chunk, StateA
   const absl::Status gone = model::Error(
       absl::StatusCode::kFailedPrecondition, model::kVersionGone,
       absl::StrCat("version ", pin, " of chunk ", chunk.index, " is not pinned; pin it while it is current"));
-  uint64_t runs_before = 0;
-  {
-    absl::ReaderMutexLock lock(&mutex);
-    const auto found = pins.find(pin);
-    if (found == pins.end()) return gone;
-    if (chunk.index >= found->second.chunks) return gone;
-    runs_before = found->second.runs;
-  }
+  const std::optional<uint64_t> runs_before = pins.RunsBefore(pin, chunk.index);
+  if (!runs_before.has_value()) return gone;
   absl::ReaderMutexLock reading(&chunk.reading);
   bool updated = false;
   const PinnedCopy* pinned = nullptr;
   {
     absl::ReaderMutexLock lock(&chunk.mutex, chunk.unchanging());
-    updated = chunk.updated_in > runs_before;
-    for (const PinnedCopy& copy : chunk.copies) {
-      if (copy.from <= runs_before && runs_before < copy.to) pinned = &copy;
-    }
+    updated = chunk.history.updated_in() > *runs_before;
+    pinned = chunk.history.Find(*runs_before);
   }
-  if (!updated) return reader.Read(chunk, array, begin, count, sink);
+  if (!updated) return buffers.reader.Read(chunk, array, begin, count, sink);
   if (pinned == nullptr) return gone;  // unpinned since
-  return reader.ReadCopy(chunk, *pinned, array, begin, count, sink);
+  return buffers.reader.ReadCopy(chunk, *pinned, array, begin, count, sink);
 }
 
 absl::Status ChunkStore::ReadPinnedState(int64_t pin, uint64_t index, StateArray array, uint64_t begin,
                                          absl::Span<float> to) const {
-  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->chunks.Find(index));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, to.size()));
   return ReadAsF32(*chunk, array, begin, to, [&](uint64_t at, uint64_t count, ChunkReader::Sink sink) {
     return core_->ReadPinned(pin, *chunk, array, at, count, sink);
@@ -242,7 +217,7 @@ absl::Status ChunkStore::ReadPinnedState(int64_t pin, uint64_t index, StateArray
 // The working copy is the rounded master at all times, so a pin need not keep it.
 absl::Status ChunkStore::ReadPinnedWorking(int64_t pin, uint64_t index, uint64_t begin,
                                            absl::Span<std::byte> to) const {
-  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->Find(index));
+  BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->chunks.Find(index));
   const uint64_t width = core_->layout.working_element_bytes();
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
   BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));

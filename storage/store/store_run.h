@@ -14,9 +14,9 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/kernels/thread_pool.h"
+#include "ballast/storage/store/log_reads.h"
+#include "ballast/storage/store/state_update.h"
 #include "ballast/storage/store/store_core.h"
-#include "ballast/storage/update/log_reads.h"
-#include "ballast/storage/update/state_update.h"
 
 namespace ballast::storage {
 
@@ -30,7 +30,7 @@ class StoreRun {
   absl::Status Run(absl::Span<const ChunkUpdate> updates, const ReadBack& read_back, Interrupt interrupt);
 
  private:
-  // An update on its way. From StartPieces or StartOnDevice to Settle its chunk is `changing`, and threads compute the
+  // An update on its way. From StartPieces or StartOnDevice to Settle its chunk is changing, and threads compute the
   // pieces, or the device the whole.
   struct Begun {
     size_t index = 0;
@@ -43,9 +43,7 @@ class StoreRun {
     absl::Status unreadable;  // of a restore: the old state could not be read
     bool stores = false;      // the new state goes to the disk
     NvmeExtent fresh = {};
-    ArrayDigests expected = {};
-    const BlockFile* read_file = nullptr;  // null if nothing was read
-    uint64_t read_from = 0;
+    WrittenState read = {};  // the state from the disk
     std::unique_ptr<StateUpdate> work = nullptr;
     std::unique_ptr<kernels::ThreadPool::Batch> pieces = nullptr;
     HbmWork on_device = {};  // in place of `work` and `pieces`
@@ -63,15 +61,28 @@ class StoreRun {
   // Moments of state in DRAM that a restart has left on the disk, of all chunks whose updates need them.
   absl::Status LoadMoments(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks,
                            Interrupt interrupt);
+  // The queue for what goes between disk and memory; null if nothing does.
+  absl::StatusOr<IoQueue*> QueueFor(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks);
+  // Begins all updates, in order. `interrupted`: the error of `interrupt` at which it stopped.
+  absl::Status BeginAll(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks,
+                        Interrupt interrupt, absl::Status* interrupted);
+  // Ends what was begun, and records it. `status`: BeginAll's.
+  absl::Status End(absl::Status status);
   // Are so many updates under way that the oldest should end before another begins?
   bool Enough() const;
   // Begins update i, or applies it whole. Ends earlier updates first where it would have to wait for anything else.
   absl::Status Begin(size_t i, const ChunkUpdate& update, StoredChunk& chunk);
+  // NVMe state on its way into a staging slot.
+  absl::Status LoadState(Begun& next);
+  // Where somebody reads the chunk, ends all earlier updates: the read may hang, and they do not wait for it.
+  absl::Status FinishBeforeReader(StoredChunk& chunk);
   void StartPieces(Begun next, std::optional<CopyOnWrite> copy);
   // For an update in a device's memory that nothing else waits for.
   absl::Status StartOnDevice(Begun next);
   // For a restored state, and for an update of a device's memory of which a version or a copy goes to the disk.
   absl::Status ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy);
+  // Reads the pinned state of `next` in place of the chunk's.
+  absl::Status Restore(Begun& next, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   // The state that the update replaces, for `pins`. A restore goes on where that state cannot be read: the pins lose
   // the chunk, and no restore needs what it replaces.
   absl::StatusOr<CopyOnWrite> CopyForPins(Begun& next, absl::Span<const int64_t> pins);
@@ -89,20 +100,6 @@ class StoreRun {
   absl::Status Conclude(const Begun& changed);
   // Durable store: takes an extent for the chunk's next version, after hardening older versions if room is short.
   absl::StatusOr<NvmeExtent> MakeRoom(const StoredChunk& chunk);
-  // Durable store: begins the chunk's next version in the extent `fresh`, which is empty if the chunk's extent is fresh
-  // already. Labels `state`, in host memory, for its way to the extent.
-  void StartVersion(StoredChunk& chunk, std::byte* state, int64_t version, NvmeExtent fresh)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
-  // As StartVersion, for state on a device, which it writes to the extent; readers of the working copy do not wait.
-  absl::Status SpillVersion(StoredChunk& chunk, int64_t version, NvmeExtent fresh)
-      ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
-  DurableChunk EntryOf(const StoredChunk& chunk, int64_t version, const NvmeExtent& extent) const;
-  // The chunk moves on to the version `entry`.
-  void TakeVersion(StoredChunk& chunk, const DurableChunk& entry, NvmeExtent fresh)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
-  absl::Status ApplyOnDevice(const ChunkUpdate& update, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
-  // ApplyOnDevice for an update of the master: queues values, rounding and segments.
-  absl::Status QueueUpdate(const ChunkUpdate& update, const StoredChunk& chunk, HbmQueue& queue) const;
   void CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) const;
 
   // `work`, which `stage` names for the observer.

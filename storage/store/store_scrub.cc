@@ -12,25 +12,25 @@ namespace ballast::storage {
 std::vector<ScrubbedExtent> StoreScrub::ExtentsOf(const StoreCore& core, const StoredChunk& chunk) {
   std::vector<ScrubbedExtent> extents;
   const bool durable = core.versions.has_value();
-  ScrubbedExtent newest{.chunk = chunk.index, .entry = chunk.newest};
+  ScrubbedExtent newest{.chunk = chunk.index, .entry = durable ? core.versions->Of(chunk).newest() : DurableChunk()};
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
-    newest.in_memory = chunk.placement.state != TierKind::kNvme;
-    newest.moments_unread = chunk.moments_unread;
-    newest.dirty = chunk.dirty;
-    newest.updated_in = chunk.updated_in;
-    if (!durable && !newest.in_memory && chunk.updated_in > 0) {
+    newest.in_memory = chunk.memory.tier() != TierKind::kNvme;
+    newest.moments_unread = chunk.on_disk.moments_unread();
+    newest.dirty = durable && core.versions->Of(chunk).dirty();
+    newest.updated_in = chunk.history.updated_in();
+    if (!durable && !newest.in_memory && !chunk.history.zero()) {
       newest.entry = {.id = chunk.index,
-                      .offset = chunk.extent.offset(),
+                      .offset = chunk.on_disk.extent().offset(),
                       .bytes = chunk.state_bytes(),
                       .elements = chunk.elements,
-                      .digests = chunk.digests,
-                      .file = chunk.extent.file_id()};
+                      .digests = chunk.on_disk.digests(),
+                      .file = chunk.on_disk.extent().file_id()};
     }
   }
   if (newest.entry.bytes > 0) extents.push_back(newest);
   if (!durable) return extents;
-  for (const DurableChunk& entry : core.durable_pins->Of(chunk.index)) {
+  for (const DurableChunk& entry : core.versions->pins.Of(chunk.index)) {
     if (newest.entry.version >= 0 && entry.offset == newest.entry.offset && entry.file == newest.entry.file) continue;
     extents.push_back({.chunk = chunk.index, .entry = entry, .kept = true});
   }
@@ -38,15 +38,14 @@ std::vector<ScrubbedExtent> StoreScrub::ExtentsOf(const StoreCore& core, const S
 }
 
 bool StoreScrub::Advance(const StoreCore& core) {
-  absl::ReaderMutexLock lock(&core.mutex);
   if (!std::exchange(begun_, true)) {
     pass_bytes_ = 0;
-    for (const StoredChunk& chunk : core.chunks) {
-      for (const ScrubbedExtent& extent : ExtentsOf(core, chunk)) pass_bytes_ += extent.entry.bytes;
+    for (const StoredChunk* chunk : core.chunks.All()) {
+      for (const ScrubbedExtent& extent : ExtentsOf(core, *chunk)) pass_bytes_ += extent.entry.bytes;
     }
   }
-  for (; chunk_ < core.chunks.size(); ++chunk_, extent_ = 0) {
-    const std::vector<ScrubbedExtent> extents = ExtentsOf(core, core.chunks[chunk_]);
+  for (const uint64_t count = core.chunks.count(); chunk_ < count; ++chunk_, extent_ = 0) {
+    const std::vector<ScrubbedExtent> extents = ExtentsOf(core, **core.chunks.Find(chunk_));
     if (extent_ >= extents.size()) continue;
     current_ = extents[extent_++];
     at_ = 0;
@@ -60,8 +59,8 @@ bool StoreScrub::Advance(const StoreCore& core) {
 
 absl::Status StoreScrub::Finish(const StoreCore& core, const StoredChunk& chunk) const {
   const DurableChunk& entry = current_->entry;
-  if (entry.version >= 0) BALLAST_RETURN_IF_ERROR(core.CheckLabel(chunk, entry, label_.data()));
-  return CompareDigests(core.tiers->nvme()->file(entry.file), chunk, entry.offset, entry.digests, digests_);
+  if (entry.version >= 0) BALLAST_RETURN_IF_ERROR(core.restore.CheckLabel(chunk, entry, label_.data()));
+  return CompareDigests({&core.tiers->nvme()->file(entry.file), entry.offset, entry.digests}, chunk, digests_);
 }
 
 ScrubPiece StoreScrub::Next(const StoreCore& core, absl::Span<std::byte> buffer) {
@@ -70,7 +69,7 @@ ScrubPiece StoreScrub::Next(const StoreCore& core, absl::Span<std::byte> buffer)
     piece.pass_over = true;
     return piece;
   }
-  const absl::StatusOr<StoredChunk*> found = core.Find(current_->chunk);
+  const absl::StatusOr<StoredChunk*> found = core.chunks.Find(current_->chunk);
   const std::vector<ScrubbedExtent> extents = ExtentsOf(core, **found);
   const auto same =
       std::find_if(extents.begin(), extents.end(), [this](const auto& e) { return e.Matches(*current_); });
@@ -105,25 +104,25 @@ ScrubPiece StoreScrub::Next(const StoreCore& core, absl::Span<std::byte> buffer)
 
 // The bytes are the extent's own, so a crash on the way leaves the extent damaged, as it was, or whole.
 absl::Status StoreScrub::Rewrite(StoreCore* core, const ScrubbedExtent& extent) {
-  BALLAST_RETURN_IF_ERROR(core->failed);
-  BALLAST_ASSIGN_OR_RETURN(StoredChunk* const chunk, core->Find(extent.chunk));
+  BALLAST_RETURN_IF_ERROR(core->failed());
+  BALLAST_ASSIGN_OR_RETURN(StoredChunk* const chunk, core->chunks.Find(extent.chunk));
   const DurableChunk& entry = extent.entry;
   NvmeFile* home = nullptr;
   {
     absl::ReaderMutexLock lock(&chunk->mutex);
-    home = chunk->extent.home();
+    home = chunk->on_disk.extent().home();
   }
   const auto no_poll = [] {};
   const Compute with{.pool = core->compute, .poll = no_poll};
   alignas(kIoAlignment) std::array<std::byte, StateLayout::kLabelBytes> label;
-  EncodeLabel(entry, chunk->layout, core->versions->job(), absl::MakeSpan(label));
+  EncodeLabel(entry, chunk->layout, core->versions->extents.job(), absl::MakeSpan(label));
   const uint64_t bytes = chunk->layout.LabelAt(chunk->elements);
   Arena copy;  // of state in HBM
-  std::byte* state = chunk->state;
-  if (chunk->placement.state == TierKind::kHbm) {
+  std::byte* state = chunk->memory.state();
+  if (chunk->memory.tier() == TierKind::kHbm) {
     BALLAST_ASSIGN_OR_RETURN(copy, Arena::Map(chunk->state_bytes()));
     state = copy.bytes().data();
-    BALLAST_RETURN_IF_ERROR(core->tiers->hbm()->CopyOut(chunk->state, copy.bytes().first(bytes)));
+    BALLAST_RETURN_IF_ERROR(core->tiers->hbm()->CopyOut(chunk->memory.state(), copy.bytes().first(bytes)));
   }
   // The extent may be right, and its read have failed: memory that differs must not replace it.
   if (DigestState(chunk->View(state), with) != entry.digests) {
@@ -135,8 +134,7 @@ absl::Status StoreScrub::Rewrite(StoreCore* core, const ScrubbedExtent& extent) 
   BALLAST_RETURN_IF_ERROR(home->Write(entry.offset + chunk->layout.LabelAt(chunk->elements), label));
   core->tiers->CountTraffic(TierKind::kNvme, 0, entry.bytes);
   // After a failed sync nobody knows which writes of the file the disk has.
-  core->failed = StoreCore::Lasting(core->tiers->nvme()->Sync({entry.file}));
-  return core->failed;
+  return core->EndWith(Lasting(core->tiers->nvme()->Sync({entry.file})));
 }
 
 }  // namespace ballast::storage

@@ -11,13 +11,13 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "ballast/storage/chunk/extent_label.h"
-#include "ballast/storage/chunk/stored_chunk.h"
+#include "ballast/storage/store/extent_label.h"
 #include "ballast/storage/store/scrubbed_extent.h"
+#include "ballast/storage/store/stored_chunk.h"
 
 namespace ballast::storage {
 
-struct StoreCore;
+class StoreCore;
 
 // Threads: the store's thread, between runs.
 class StoreScrub {

@@ -4,7 +4,7 @@
 
 #include <mutex>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/block_file.h"
 
 namespace ballast::storage {

@@ -1,6 +1,6 @@
-// CPU memory: arenas, touched at allocation. On a server with a GPU the memory is page-locked for the GPU; otherwise
-// the memory is locked against swapping where the limit of locked memory allows. If the system refuses page-locking,
-// the memory stays pageable, the GPU's copies run at half the speed, and a line in the server's log says so.
+// CPU memory: arenas, touched at allocation. On a server with a GPU the tier page-locks the memory for the GPU.
+// Otherwise it locks the memory against swapping if the limit of locked memory allows. If the system refuses
+// page-locking, the memory stays pageable, the GPU's copies run at half the speed, and the server's log says so.
 #pragma once
 
 #include <atomic>
@@ -19,12 +19,12 @@ class DramBlock {
   DramBlock() = default;
   DramBlock(BudgetLease lease, Arena arena) : lease_(std::move(lease)), arena_(std::move(arena)) {}
   absl::Span<std::byte> bytes() const { return arena_.bytes(); }
-  // From now on `bytes` of the block are of another part of the tier. At most once.
+  // From now on `bytes` of the block count for another part of the tier. Call it at most once.
   void MarkRest(uint64_t bytes, TierPart part) {
     rest_ = lease_.Split(bytes);
     rest_.Mark(part);
   }
-  // From now on the bytes are this account's.
+  // From now on the bytes count for this account.
   void Charge(const std::shared_ptr<Account>& account) {
     lease_.Charge(account);
     rest_.Charge(account);

@@ -12,7 +12,7 @@
 #include "absl/types/span.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
-#include "ballast/storage/counters/gpu_counters.h"
+#include "ballast/storage/tier/gpu_counters.h"
 #include "ballast/storage/tier/ledger.h"
 
 namespace ballast::storage {
@@ -77,7 +77,8 @@ class HbmQueue {
   virtual ~HbmQueue() = default;
   virtual absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) = 0;
   // Updates segments of one chunk. The segments' gradients lie in one piece of host memory, at the same distances as
-  // their masters. First to last segment, with the gaps, span at most kHbmSpanElementsMax elements.
+  // their masters. From the begin of the first segment to the end of the last there are at most kHbmSpanElementsMax
+  // elements.
   virtual absl::Status Update(const kernels::OptimizerSpec& optimizer, absl::Span<const HbmSegment> segments) = 0;
   virtual absl::Status Round(const float* master, uint64_t elements, kernels::Dtype dtype, HbmWorking working) = 0;
 };
@@ -93,7 +94,7 @@ class HbmTier {
   virtual absl::Status CopyIn(absl::Span<const std::byte> host, std::byte* device) = 0;
   virtual absl::Status CopyOut(const std::byte* device, absl::Span<std::byte> host) = 0;
   // Calls `work`, and returns while the GPU does what `work` queued. If `work` fails, waits for what it queued before
-  // the error. Several of these are done beside each other, in no order. `work` must not call the tier.
+  // the error. Several of these run concurrently, in no order. `work` must not call the tier.
   virtual absl::StatusOr<HbmWork> Start(absl::FunctionRef<absl::Status(HbmQueue& queue)> work) = 0;
   // Start, and Wait.
   absl::Status Run(absl::FunctionRef<absl::Status(HbmQueue& queue)> work);
@@ -111,7 +112,7 @@ class HbmTier {
 
 // Elements that the scratch memory for a gradient and a working copy holds: those of the largest chunk.
 inline constexpr uint64_t kHbmSpanElementsMax = uint64_t{1} << 20;
-// Updates that the GPU does beside each other: one copies its gradient in, one computes, one copies its working copy
+// Updates that the GPU runs concurrently: one copies its gradient in, one computes, one copies its working copy
 // out, and one is being queued.
 inline constexpr uint64_t kHbmLanes = 4;
 inline constexpr uint64_t kHbmScratchBytes = kHbmLanes * 2 * kHbmSpanElementsMax * sizeof(float);  // the widest dtype

@@ -14,7 +14,7 @@
 #include "ballast/kernels/cuda/cuda_kernels.h"
 #include "ballast/kernels/cuda/device_processor.h"
 #include "ballast/kernels/cuda/outcome.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/storage/tier/processor_check.h"
 

@@ -1,5 +1,5 @@
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/tier/hbm_tier.h"
 
 namespace ballast::storage {

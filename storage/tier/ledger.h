@@ -40,11 +40,11 @@ class BudgetLease {
     split.account_ = account_;
     return split;
   }
-  // From now on the bytes are of this part of the tier.
+  // From now on the bytes count for this part of the tier.
   void Mark(TierPart part);
-  // From now on the bytes are this account's; null: the server's own.
+  // From now on the bytes count for this account; null: for the server itself.
   void Charge(std::shared_ptr<Account> account);
-  // Adds a lease of the same budget and share, which becomes of the same part and account.
+  // Adds a lease of the same budget and share. Its bytes now count for this lease's part and account.
   void Join(BudgetLease other) {
     if (ledger_ == nullptr) {
       *this = std::move(other);
@@ -81,7 +81,7 @@ class Ledger {
   // Bytes taken beyond a lowered budget stay taken until they are returned; meanwhile Take and Lease refuse. The shares
   // of NVMe keep their proportions.
   void SetBudget(const TierBytes& budget) ABSL_LOCKS_EXCLUDED(mutex_);
-  // The share's device is not there: its bytes leave the budget. REQUIRES: none of them is taken.
+  // Removes the bytes of a share whose device is missing from the budget. REQUIRES: none of them is taken.
   void DropShare(size_t share);
   TierBytes used() const;
   TierUsage usage() const;

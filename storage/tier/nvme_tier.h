@@ -3,15 +3,13 @@
 // a version may go to another device than the one that the version before lies on.
 //
 // New extents are striped over the devices by their measured speeds; a version whose room is there already goes where
-// the least is being written. A device that fails gets no new extents. Nothing of a device that is not there at start,
-// or whose place another disk has taken, is created anew or freed while entries name it: TakeKept says so.
+// the least is being written. A device that fails gets no new extents. If a device is missing at start, or another disk
+// is in its place, the tier neither recreates its files nor frees its extents while entries name them: TakeKept returns
+// an error for these.
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <set>
-#include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -21,36 +19,11 @@
 #include "absl/types/span.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/tier/ledger.h"
-#include "ballast/storage/tier/nvme/device_header.h"
-#include "ballast/storage/tier/nvme/nvme_file.h"
+#include "ballast/storage/tier/nvme_devices.h"
+#include "ballast/storage/tier/nvme_file.h"
+#include "ballast/storage/tier/nvme_room.h"
 
 namespace ballast::storage {
-
-// Name of a device's file: "nvme.tier", then "nvme.tier.1".
-std::string NvmeFilePath(absl::string_view directory, uint64_t number);
-std::string ShowFileId(NvmeFileId id);
-
-// Promised space in any of the tier's files, with its share of the budgets: an extent made from a room finds its blocks
-// on the disk. An extent needs a part in one piece, so a room of N times the largest extent, in N files, holds one.
-class NvmeRoom {
- public:
-  NvmeRoom() = default;
-  NvmeRoom(FileRoom part) { Join(std::move(part)); }  // NOLINT(google-explicit-constructor)
-  uint64_t bytes() const;
-  void Mark(TierPart part);
-  void Charge(const std::shared_ptr<Account>& account);
-  // Splits `bytes` off into a room of their own, in one file if a part is so large. REQUIRES: bytes <= bytes().
-  NvmeRoom Split(uint64_t bytes);
-  // Adds a room, which becomes of the part of the tier, and of the account, that this room is of.
-  void Join(NvmeRoom other);
-  void Join(FileRoom part);
-  // Ends the promise, and leaves the blocks to the next run of the server, which then finds them on a full disk too.
-  void Leave();
-
- private:
-  friend class NvmeTier;
-  std::vector<FileRoom> parts_;  // of different files, none empty
-};
 
 // Threads: any.
 class NvmeTier {
@@ -83,7 +56,7 @@ class NvmeTier {
   absl::StatusOr<NvmeExtent> AllocateFrom(NvmeRoom* room, uint64_t bytes, absl::string_view what);
   // Has the room a part for an extent of `bytes`, on a device that does not fail? On any, where all fail.
   bool Holds(const NvmeRoom& room, uint64_t bytes) const;
-  // Makes sure that Holds(*room, bytes): gets blocks in one file, and gives back as many of the room's other parts.
+  // Makes Holds(*room, bytes) true: reserves `bytes` in one file, and releases as many from the room's other parts.
   // REQUIRES: bytes <= room->bytes(). Errors: Promise's.
   absl::Status Gather(NvmeRoom* room, uint64_t bytes, absl::string_view what);
   // Files that a room may have parts in.
@@ -96,28 +69,9 @@ class NvmeTier {
 
  private:
   static constexpr uint64_t kGrainBytes = uint64_t{16} << 20;
-  struct Device {
-    NvmeDevice options;
-    size_t share = 0;
-    std::vector<std::unique_ptr<NvmeFile>> files;
-    double assigned = 0;  // bytes of extents and rooms so far, divided by the speed
-    double speed = 1;
-    bool missing = false;  // a file that entries name is not there
-    bool extends = false;  // may get further files
-    absl::Status foreign;  // OK, or why a file in the directory is not this server's, or cannot be read
-  };
+  using Device = NvmeDevices::Device;
   NvmeTier(const TiersOptions& options, Ledger* ledger, Disk* disk)
-      : ledger_(ledger), disk_(disk), known_(options.known), file_bytes_max_(options.nvme_file_bytes_max) {}
-  absl::Status OpenDevices(const TiersOptions& options);
-  absl::Status FindFiles(Device* device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status TakeFile(Device* device, const std::string& path) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status MissFiles(const TiersOptions& options, Device* device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status NotThere(NvmeFileId id, absl::string_view why) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  void Miss(NvmeFileId id, absl::string_view why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void AddFile(Device* device, std::unique_ptr<BlockFile> file, NvmeFileId id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Makes a further file with an id of its own. Blocks: once in kNvmeFileBytesMax.
-  absl::Status Grow(Device* device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  NvmeFile* Find(NvmeFileId id) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+      : ledger_(ledger), file_bytes_max_(options.nvme_file_bytes_max), devices_(options, ledger, disk) {}
   NvmeFile* FindFile(NvmeFileId id) const ABSL_LOCKS_EXCLUDED(mutex_);
   std::vector<NvmeFile*> Files() const ABSL_LOCKS_EXCLUDED(mutex_);
   // Devices with `bytes` free in their share, the one first that is to get the next bytes.
@@ -131,14 +85,9 @@ class NvmeTier {
   double SpeedOf(const NvmeFile& file) const ABSL_LOCKS_EXCLUDED(mutex_);
 
   Ledger* const ledger_;
-  Disk* const disk_;
-  const KnownFiles known_;
   const uint64_t file_bytes_max_;
-  // Devices do not come or go, files come only.
   mutable absl::Mutex mutex_;
-  std::vector<std::unique_ptr<Device>> devices_ ABSL_GUARDED_BY(mutex_);
-  std::map<NvmeFileId, absl::Status> missing_ ABSL_GUARDED_BY(mutex_);
-  std::set<std::string> damaged_ ABSL_GUARDED_BY(mutex_);  // paths of files without readable first blocks
+  NvmeDevices devices_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace ballast::storage

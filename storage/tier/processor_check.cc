@@ -1,7 +1,7 @@
 #include "ballast/storage/tier/processor_check.h"
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::storage {
 

@@ -8,7 +8,7 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/io_queue.h"
 #include "ballast/storage/tier/dram_tier.h"

@@ -25,7 +25,7 @@ class Ledger;
 using HbmOpener = std::function<absl::StatusOr<std::unique_ptr<HbmTier>>(int device, Ledger* ledger)>;
 
 // The id of a file of the NVMe tier. The data directory's own file has 0, every other file a random id in its first
-// block (tier/nvme/device_header.h).
+// block (tier/device_header.h).
 using NvmeFileId = uint64_t;
 
 // A part of a file of the NVMe tier.
@@ -71,12 +71,12 @@ struct TiersOptions {
   HbmOpener open_hbm;             // null: OpenHbmTier
   Disk* disk = nullptr;           // null: the system's
   std::vector<ExtentPlace> kept;  // extents of NVMe files with state that durable jobs left
-  // Grows by the bytes of each state that is read back from an earlier run's extent. Outlives the tiers; null: nobody
-  // asks.
+  // Grows by the bytes of each state that is read back from an earlier run's extent. Outlives the tiers;
+  // may be null.
   std::atomic<uint64_t>* restored_bytes = nullptr;
   // The space between `kept` extents, up to the file's end, is not free either: a job whose entries cannot be read may
   // have state there, for a rebuild to find by its labels. New extents lie behind the end. No budget counts this space,
-  // since nobody knows whether it holds anything.
+  // since its content is not known.
   bool unnamed_stays = false;
 };
 

@@ -20,7 +20,7 @@ struct SlowIsa {
 // busy machine; the benchmark's ratios show the mistakes that cost less.
 inline constexpr double kWiderSpeedMin = 0.85;
 
-// `times` begins with the widest set. Names each slower set once, beside the fastest of the narrower sets.
-std::vector<SlowIsa> SlowerThanNarrower(const std::vector<IsaTime>& times);
+// `times` begins with the widest set. Names each set below `speed_min` once, beside the fastest of the narrower sets.
+std::vector<SlowIsa> SlowerThanNarrower(const std::vector<IsaTime>& times, double speed_min = kWiderSpeedMin);
 
 }  // namespace ballast::bench

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::bench {
 

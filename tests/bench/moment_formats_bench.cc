@@ -12,7 +12,7 @@
 #include "ballast/client/examples/bytes_lm/corpus.h"
 #include "ballast/client/examples/local_source.h"
 #include "ballast/client/examples/trainer.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::bench {
 namespace {

@@ -12,7 +12,7 @@
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/thread_pool.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/placement/placement.h"
 #include "ballast/storage/store/chunk_store.h"
 #include "ballast/storage/tier/tiers.h"

@@ -12,10 +12,10 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/thread_pool.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/storage/machine/machine_measure.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/tools/iotune/machine_measure.h"
 #include "ballast/storage/memory/arena.h"
-#include "ballast/storage/placement/candidates.h"
+#include "ballast/storage/placement/plan_cost.h"
 #include "ballast/storage/store/chunk_store.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/tests/bench/storage_rows.h"
@@ -162,8 +162,8 @@ absl::Status MeasurePlans(const StorageBenchOptions& options, const std::string&
                               {"plan/all_nvme", 0.0, 0},
                               {"plan/half_with_pulls", 0.5, 2}}) {
     std::fprintf(stderr, "storage_bench: %s: the machine, for %.0f s\n", row.name, absl::ToDoubleSeconds(kMachineTime));
-    BALLAST_ASSIGN_OR_RETURN(const storage::Measured machine,
-                             storage::Measure({.directory = directory, .duration = kMachineTime}));
+    BALLAST_ASSIGN_OR_RETURN(const services::Measured machine,
+                             services::Measure({.directory = directory, .duration = kMachineTime}));
     const ScratchDirectory beside;
     Split chosen(options, directory, &pool, gradients.bytes()), other(options, beside.path(), &pool, gradients.bytes());
     const bool pulls = row.passes > 0;

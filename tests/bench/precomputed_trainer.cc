@@ -20,7 +20,7 @@
 #include "ballast/client/examples/server_source.h"
 #include "ballast/client/grpc_transport.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {

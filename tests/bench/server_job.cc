@@ -9,11 +9,12 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/step_header.h"
 #include "ballast/proto/model/tiling.h"
 #include "ballast/proto/model/verdict.h"
-#include "ballast/services/durability/log_length.h"
+#include "ballast/services/journal/log_length.h"
 
 namespace ballast::bench {
 namespace {

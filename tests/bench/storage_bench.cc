@@ -52,7 +52,7 @@
 #include <string>
 #include <vector>
 
-#include "ballast/proto/model/mutexes.h"
+#include "ballast/proto/base/mutexes.h"
 #include "ballast/storage/io/io_queue.h"
 #include "ballast/tests/bench/storage_rows.h"
 #include "ballast/tests/scratch_directory.h"

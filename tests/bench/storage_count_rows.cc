@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/log/gradient_log.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/store/chunk_store.h"

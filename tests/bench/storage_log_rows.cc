@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/tests/bench/disk_alone.h"
 #include "ballast/tests/bench/server_job.h"

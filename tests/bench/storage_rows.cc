@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <fstream>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::bench {
 

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/bench/storage_rows.h"
 #include "ballast/tests/bench/storage_streams.h"
 

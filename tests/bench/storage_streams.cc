@@ -12,9 +12,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/storage/chunk/chunk_reader.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/disk.h"
+#include "ballast/storage/store/chunk_reader.h"
 
 namespace ballast::bench {
 namespace {

@@ -4,7 +4,7 @@
 #include <thread>
 #include <vector>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/memory/arena.h"

@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/thread_pool.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/store/chunk_store.h"
 #include "ballast/storage/tier/tiers.h"

@@ -163,6 +163,26 @@ TEST_P(TransportContract, LargestSliceFits) {
   EXPECT_EQ(values->back(), Initial((uint64_t{1} << 20) - 1));
 }
 
+// Within a process there is nothing to check. From anywhere else a push cannot go without its checksum.
+TEST_P(TransportContract, APushWithoutAChecksumIsTakenWithinAProcessAlone) {
+  OpenJob(60000, 65536);
+  Create(Initial);
+  const model::Slice slice = plan_->slices()[0];
+  const std::vector<uint16_t> gradient(slice.range.size(), 0x3f80);
+  v1::PushRequest push = PushOf(slice, v1::SLICE_KIND_GRADIENT, 1, BytesOf(gradient));
+  push.clear_crc32c();
+  const absl::Status status = Push(push, BytesOf(gradient));
+  if (GetParam() == Wire::kEmbedded) {
+    EXPECT_FALSE(transport_->checks_bytes());
+    EXPECT_EQ(status, absl::OkStatus());
+    EXPECT_EQ(Push(push, BytesOf(gradient)), absl::OkStatus()) << "the slice is there";
+  } else {
+    EXPECT_TRUE(transport_->checks_bytes());
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_EQ(model::ReasonOf(status), model::kChecksum) << status;
+  }
+}
+
 TEST_P(TransportContract, ErrorsCarryReasonAndMessage) {
   OpenJob(60000, 65536);
   Create(Initial);

@@ -3,7 +3,7 @@
 #include <thread>
 
 #include "ballast/kernels/cuda/cuda_kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/tier/dram_tier.h"
 #include "ballast/tests/cuda_double/cuda_double.h"
 #include "ballast/tests/storage/store/store_on_tiers.h"

@@ -1,9 +1,9 @@
 // The memory of a step's slices and of answers to pulls, beside a GPU. Copies use page-locked memory, as do the copies
 // measured by `ballastctl iotune`.
-#include "ballast/services/slices/intake.h"
+#include "ballast/services/job_state/intake.h"
 #include "ballast/storage/tier/hbm_tier.h"
 #include "ballast/tests/cuda_double/cuda_double.h"
-#include "ballast/tests/services/rpc/rpc_fixture.h"
+#include "ballast/tests/services/gateway/rpc_fixture.h"
 #include "gtest/gtest.h"
 
 namespace ballast::services {

@@ -214,7 +214,7 @@ def test_etcd_killed_during_a_run(etcd, folder, bits):
     assert training.process.poll() is None, 'the trainer waits'
     etcd.start()
     assert training.digest() == bits
-    assert 'not registered' in b.text() and 'registered as' in b.text(), b.text()
+    assert 'cannot register' in b.text() and 'registered as' in b.text(), b.text()
 
 
 def test_no_proxy_of_the_environment_stands_between(etcd, folder, bits):
@@ -251,7 +251,7 @@ def test_two_servers_with_one_id(etcd, folder, bits):
     (folder / 'fresh').mkdir()
     later = Server(etcd, 'twice', 'a', folder / 'fresh')
     first.process.send_signal(signal.SIGCONT)
-    wait_for(lambda: 'whose entry lives' in first.text(), 'the first warns')
+    wait_for(lambda: 'whose lease is valid' in first.text(), 'the first warns')
     assert etcd.entries('twice')['a']['address'] == later.address
     assert first.process.poll() is None, 'the first serves whom it has'
     code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('twice'), '--job', 'twice', '--resume', 'auto')
@@ -273,7 +273,7 @@ def test_one_server_again_under_its_id(etcd, folder, bits):
     server.end(signal.SIGKILL)
     shutil.rmtree(folder / 'a')
     server.start()
-    assert 'whose entry lives' in server.text(), 'it waited'
+    assert 'whose lease is valid' in server.text(), 'it waited'
     assert etcd.entries('again')['a']['disk'] != number
 
 
@@ -425,7 +425,7 @@ def test_by_tls_with_a_user(etcd, folder, bits):
     assert code == 1 and 'permission denied' in text, text
     plain = f'etcd://127.0.0.1:{etcd.port}/mine'
     code, text = status(plain)
-    assert code == 1 and 'the URL needs ca=FILE' in text, text
+    assert code == 1 and 'the server shows /CN=etcd' in text and 'in the URL: ca=FILE' in text, text
     code, text = status(f'{plain}?{files}')
     assert code == 1 and 'permission denied' in text, 'the common name of our certificate is no user of etcd: ' + text
     # A user from before there were jobs' keys.

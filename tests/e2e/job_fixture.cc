@@ -7,10 +7,10 @@
 #include "ballast/client/examples/master_weights.h"
 #include "ballast/client/examples/server_source.h"
 #include "ballast/client/grpc_transport.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/epoch_plan.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/services/counters/counters.h"
-#include "ballast/services/embedded/embedded_transport.h"
+#include "ballast/services/gateway/embedded_transport.h"
 #include "ballast/storage/placement/placement.h"
 
 namespace ballast {

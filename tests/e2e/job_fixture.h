@@ -11,7 +11,7 @@
 #include "ballast/client/examples/bytes_lm/corpus.h"
 #include "ballast/client/examples/trainer.h"
 #include "ballast/client/session.h"
-#include "ballast/services/rpc/rpc_server.h"
+#include "ballast/services/gateway/rpc_server.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/tests/scratch_directory.h"
 

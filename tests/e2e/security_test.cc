@@ -14,13 +14,13 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/client/collective/loopback_collective.h"
 #include "ballast/client/session.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/e2e/training_processes.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
-#include "ballast/tests/services/http/http_fixture.h"
-#include "ballast/tests/services/security/authority.h"
-#include "ballast/tests/services/security/outside_address.h"
+#include "ballast/tests/services/gateway/security/authority.h"
+#include "ballast/tests/services/gateway/security/outside_address.h"
+#include "ballast/tests/services/monitoring/http_fixture.h"
 
 namespace ballast {
 namespace {
@@ -151,7 +151,7 @@ TEST_F(SecurityTest, BadFilesEndTheStartWithTheReason) {
   WriteText(dir_ / "bad.yaml", absl::StrCat(services::DaemonConfig(dir_ / "data", "s"), TlsKeys()));
   const Finished ended = services::RunProcess({services::DaemonPath(), "--config", dir_ / "bad.yaml"});
   EXPECT_EQ(ended.code, 2);
-  EXPECT_THAT(ended.err, AllOf(HasSubstr("server.key: the key is not that of"), Not(HasSubstr("ready"))));
+  EXPECT_THAT(ended.err, AllOf(HasSubstr("server.key: the key does not belong to"), Not(HasSubstr("ready"))));
 }
 
 TEST_F(SecurityTest, IdentitiesOfTrainersAndOperators) {
@@ -183,7 +183,7 @@ TEST_F(SecurityTest, IdentitiesOfTrainersAndOperators) {
   EXPECT_EQ(budget.code, 1);
   EXPECT_THAT(budget.out,
               HasSubstr("'operator' may not SetBudget: the server's rights file would have to grant budget"));
-  EXPECT_THAT(Ctl({"status"}, {"--ca", dir_ / "servers.crt"}).out, HasSubstr("the server asks who calls"));
+  EXPECT_THAT(Ctl({"status"}, {"--ca", dir_ / "servers.crt"}).out, HasSubstr("the server requires an identity"));
   EXPECT_THAT(Ctl({"status"}, {}).out, HasSubstr("does not answer"));
   EXPECT_EQ(Ctl({"drop", "--job", "team-1"}, token).code, 0);
   const std::string metrics = services::Get(servers_[0]->metrics(), "/metrics").body;
@@ -255,8 +255,8 @@ TEST_F(SecurityTest, TlsThatAsksNobodyIsWarnedOf) {
     server.Signal(SIGTERM);
     return server.Wait().err;
   };
-  EXPECT_THAT(log({}), HasSubstr("without asking who calls: any client that reaches this address can read and change"));
-  EXPECT_THAT(log({"--tls.client_ca", dir_ / "clients.crt"}), Not(HasSubstr("listening to others")));
+  EXPECT_THAT(log({}), HasSubstr("without authentication: any client that reaches this address can read and change"));
+  EXPECT_THAT(log({"--tls.client_ca", dir_ / "clients.crt"}), Not(HasSubstr("other machines can reach")));
 }
 
 // Bytes of pulls and pushes a second, on one connection after the other; a figure, not a bound.
@@ -285,7 +285,10 @@ TEST_F(SecurityTest, ThroughputWithTlsBesidePlain) {
     std::vector<client::bf16> values(kElements);
     const absl::Time began = absl::Now();
     for (int round = 0; round < kRounds; ++round) {
-      ASSERT_EQ((*session)->PullOwned(0, absl::MakeSpan(values)), absl::OkStatus());
+      auto pull = (*session)->StartPull(
+          0, {{{0, kElements}, {reinterpret_cast<std::byte*>(values.data()), kElements * sizeof(client::bf16)}}});
+      ASSERT_TRUE(pull.ok()) << pull.status();
+      ASSERT_EQ(pull->Await(), absl::OkStatus());
       ASSERT_EQ((*session)->Push(0, absl::MakeConstSpan(values)), absl::OkStatus());
       ASSERT_EQ((*session)->Drop(), absl::OkStatus());
     }

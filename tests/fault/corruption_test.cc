@@ -22,7 +22,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/fault/job_image.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
@@ -256,7 +256,13 @@ TEST_P(CorruptionTest, AKilledServerHasWhatAnUndisturbedOneHas) {
 
 TEST_P(CorruptionTest, DamageIsRepairedOrRefused) {
   const absl::Time began = absl::Now();
-  for (uint64_t seed = first_seed; seed < first_seed + damages; ++seed) {
+  // What the log still holds when the servers are killed depends on the machine's load: a few damages may all miss it.
+  const auto lacks_outcomes = [this] {
+    return damages >= 50 && (outcomes_[Outcome::kRepaired] == 0 || outcomes_[Outcome::kJobRefused] == 0 ||
+                             outcomes_[Outcome::kUntouched] == 0);
+  };
+  const uint64_t end = first_seed + damages;
+  for (uint64_t seed = first_seed; seed < end || (seed < end + 4 * damages && lacks_outcomes()); ++seed) {
     sim::Random random(sim::Mix(seed, static_cast<uint64_t>(GetParam())));
     const int server = static_cast<int>(random.Below(kImageServers));
     const Damage damage = ChooseDamage(random, images_[server]);
@@ -266,10 +272,7 @@ TEST_P(CorruptionTest, DamageIsRepairedOrRefused) {
     Note(damage, outcome);
   }
   Print(absl::Now() - began);
-  if (damages < 50) return;
-  EXPECT_GT(outcomes_[Outcome::kRepaired], 0);
-  EXPECT_GT(outcomes_[Outcome::kJobRefused], 0);
-  EXPECT_GT(outcomes_[Outcome::kUntouched], 0);
+  EXPECT_FALSE(lacks_outcomes());
 }
 
 TEST_P(CorruptionTest, ALogThatIsCutOffIsWholeOrRefused) {

@@ -28,9 +28,9 @@ def headers(path, token):
 class Http2:
     """A connection of HTTP/2 that sends what it is told to, and reads only to be allowed to send more."""
 
-    def __init__(self, address):
+    def __init__(self, address, source=""):
         host, port = address.rsplit(":", 1)
-        self.socket = socket.create_connection((host, int(port)), timeout=30)
+        self.socket = socket.create_connection((host, int(port)), timeout=30, source_address=(source, 0))
         self.window, self.streams, self.initial, self.next = 65535, {}, 65535, 1
         self.ended = {}  # by stream: the last headers
         self.answer, self.unread = b"", b""

@@ -17,8 +17,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/epoch_plan.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/tests/services/answer.h"
 #include "ballast/tests/sim/random.h"
 

@@ -44,11 +44,13 @@ class Server:
         return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
     def step_times(self, since):
-        """Of the last steps that began after `since`: the time from each decision to the next."""
+        """Of the last steps that began after `since`: the seconds from each decision to the next, and of these the trainer's own.
+
+        Shortest first."""
         steps = json.loads(self.get("/steps.json?last=256")[1])["jobs"][0]["steps"]
-        decided = [float(step.get("decided_seconds", 0)) for step in steps]
-        decided = [at for at in decided if at > since]
-        return sorted(after - before for before, after in zip(decided, decided[1:]))
+        decided = [(float(step["decided_seconds"]), step) for step in steps if float(step.get("decided_seconds", 0)) > since]
+        return sorted((after - before, max([float(time["max_seconds"]) for time in step.get("trainers", []) if time["what"] == "compute"],
+                                           default=0)) for (before, _), (after, step) in zip(decided, decided[1:]))
 
     def get(self, path):
         try:

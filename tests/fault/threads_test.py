@@ -52,7 +52,7 @@ def outcome(binaries, limit):
             if address is None:
                 code, said = server.wait(timeout=60), open(f"{directory}/err").read()
                 # Libraries that make a thread of their own can only abort; the last line still names the limits.
-                told = "no further thread" in said if code == 1 else code == -6 and "look at the limits of" in said
+                told = "no further thread" in said if code == 1 else code == -6 and "check the limits of" in said
                 assert told, f"limit {limit}: the server ended with {code}:\n{said}"
                 return "no server"
             trained = train(binaries, address)

@@ -14,7 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/kernels/cuda/cuda_kernels.h"
-#include "ballast/proto/model/mutexes.h"
+#include "ballast/proto/base/mutexes.h"
 #include "ballast/storage/tier/dram_tier.h"
 #include "ballast/storage/tier/hbm_tier.h"
 

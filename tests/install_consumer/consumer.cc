@@ -7,7 +7,8 @@
 #include "ballast/client/collective/loopback_collective.h"
 #include "ballast/client/grpc_transport.h"
 #include "ballast/client/session.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/status.h"  // where the header was: forwards until 0.2.0
 
 int main(int argc, char** argv) {
   const std::string server = argc > 1 ? argv[1] : "127.0.0.1:1";

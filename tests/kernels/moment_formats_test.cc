@@ -4,13 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <numeric>
 #include <random>
 #include <vector>
 
 #include "ballast/kernels/dynamic_map.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/kernels/philox.h"
+#include "ballast/tests/kernels/instruction_sets.h"
 
 namespace ballast::kernels {
 namespace {
@@ -85,17 +88,24 @@ TEST(DynamicMap, ValuesAreThePapers) {
   MapIsThePapers(kUnsignedMap);
 }
 
-// The code that the linear pieces give is the nearest of all values.
+// The code of a magnitude by the linear pieces.
+template <bool kSigned>
+uint32_t CodeOf(const DynamicMap<kSigned>& map, float x) {
+  if (x > map.top_threshold) return DynamicMap<kSigned>::kTop;
+  int decade = 0;
+  while (decade < map.kDecades && x > map.threshold[decade]) ++decade;
+  const float linear = std::fma(x, map.code_factor[decade], map.code_offset[decade]);
+  return static_cast<uint32_t>(std::nearbyint(std::min(linear, map.code_max[decade])));
+}
+
+// That code is the nearest of all values'.
 template <bool kSigned>
 void CodesAreNearest(const DynamicMap<kSigned>& map) {
   const std::vector<double> paper = PaperMap(kSigned);
   std::mt19937_64 random(9);
   for (int i = 0; i < 1'000'000; ++i) {
     const auto x = static_cast<float>(std::pow(10.0, -8.0 * static_cast<double>(random() >> 11) * 0x1p-53));
-    int decade = 0;
-    while (decade < map.kDecades && x > map.threshold[decade]) ++decade;
-    const float linear = std::min(std::fma(x, map.code_factor[decade], map.code_offset[decade]), map.code_max[decade]);
-    const auto code = x > map.top_threshold ? paper.size() - 1 : static_cast<size_t>(std::nearbyint(linear));
+    const size_t code = CodeOf(map, x);
     double nearest = 2;
     const auto above = std::lower_bound(paper.begin(), paper.end(), static_cast<double>(x));
     if (above != paper.end()) nearest = *above - x;
@@ -108,6 +118,76 @@ TEST(DynamicMap, CodesAreTheNearest) {
   CodesAreNearest(kSignedMap);
   CodesAreNearest(kUnsignedMap);
 }
+
+// An optimizer whose only moment is a first (signed), or a second.
+template <bool kSigned>
+OptimizerSpec OneI8Moment() {
+  return {.kind = kSigned ? OptimizerKind::kLion : OptimizerKind::kAdagrad, .moments = MomentFormat::kI8};
+}
+
+template <bool kSigned>
+void EveryCodeIsRead(const DynamicMap<kSigned>& map) {
+  std::vector<uint8_t> codes(256);
+  std::iota(codes.begin(), codes.end(), uint8_t{0});
+  float scale = 1;
+  std::vector<float> values(codes.size());
+  ReadMoment(OneI8Moment<kSigned>(), 0, {reinterpret_cast<std::byte*>(codes.data()), &scale}, absl::MakeSpan(values));
+  for (uint32_t code = 0; code < 256; ++code) {
+    const bool negative = kSigned && code > map.kTop;
+    const uint32_t k = negative ? code - 128 : code, h = kSigned ? 2 * k + 1 : k + 1;
+    const int decade = std::min(std::ilogb(h), 7);
+    const float line = std::fma(static_cast<float>(h), map.value_factor[decade], map.value_offset[decade]);
+    const float value = code == map.kTop ? 1 : line;
+    ASSERT_EQ(std::bit_cast<uint32_t>(values[code]), std::bit_cast<uint32_t>(negative ? -value : value)) << code;
+  }
+}
+
+// 0, and magnitudes below 1 close to each threshold and each power of two.
+template <bool kSigned>
+std::vector<float> EdgesOf(const DynamicMap<kSigned>& map) {
+  std::vector<float> middles(std::begin(map.threshold), std::end(map.threshold));
+  middles.push_back(map.top_threshold);
+  for (int exponent = -149; exponent < 0; ++exponent) middles.push_back(std::ldexp(1.0f, exponent));
+  std::vector<float> edges;
+  for (const float middle : middles) {
+    for (uint32_t i = 0; i < 9; ++i) edges.push_back(std::bit_cast<float>(std::bit_cast<uint32_t>(middle) + i - 4));
+  }
+  edges.push_back(0);
+  std::erase_if(edges, [](float x) { return !(x >= 0 && x < 1); });
+  return edges;
+}
+
+template <bool kSigned>
+void EveryEdgeIsCoded(const DynamicMap<kSigned>& map) {
+  std::vector<float> x;
+  for (const float edge : EdgesOf(map)) {
+    for (const float value : {edge, kSigned ? -edge : edge}) {
+      if (x.size() % kMomentBlock == 0) x.push_back(1);  // of each block the largest, so that its scale is 1
+      x.push_back(value);
+    }
+  }
+  std::vector<uint8_t> codes(x.size() + kMomentBlock);
+  std::vector<float> scales(x.size() / kMomentBlock + 1);
+  WriteMoment(OneI8Moment<kSigned>(), 0, {}, x, {reinterpret_cast<std::byte*>(codes.data()), scales.data()});
+  for (size_t i = 0; i < x.size(); ++i) {
+    const uint32_t code = std::signbit(x[i]) ? std::min(CodeOf(map, -x[i]), 127u) : CodeOf(map, x[i]);
+    ASSERT_EQ(codes[i], std::signbit(x[i]) && code != 0 ? code | 0x80 : code) << x[i];
+  }
+}
+
+class DynamicMapCodes : public InstructionSetTest {};
+
+TEST_P(DynamicMapCodes, AreReadAsTheirValues) {
+  EveryCodeIsRead(kSignedMap);
+  EveryCodeIsRead(kUnsignedMap);
+}
+
+TEST_P(DynamicMapCodes, ChangeAtTheThresholds) {
+  EveryEdgeIsCoded(kSignedMap);
+  EveryEdgeIsCoded(kUnsignedMap);
+}
+
+INSTANTIATE_TEST_SUITE_P(Isa, DynamicMapCodes, testing::ValuesIn(InstructionSets()), InstructionSetName);
 
 // Relative error at most half a mantissa step for values above the lowest binade, absolute below it.
 TEST(F8, ErrorIsHalfAStep) {

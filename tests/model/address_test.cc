@@ -1,10 +1,10 @@
-#include "ballast/proto/model/address.h"
+#include "ballast/proto/base/address.h"
 
 #include <gtest/gtest.h>
 
 #include <string>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::model {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <array>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/tiling.h"
 
 namespace ballast::model {
@@ -133,6 +133,20 @@ TEST(EpochPlanTest, RoutesAreWhatTheyWere) {
   std::string routes;
   for (const Chunk& chunk : plan->layout().chunks()) absl::StrAppend(&routes, plan->server_of(chunk.index));
   EXPECT_EQ(routes, "34241323001121300240412043124201410130334023210133434203121223024432403211023110");
+}
+
+// Every tensor cut along its first dimension, and rank 0 has those without one.
+v1::Tiling RowTiling(const Layout& layout, uint32_t world_size) {
+  v1::Tiling tiling;
+  tiling.set_world_size(world_size);
+  tiling.set_division(v1::DIVISION_PLACED);
+  v1::MeshCuts* const rows = tiling.add_placements()->add_meshes();
+  rows->mutable_mesh()->add_size(world_size);
+  rows->mutable_mesh()->add_stride(1);
+  rows->add_cuts();                                       // axis 0 of dimension 0
+  tiling.add_placements()->add_meshes()->mutable_mesh();  // rank 0
+  for (const Tensor& tensor : layout.tensors()) tiling.add_placement_of(tensor.shape.empty() ? 1 : 0);
+  return tiling;
 }
 
 TEST(EpochPlanTest, RowsAreCutAsTorchChunkCutsThem) {

@@ -1,5 +1,5 @@
 // Handing memory over by a socket: what a hostile or a dying peer can do.
-#include "ballast/proto/model/memory_socket.h"
+#include "ballast/proto/base/memory_socket.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/storage/in_child.h"
 

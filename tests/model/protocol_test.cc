@@ -11,8 +11,8 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/epoch_plan.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/proto/model/tiling.h"
 
 namespace ballast::model {

@@ -3,7 +3,7 @@
 
 #include <gmock/gmock.h>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::registry {
 namespace {
@@ -41,13 +41,13 @@ TEST(RegistryUrl, TakesFilesAndAUserThatFitTogether) {
   EXPECT_EQ(url->user, "ballast");
   EXPECT_EQ(FormatRegistryUrl(*url), "etcd://a:1,b:2/x?servers=2") << "messages tell of no files";
   EXPECT_TRUE(ParseRegistryUrl("etcd://127.0.0.1:1/x?user=u&password_file=p").ok());
-  for (const auto& [query, why] : {std::pair{"certificate=c&ca=a", "has a certificate or a key alone"},
+  for (const auto& [query, why] : {std::pair{"certificate=c&ca=a", "has only one of certificate and key"},
                                    {"certificate=c&key=k", "without `ca`"},
-                                   {"user=u", "has a user or a password_file alone"},
+                                   {"user=u", "has only one of user and password_file"},
                                    {"user=u&password_file=p", "would send the password to a:1 in the clear"},
                                    {"ca=a&ca=b", "has 'ca' twice"},
-                                   {"ca=", "has no good value of 'ca'"},
-                                   {"ca=a\nb", "has no good value of 'ca'"},
+                                   {"ca=", "has an invalid value of 'ca'"},
+                                   {"ca=a\nb", "has an invalid value of 'ca'"},
                                    {"password=p", "has an unknown 'password'"}}) {
     const absl::Status status = ParseRegistryUrl(std::string("etcd://a:1/x?") + query).status();
     EXPECT_EQ(model::ReasonOf(status), model::kBadConfig) << query;

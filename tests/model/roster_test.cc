@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::registry {
 namespace {

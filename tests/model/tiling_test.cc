@@ -11,8 +11,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/epoch_plan.h"
-#include "ballast/proto/model/status.h"
 
 namespace ballast::model {
 namespace {
@@ -279,7 +279,7 @@ v1::JobSpec Llama(uint64_t layers, uint64_t width, uint64_t hidden, uint64_t kv,
 
 TEST(TilingTest, LargeJobsFitAMessage) {
   const v1::JobSpec llama70 = Llama(80, 8192, 28672, 1024, 1);
-  const Sizes rows = PlanOf(llama70, RowTiling(*Layout::Make(llama70), 4096), 16);
+  const Sizes rows = PlanOf(llama70, TilingOf(*Layout::Make(llama70), 4096, {Part(0, {{4096, 1}}, {{0, 0}})}), 16);
 
   // 405B over TP 8 x FSDP 128: matrices by rows or columns over TP, then rows over FSDP; norms over FSDP alone.
   const v1::JobSpec llama405 = Llama(126, 16384, 53248, 1024, 8);

@@ -1,4 +1,4 @@
-#include "ballast/proto/model/tls_probe.h"
+#include "ballast/proto/base/tls_probe.h"
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "absl/time/clock.h"
-#include "ballast/proto/model/descriptor.h"
+#include "ballast/proto/base/descriptor.h"
 
 namespace ballast::model {
 namespace {

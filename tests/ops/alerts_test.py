@@ -36,7 +36,7 @@ def test_check():
 
 def test_reasons():
     """BallastErrors knows every reason: either a fault of the servers, or provoked by clients."""
-    known = set(re.findall(r'inline constexpr char k\w+\[\] = "([A-Z_]+)"', (ops.ROOT / 'proto/model/status.h').read_text()))
+    known = set(re.findall(r'inline constexpr char k\w+\[\] = "([A-Z_]+)"', (ops.ROOT / 'proto/base/status.h').read_text()))
     expression = next(rule['expr'] for rule in rules() if rule['alert'] == 'BallastErrors')
     counted = set(re.search(r'reason=~"([A-Z_|]+)"', expression)[1].split('|'))
     provoked = {

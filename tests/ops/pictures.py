@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the pictures of the page and of `ballastctl top` in their READMEs, from two servers in training.
 
-Usage: pictures.py      as root, after tests/ops/prepare.sh; writes services/page/page.png and services/top/top.png
+Usage: pictures.py      as root, after tests/ops/prepare.sh; writes services/monitoring/page/page.png and services/tools/top/top.png
 """
 import html
 import os
@@ -84,7 +84,7 @@ def make():
     terminal.keys('q')
     for rank in ranks:
         ops.kill(rank)
-    for name, to in (('page.png', 'services/page/page.png'), ('top.png', 'services/top/top.png')):
+    for name, to in (('page.png', 'services/monitoring/page/page.png'), ('top.png', 'services/tools/top/top.png')):
         data = pathlib.Path(name).read_bytes()
         assert len(data) < 200 * 1024, f'{name} has {len(data)} bytes'
         (ops.ROOT / to).write_bytes(data)

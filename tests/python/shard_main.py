@@ -399,7 +399,7 @@ def alive():
 
     def watched(self, unit, tensors):
         nonlocal most
-        of = {StorageWeakRef(self._members[j].parameter.grad.to_local().untyped_storage()) for j in tensors}
+        of = {StorageWeakRef(self._hooked.members[j].parameter.grad.to_local().untyped_storage()) for j in tensors}
         most = max(most, left() + 1)
         refs.extend(of)
         send(self, unit, tensors)

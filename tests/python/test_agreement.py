@@ -4,7 +4,7 @@ import torch
 from agreement_main import CASES
 from test_ranks import WORLD, run_pair
 
-REDUCE = ', and ranks take a step with reduced gradients: wrap the model in DistributedDataParallel'
+REDUCE = '. Gradients must be reduced before step(): wrap the model in DistributedDataParallel'
 
 
 def run_main(script, name, folder, anew=False):
@@ -25,26 +25,26 @@ def both(ranks, name):
 
 # What both ranks were told, in the same words.
 REFUSED = {
-    'ignored_by_ddp': "parameter '3.bias' has another gradient on rank 1 than on rank 0" + REDUCE,
-    'other_values_before_a_load': "parameter '0.weight' has other values on rank 1 than on rank 0",
+    'ignored_by_ddp': "parameter '3.bias' has different gradients on rank 1 and on rank 0" + REDUCE,
+    'other_values_before_a_load': "parameter '0.weight' has different values on rank 1 and on rank 0",
     'megatron': "parameter '0.weight' has Megatron's attribute tensor_model_parallel",
-    'fsdp2_beside_a_scalar': "parameter 'scale' has another gradient on rank 1 than on rank 0" + REDUCE,
-    'a_mesh_smaller_than_the_world': "parameter '0.weight' has another gradient on rank 1 than on rank 0" + REDUCE,
-    'stages_that_number_their_layers_anew': "parameter '0.weight' has other values on rank 1 than on rank 0",
-    'stages_with_one_seed': "parameter '0.weight' has another gradient on rank 1 than on rank 0" + REDUCE,
-    'frozen_on_one_rank': "rank 1 has parameter '3.bias' to train, and rank 0 has it without a gradient wanted",
+    'fsdp2_beside_a_scalar': "parameter 'scale' has different gradients on rank 1 and on rank 0" + REDUCE,
+    'a_mesh_smaller_than_the_world': "parameter '0.weight' has different gradients on rank 1 and on rank 0" + REDUCE,
+    'stages_that_number_their_layers_anew': "parameter '0.weight' has different values on rank 1 and on rank 0",
+    'stages_with_one_seed': "parameter '0.weight' has different gradients on rank 1 and on rank 0" + REDUCE,
+    'frozen_on_one_rank': "rank 1 trains parameter '3.bias', but on rank 0 it wants no gradient",
     'another_shape': "parameter 'weight' is f32 [4, 4] in group 0 and unit 'weight' on rank 0 and f32 [5, 4] in",
     'another_name': "the job's name is 'job0' on rank 0 and 'job1' on rank 1",
     'servers_on_one_rank': 'the list of servers is none on rank 0 and one of 1 on rank 1',
-    'a_rank_that_does_not_come': 'the opening of a job: rank 0 waited 2 s (step_timeout) for rank 1; expected all ranks to come to it, the '
-                                 'same number of times [RANK_MISSING]',
+    'a_rank_that_does_not_come': 'the opening of a job: rank 0 waited 2 s (step_timeout) for rank 1; expected all ranks to make this call, '
+                                 'the same number of times [RANK_MISSING]',
 }
 # Of one rank alone, or of each rank's own part: the first one's error is everybody's.
 REFUSED_THERE = {
     'fsdp1_flat': "parameter '_fsdp_wrapped_module._flat_param' belongs to FullyShardedDataParallel (FSDP1)",
     'fsdp1_original_parameters': "parameter '_fsdp_wrapped_module.0.weight' belongs to FullyShardedDataParallel (FSDP1)",
     'an_error_on_one_rank': "parameter '3.bias': torch.float64 is not supported",
-    'other_data_on_one_rank': "parameter '3.bias' has shape [5], and its gradient [4]: was .data set to another tensor",
+    'other_data_on_one_rank': "parameter '3.bias' has shape [5], but its gradient has [4]: was .data set to another tensor",
 }
 
 
@@ -70,7 +70,7 @@ def test_many_parameters_that_differ_are_told_in_parts(ranks):
 
 def test_values_that_differ(ranks):
     for told, after in both(ranks, 'values'):
-        assert told.startswith("parameter '0.weight' has other values on rank 1 than on rank 0, and is a plain tensor")
+        assert told.startswith("parameter '0.weight' has different values on rank 1 and on rank 0, but ranks that hold the same part")
         assert 'RANKS_DIFFER' in told
         assert after == 'accepted'
 
@@ -78,7 +78,7 @@ def test_values_that_differ(ranks):
 def test_gradients_that_differ(ranks):
     results = both(ranks, 'gradients')
     for told, after, _ in results:
-        assert told.startswith("parameter '0.weight' has another gradient on rank 1 than on rank 0" + REDUCE)
+        assert told.startswith("parameter '0.weight' has different gradients on rank 1 and on rank 0" + REDUCE)
         assert after == 'accepted'
     assert torch.equal(results[0][2], results[1][2])
 
@@ -86,32 +86,32 @@ def test_gradients_that_differ(ranks):
 def test_gradients_are_compared_now_and_then_and_with_debug_always(ranks):
     for unseen, seen, with_debug in both(ranks, 'gradients_of_a_later_step'):
         assert unseen == 'accepted'
-        assert seen.startswith("parameter '0.bias' has another gradient")
-        assert with_debug.startswith("parameter '0.weight' has another gradient")
+        assert seen.startswith("parameter '0.bias' has different gradients")
+        assert with_debug.startswith("parameter '0.weight' has different gradients")
 
 
 def test_a_last_bit_of_a_gradient_may_differ(ranks):
     for rounded, scaled in both(ranks, 'gradients_that_round_otherwise'):
         assert rounded == 'accepted'
-        assert scaled.startswith("parameter '3.weight' has another gradient")
+        assert scaled.startswith("parameter '3.weight' has different gradients")
 
 
 def test_edits_that_differ(ranks):
     for alike, apart in both(ranks, 'edits'):
         assert alike == 'accepted'
-        assert apart.startswith("parameter '2.weight' has other values on rank 1 than on rank 0")
+        assert apart.startswith("parameter '2.weight' has different values on rank 1 and on rank 0")
 
 
 def test_late_parameters_that_differ(ranks):
     for told, after in both(ranks, 'late_parameters'):
-        assert told.startswith("parameter 'late' has other values on rank 1 than on rank 0")
+        assert told.startswith("parameter 'late' has different values on rank 1 and on rank 0")
         assert after == 'accepted'
 
 
 def test_a_resumed_job_brings_its_values(ranks):
     for told, same, step in both(ranks, 'a_resumed_job'):
         assert (told, same) == ('accepted', True)
-        assert step.startswith("parameter '0.weight' has another gradient on rank 1")
+        assert step.startswith("parameter '0.weight' has different gradients on rank 1")
 
 
 def test_a_job_with_other_tensors_is_opened_twice(ranks):
@@ -127,8 +127,8 @@ def test_gradients_go_where_their_parameters_are(ranks):
 
 def test_a_gradient_of_another_kind_is_refused(ranks):
     for plain, distributed in both(ranks, 'a_gradient_of_another_kind'):
-        assert plain.startswith("parameter 'weight' is a DTensor, and its gradient is a plain tensor")
-        assert distributed.startswith("parameter 'weight' is a plain tensor, and its gradient is a DTensor")
+        assert plain.startswith("parameter 'weight' is a DTensor, but its gradient is a plain tensor")
+        assert distributed.startswith("parameter 'weight' is a plain tensor, but its gradient is a DTensor")
 
 
 def test_every_case_is_looked_at(ranks):

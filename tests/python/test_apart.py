@@ -13,9 +13,9 @@ def ranks(tmp_path_factory):
 # An error on rank 1, or what both are told; then the same call and a step are accepted.
 TOLD = {
     'a_load_of_another_dtype': "parameter '3.bias': torch.float64 is not supported",
-    'a_load_where_one_rank_wants_a_gradient': "rank 0 has parameter '3.bias' to train, and rank 1 has it without a gradient wanted",
-    'an_entry_beside_another_shape': "parameter '3.bias' has shape [5] on this rank, and registered with [4]",
-    'a_rollback_into_another_shape': "parameter '3.bias' has shape [5] on this rank, and registered with [4]",
+    'a_load_where_one_rank_wants_a_gradient': "rank 0 trains parameter '3.bias', but on rank 1 it wants no gradient",
+    'an_entry_beside_another_shape': "parameter '3.bias' has shape [5] on this rank, but registered with [4]",
+    'a_rollback_into_another_shape': "parameter '3.bias' has shape [5] on this rank, but registered with [4]",
     'an_edit_whose_master_one_rank_cannot_read': 'no server answers [SERVER_DOWN]',
     'a_load_whose_master_one_rank_cannot_read': 'no server answers [SERVER_DOWN]',
     'an_export_that_one_rank_has_not': "'",
@@ -24,7 +24,7 @@ TOLD = {
                                                       'expected',
     'a_rollback_beside_a_step_of_a_job_that_was_found': "rank 0 is in rollback() of job 'found_step' and rank 1 in the opening of a job; "
                                                         'expected',
-    'a_rollback_that_was_refused': "the servers do not keep version 77 of job 'found_refused' (any more); they keep ",
+    'a_rollback_that_was_refused': "the servers do not keep version 77 of job 'found_refused' (any more). Of the newest ",
     'sync_on_one_rank': 'rank 0 is in sync_from_params() and rank 1 in step(); expected the same calls on all ranks, in one order '
                         '[RANKS_DIFFER]',
     'a_load_on_one_rank': 'rank 0 is in step() and rank 1 in load_state_dict(); expected the same calls on all ranks',
@@ -44,12 +44,12 @@ def test_all_ranks_are_told_the_same_and_go_on(name, ranks):
 
 def test_the_export_is_named(ranks):
     for told, *_ in both(ranks, 'an_export_that_one_rank_has_not'):
-        assert told.endswith('is not there: no export, or one that did not end [BAD_CONFIG]')
+        assert told.endswith('does not exist: the folder has no export, or the export did not end [BAD_CONFIG]')
 
 
 def test_a_registration_that_was_cut_off_is_resumed(ranks):
     for told, result, off in both(ranks, 'a_registration_that_was_cut_off'):
-        assert told.startswith("parameter 'late' has other values on rank 1 than on rank 0")
+        assert told.startswith("parameter 'late' has different values on rank 1 and on rank 0")
         assert result == (3, True, True)
         torch.testing.assert_close(off, torch.zeros_like(off), rtol=0, atol=1e-5)
 
@@ -62,15 +62,15 @@ def test_an_edit_that_one_rank_could_not_write_is_in_nobodys_way(ranks):
 def test_debug_on_one_rank_is_for_all(ranks):
     for same, apart, after in both(ranks, 'debug_on_one_rank'):
         assert same == ['accepted'] * 3 and after == 'accepted'
-        assert apart.startswith("parameter '0.weight' has another gradient on rank 1 than on rank 0")
+        assert apart.startswith("parameter '0.weight' has different gradients on rank 1 and on rank 0")
 
 
 def test_an_inf_is_a_skip_where_all_have_it(ranks):
     results = both(ranks, 'an_inf_among_gradients')
     for (inf, nan, alone), after, _ in results:
         assert inf == nan == ('accepted', True)
-        assert alone[0].startswith("parameter '0.weight' has an Inf or a NaN in its gradient on rank 1 and none on rank 0, and ranks take "
-                                   'a step')
+        assert alone[0].startswith("parameter '0.weight' has an Inf or a NaN in its gradient on rank 1 and none on rank 0. Gradients must "
+                                   'be reduced before step()')
         assert after == 'accepted'
     assert torch.equal(results[0][2], results[1][2])
 
@@ -79,7 +79,7 @@ def test_a_store_that_is_gone_is_a_rank_that_is_missing(ranks):
     for told in both(ranks, 'no_store'):
         assert len(told) == 3
         for each in told:
-            assert each.startswith("torch.distributed's store, which the first rank's process keeps, does not answer")
+            assert each.startswith("torch.distributed's store does not answer. The process of the first rank keeps it")
             assert 'RANK_MISSING' in each
 
 

@@ -1,64 +1,17 @@
-"""What users of PyTorch and its frameworks have complained of, as programs of theirs: each comes to the same with torch.optim's optimizer
-and with ours, or is refused by name, and the advice works. COMPLAINTS tells whose each is."""
+"""Programs of users that save, load, copy and write an optimizer's state."""
 import collections
 import copy
 import io
-import re
 
 import pytest
 import torch
-from scripts import assert_close, batches, loss_of, mlp
+from complaints import KINDS, Complaints, check, step, steps
+from scripts import batches, loss_of, mlp
 from torch import nn
 
 import ballast
-import ballast.torch as bt
 
-COMPLAINTS = {}
-KINDS = {'moments': {}, 'named': {'nvme': '4GiB'}, 'moments of a durable job': {'nvme': '4GiB', 'states': 'full'}}
-
-
-def complaint(*sources):
-    """A program: make(named parameters, optimizer, **arguments) gives an optimizer. It returns (losses and other numbers, model)."""
-    def add(program):
-        COMPLAINTS[program.__name__] = program
-        program.sources = sources
-        return program
-    return add
-
-
-class Make:
-    """Optimizers of torch, or ours with `more`; `refused`: what ours has refused."""
-
-    def __init__(self, more=None):
-        self._more, self.made, self.refused = more, [], []
-        self.is_ours = more is not None
-
-    def __call__(self, params, optimizer='AdamW', lr=1e-2, **arguments):
-        if not self.is_ours:
-            return getattr(torch.optim, optimizer)(params, lr=lr, **arguments)
-        name = f"{self._more['name']}-{len(self.made)}"
-        self.made.append(getattr(bt, optimizer)(params, lr=lr, **arguments, **{**self._more, 'name': name}))
-        return self.made[-1]
-
-    def take(self, optimizer, state, source):
-        """optimizer.load_state_dict(state), as the advice has it where that is refused: a named state is another job's."""
-        try:
-            optimizer.load_state_dict(state)
-        except ballast.Error as error:
-            self.refused.append(str(error))
-            optimizer.load_state_dict(source.full_state_dict())
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss = loss_of(model, batch)
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
-def steps(model, optimizer, count, seed=7):
-    return [step(model, optimizer, batch) for batch in batches(count, seed)]
+complaint = Complaints()
 
 
 @complaint('pytorch/pytorch#2830', 'pytorch/pytorch#41839')
@@ -328,7 +281,7 @@ def a_trainer_is_copied_whole(make):
 
 
 # What the refusals say, of each kind.
-COPIED, NAMED = 'cannot be copied or pickled; copy or save its state_dict', "this optimizer of '.*'; give it name="
+COPIED, NAMED = 'cannot be copied or pickled. Copy or save its state_dict', "this optimizer is of job '.*'; give it name="
 REFUSED = {
     'a_state_of_another_is_not_shared': {'named': [NAMED]},
     'the_best_of_a_population_is_copied': {'named': [NAMED] * 2},
@@ -340,20 +293,6 @@ REFUSED = {
 
 @pytest.mark.filterwarnings('error')
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('program', COMPLAINTS)
+@pytest.mark.parametrize('program', complaint)
 def test_as_torch_or_refused_by_name(program, kind, job, tmp_path):
-    program, results = COMPLAINTS[program], []
-    more = {**job, **KINDS[kind], **({'directory': tmp_path / 'state'} if 'nvme' in KINDS[kind] else {})}
-    for make in (Make(), Make(more)):
-        torch.manual_seed(1)
-        try:
-            results += program(make)
-        finally:
-            for optimizer in make.made:
-                optimizer.close()
-    expected, twin, came, model = results
-    assert_close(expected, came, twin, model)
-    words = REFUSED.get(program.__name__, {}).get(kind, [])
-    assert len(make.refused) == len(words), make.refused
-    for said, word in zip(make.refused, words):
-        assert re.search(word, said)
+    check(complaint[program], kind, job, tmp_path, REFUSED.get(program, {}).get(kind, []))

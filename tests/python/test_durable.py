@@ -241,7 +241,7 @@ def test_an_edit_that_a_skipped_step_left_is_in_the_models_state_and_in_nobodys_
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter('always')
             optimizer.load_state_dict(second)
-        assert "only the model's own state_dict() has them" in str(said[0].message)
+        assert "Only the model's own state_dict() has those values" in str(said[0].message)
         model.load_state_dict(weights)
         assert model[0].weight.abs().max() <= 0.05
         clamp_and_skip(0.01)
@@ -351,7 +351,7 @@ loop(model, optimizer, 5, 15)
 for name, value in torch.load('expected.pt').items():
     assert torch.equal(value, model.state_dict()[name]), name
 ''')
-    assert "job 'default' has no state of 2 parameters, '2.bias' among them: they begin anew" in told
+    assert "job 'default' has no state of 2 parameters, '2.bias' among them; the next step starts their state from zero" in told
     run(tmp_path, GROWING + '''
 model = mlp()
 try:
@@ -383,7 +383,7 @@ for batch in batches(4):
 try:
     bt.AdamW(mlp().named_parameters(), resume='must', **keep).resume()
 except ballast.Error as error:
-    assert error.reason == 'TENSORS_DIFFER' and "the job has not tensor '2." in str(error), error
+    assert error.reason == 'TENSORS_DIFFER' and "the job does not have tensor '2." in str(error), error
 else:
     raise AssertionError
 model = mlp()

@@ -60,12 +60,12 @@ def test_states_go_into_other_jobs(done):
             assert ((came[name] - value).abs() <= largest(value) / 254 * (1 + 1e-4)).all(), name
 
 
-SAYS = {'unfrozen': "parameter 'blocks.1.base.weight' wants a gradient, and was frozen when the job was made",
-        'moments': "the state has moments of parameter 'blocks.0.base.bias' after 2 steps, and the job was made with it frozen",
+SAYS = {'unfrozen': "parameter 'blocks.1.base.weight' wants a gradient, but was frozen when the job was made",
+        'moments': "the state has moments of parameter 'blocks.0.base.bias' after 2 steps, but the job was made with it frozen",
         'inf': "element 172 of tensor 'blocks.0.base.weight' is inf", 'nan': "element 172 of tensor 'blocks.0.base.weight' is nan",
         'large': "element 172 of tensor 'blocks.0.base.weight' is 3.4e+38; initial values and edits must be finite",
-        'written': "parameter 'blocks.0.base.weight' was written to within gathered(): that was a copy",
-        'longer': "parameter 'blocks.2.base.weight' lives on the servers alone, by shard(), and job 'longer' was made without it",
+        'written': "parameter 'blocks.0.base.weight' was written to within gathered(), but that was a copy",
+        'longer': "parameter 'blocks.2.base.weight' lives only on the servers, by shard(), but job 'longer' was made without it",
         'argument': "shard(frozen='int4'): expected 'working', 'q8' or 'state'"}
 
 
@@ -78,8 +78,8 @@ def test_bad_uses_are_named(done):
 
 def test_an_optimizer_without_the_base_is_refused_and_its_advice_works(done):
     for said, one_at_a_time, (added, anew) in done['only_trained']:
-        assert "'blocks.0.base.weight' lives on the servers alone, by shard(), and is in no group of the optimizer: give the " in said
-        assert 'all of model.named_parameters(), not only those that want gradients, or the rest of them by add_param_group()' in said
+        assert "'blocks.0.base.weight' lives only on the servers, by shard(), but is in no group of the optimizer. Give " in said
+        assert 'all of model.named_parameters(), not only those that want gradients, or add the rest by add_param_group()' in said
         assert 'close() that optimizer before another is made' in one_at_a_time
         assert torch.equal(added, anew)
 

@@ -5,8 +5,8 @@ from test_shard import run
 
 def test_units_in_another_order(tmp_path):
     for said, steps, losses in run(['another_order'], tmp_path, world=3, script='gathers_main.py')['another_order']:
-        assert said.startswith("ranks [0, 1, 2] gathered different units together since the last step: 'model 0: blocks.0' on rank 0 where "
-                               "'model 0: blocks.1' on rank 2, and computed with a mixture of both"), said
+        assert said.startswith("ranks [0, 1, 2] gathered different units since the last step: rank 0 gathered 'model 0: blocks.0' where "
+                               "rank 2 gathered 'model 0: blocks.1', so they computed with a mixture of both"), said
         assert steps == 0
         assert losses[:2] == losses[2:]
 
@@ -38,7 +38,7 @@ def test_gradients_that_went_on_some_ranks_only(pair):
     for expected, came, said in pair['gone_on_some']:
         assert came == pytest.approx(expected, rel=1e-4)
         refused = [each for each in said if each != 'nothing']
-        assert len(refused) == 1 and 'gradients of rank 1 went to the servers in a pass that other ranks have let go' in refused[0]
+        assert len(refused) == 1 and 'gradients of rank 1 went to the servers in a pass that other ranks have dropped' in refused[0]
 
 
 def test_values_that_one_rank_cannot_make(pair):

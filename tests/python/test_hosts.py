@@ -90,12 +90,12 @@ def test_loopback_across_hosts_is_refused_with_the_fix(name, told):
 def test_a_private_server_is_for_one_host(told):
     """Which the hosts' names do not tell: both have one."""
     for text in told['no_server']:
-        assert re.match(r'ranks on 2 hosts or containers \(\S+, \S+\) and no state servers: start ballastd beside your trainers', text)
+        assert re.match(r'the ranks are on 2 hosts or containers \(\S+, \S+\), and no state servers are named. Start ballastd beside', text)
 
 
 def test_an_address_of_another_machine(told):
     for text in told['elsewhere']:
-        assert text == ("host='192.0.2.1': expected an address of this machine, and it has none of ['192.0.2.1'] [BAD_CONFIG]")
+        assert text == ("host='192.0.2.1': expected an address of this machine, which has none of ['192.0.2.1'] [BAD_CONFIG]")
 
 
 def test_an_interface_that_is_not_there(told):

@@ -11,6 +11,7 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
+from ballast.torch.job.naming import split_named
 
 NAMES = ['0.weight', '1.weight', '2.weight']
 
@@ -334,3 +335,16 @@ def test_a_group_that_went_is_not_kept(job):
     backward(b)
     optimizer.step()
     assert gone() is None
+
+
+def test_groups_and_names_as_torch_takes_them():
+    one, two = torch.zeros(1), torch.zeros(2)
+    assert split_named([one, two]) == ([{'params': [one, two]}], [[None, None]])
+    assert split_named([('module.a', one), ('b', two)]) == ([{'params': [one, two]}], [['a', 'b']])
+    assert split_named({'params': one, 'lr': 1}) == ([{'params': [one], 'lr': 1}], [[None]])
+    assert split_named([{'params': [one], 'param_names': ['a']}, {'params': [two]}]) == (
+        [{'params': [one]}, {'params': [two]}], [['a'], [None]])
+    with pytest.raises(ValueError, match='2 param_names for 1 parameters'):
+        split_named({'params': [one], 'param_names': ['a', 'b']})
+    with pytest.raises(TypeError, match='as a set'):
+        split_named({one, two})

@@ -19,13 +19,13 @@ def refused(*, match, directory=None, dram=None, nvme=None):
 
 def test_a_directory_that_cannot_be_one_is_refused(tmp_path):
     (tmp_path / 'file').touch()
-    refused(directory=tmp_path / 'file', match='directory=.*expected a folder that can be made and written, came: File exists')
-    refused(directory='/proc/ballast', match='expected a folder that can be made and written')
+    refused(directory=tmp_path / 'file', match='expected a folder that can be created and written to; the system says: File')
+    refused(directory='/proc/ballast', match='expected a folder that can be created and written to')
 
 
 def test_budgets_that_the_machine_has_not_are_refused(tmp_path):
-    refused(dram='900TiB', match=r'dram: 9\.22e\+05 GiB were asked for, there are .* of memory here: lower dram')
-    refused(directory=tmp_path, nvme='900TiB', match=r'nvme: 9\.22e\+05 GiB were asked for, the disk of .* has .* free: lower nvme')
+    refused(dram='900TiB', match=r'dram: 9\.22e\+05 GiB were asked for, but this machine or its container has .* of memory; lower dram')
+    refused(directory=tmp_path, nvme='900TiB', match=r'nvme: 9\.22e\+05 GiB were asked for, but the disk of .* has only .* free; lower')
     refused(nvme='900TiB', match='nvme: .* were asked for')
 
 
@@ -39,19 +39,19 @@ def test_what_jobs_hold_there_is_not_asked_for_twice(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         assert place.make(tmp_path, '256MiB', asked).nvme == asked
-    with pytest.warns(UserWarning, match='nvme: .* were asked for, the disk of .* has 1 GiB free, and jobs there hold 0.125 GiB'):
+    with pytest.warns(UserWarning, match='nvme: .* were asked for, .* has only 1 GiB free. Jobs in this directory already hold 0.125 GiB'):
         place.make(tmp_path, '256MiB', asked + (32 << 20))
 
 
 @pytest.mark.skipif(not os.path.ismount('/dev/shm'), reason='needs a file system in memory')
 def test_nvme_in_memory_is_warned_of():
-    with pytest.warns(UserWarning, match=r"directory='/dev/shm' is in memory \(tmpfs\)"):
+    with pytest.warns(UserWarning, match=r"directory='/dev/shm' lies in memory \(tmpfs\)"):
         place.make('/dev/shm', '64MiB', '1MiB')
 
 
 def test_more_memory_than_is_free_is_warned_of(monkeypatch):
     monkeypatch.setattr(place, '_limits', lambda: (1 << 40, 1 << 28))
-    with pytest.warns(UserWarning, match='dram: 1 GiB were asked for, 0.25 GiB of memory are available now'):
+    with pytest.warns(UserWarning, match='dram: 1 GiB were asked for, but only 0.25 GiB of memory are free now'):
         made = place.make(None, '1GiB', None)
     place.temporary.remove(made.directory)
 
@@ -76,8 +76,8 @@ def test_a_cgroup_has_what_its_limit_leaves(lines, limited, names, tmp_path, mon
 
 
 def test_a_budget_that_staging_would_use_up_is_refused(tmp_path):
-    refused(directory=tmp_path, dram='16MiB', nvme='1MiB', match='dram: 0.0156 GiB, but buffers for state on nvme alone take 0.0508 GiB')
-    refused(directory=tmp_path, dram=0, nvme='1MiB', match='dram: 0 GiB, but buffers for state on nvme')
+    refused(directory=tmp_path, dram='16MiB', nvme='1MiB', match='dram: 0.0156 GiB is too little: .* take 0.0508 GiB')
+    refused(directory=tmp_path, dram=0, nvme='1MiB', match='dram: 0 GiB is too little: the buffers')
 
 
 def test_the_kind_of_a_file_system(tmp_path):

@@ -104,23 +104,23 @@ def test_replicas_that_differ(results):
         said = torch.load(results / f'differing-{rank}.pt', weights_only=False)
         assert len(said) == 10
         for case, (values, gradients) in said.items():
-            assert 'norm.weight' in values and 'has other values on rank 3 than on rank' in values, (case, values)
+            assert 'norm.weight' in values and 'has different values on rank 3 and on rank' in values, (case, values)
             if case == ('sequence_parallel', False):
                 assert gradients == 'accepted'  # each rank has a part of the sum
                 continue
-            assert 'norm.weight' in gradients and 'has another gradient on rank 3 than on rank' in gradients, (case, gradients)
+            assert 'norm.weight' in gradients and 'has different gradients on rank 3 and on rank' in gradients, (case, gradients)
 
 
 def test_stages_load_their_own_state(results):
     for loaded, same, differs, exported in own_of(results, 'state_of_stages'):
         assert loaded == 'accepted' and same
-        assert "exp_avg of parameter '2." in differs and 'is loaded on rank 3 is another than on rank 2' in differs
-        assert exported.startswith('export_state() writes the parameters of the calling rank, and the ranks of this job have different')
+        assert "exp_avg of parameter '2." in differs and 'differs between rank 3 and rank 2' in differs
+        assert exported.startswith('export_state() writes the parameters of the calling rank, but the ranks of this job have different')
 
 
 def test_ranks_that_keep_something_back(results):
     for rank, (missing, descending, lone) in enumerate(own_of(results, 'kept_back')):
-        assert "parameter '0.norm.weight' is a DTensor over the ranks [0, 1, 2, 3], and the optimizer on rank 1 was not given it" in missing
+        assert "parameter '0.norm.weight' is a DTensor over the ranks [0, 1, 2, 3], but the optimizer on rank 1 was not given it" in missing
         torch.testing.assert_close(descending, torch.arange(8.0) - 0.5)
         torch.testing.assert_close(lone, torch.full((3,), 0.5 if rank == 0 else 1.0))
 

@@ -291,6 +291,33 @@ assert optimizer.resume().step == 3
 ''', seconds=60)
 
 
+def test_ctrl_c_amid_a_readers_call_ends_the_reader(tmp_path):
+    run(tmp_path, STOPPED + '''
+import ballast
+optimizer = make()
+step()
+reader = bt.Reader(servers=address, timeout=3000)
+assert reader.newest() == 1
+server.send_signal(signal.SIGSTOP)
+interrupt()
+try:
+    reader.newest()
+except KeyboardInterrupt:
+    interrupted = True
+assert interrupted
+server.send_signal(signal.SIGCONT)
+for call in (reader.newest, lambda: reader.read(model)):
+    try:
+        call()
+        raise AssertionError('the reader has not ended')
+    except ballast.Error as error:
+        assert 'an interrupt (Ctrl-C) amid a call ended the reader; make another' in str(error), error
+reader.close()
+with bt.Reader(servers=address) as another:
+    assert another.newest() == 1
+''', seconds=60)
+
+
 def test_torchs_compilers_are_not_imported_until_somebody_compiles(tmp_path):
     """They take as long as half of torch, and a trainer that comes back after a crash would wait for them."""
     run(tmp_path, '''

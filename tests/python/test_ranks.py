@@ -74,7 +74,7 @@ def test_two_ranks_over_a_private_server(script, over_a_private_server):
 
 def test_gradients_do_not_go_early(over_a_private_server):
     for told in over_a_private_server[0]['early']:
-        assert told.startswith('push_early is for one rank: DistributedDataParallel reduces gradients after')
+        assert told.startswith('push_early works with one rank alone: DistributedDataParallel reduces gradients after')
 
 
 @pytest.mark.parametrize('script', NAMED)
@@ -102,8 +102,8 @@ def test_a_gradient_that_one_rank_has_not(tmp_path):
     torch.testing.assert_close(mine, other, rtol=0, atol=0)
     assert told == told_other and len(told) == 3 and told[2] == 'accepted'
     for name, each in zip(('3.bias', '0.weight'), told):
-        assert each.startswith(f"parameter '{name}' has a gradient on rank 0 and none on rank 1, and ranks take a step with reduced "
-                               'gradients')
+        assert each.startswith(f"parameter '{name}' has a gradient on rank 0 and none on rank 1. Gradients must be reduced "
+                               'before step()')
 
 
 def test_an_error_on_one_rank_is_told_on_all(tmp_path):
@@ -131,5 +131,5 @@ def test_a_rank_that_comes_late_to_a_load(tmp_path):
     ranks, _ = run_ranks('late_to_a_load', tmp_path)
     for told, steps in ranks:
         assert told == ("load_state_dict() of job 'late_to_a_load': rank 0 waited 2 s (step_timeout) for rank 1; expected all ranks to "
-                        'come to it, the same number of times [RANK_MISSING]')
+                        'make this call, the same number of times [RANK_MISSING]')
         assert steps == 1

@@ -1,5 +1,6 @@
 """state_dict() changes nothing, and a state that was taken while parameters held edits leaves parameters as they are when it is loaded."""
 import copy
+import pathlib
 import warnings
 
 import pytest
@@ -36,6 +37,18 @@ def halved(model):
     return [value * 0.5 for value in bits(model)]
 
 
+def left_alone(optimizer, model, before, version):
+    """The masters are those of the job's version, now and after a step without gradients."""
+    assert optimizer.job.opened.session.version == version
+    assert same(masters(optimizer, model), before)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad = None
+    optimizer.step()
+    assert same(masters(optimizer, model), before)
+    optimizer.close()
+
+
 def test_an_average_that_was_swapped_in_saved_and_swapped_back_leaves_the_masters(durable):
     model = mlp().bfloat16()
     optimizer = bt.AdamW(model.named_parameters(), **durable)
@@ -45,14 +58,24 @@ def test_an_average_that_was_swapped_in_saved_and_swapped_back_leaves_the_master
     optimizer.state_dict()
     optimizer.full_state_dict()
     write(model, own)
-    assert optimizer.job.opened.session.version == version
-    assert same(masters(optimizer, model), before)
+    left_alone(optimizer, model, before, version)
+
+
+def test_an_average_that_was_saved_as_a_universal_checkpoint_leaves_the_masters(durable, tmp_path):
+    model = mlp().bfloat16()
+    optimizer = bt.AdamW(model.named_parameters(), **durable)
+    train(model, optimizer, steps=3)
+    own, before, version = bits(model), masters(optimizer, model), optimizer.job.opened.session.version
+    write(model, halved(model))
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.grad = None
-    optimizer.step()
-    assert same(masters(optimizer, model), before)
-    optimizer.close()
+        model[0].weight.view(-1)[0] = own[0].view(-1)[0]  # its master rounds to it, and is saved whole
+    path = pathlib.Path(bt.save_universal(optimizer, tmp_path / 'universal'))
+    saved = {name: torch.load(path / 'zero' / name / 'fp32.pt')['param'] for name, _ in model.named_parameters()}
+    expected = {name: value.detach().float() for name, value in model.named_parameters()}
+    expected['0.weight'].view(-1)[0] = before[0].view(-1)[0]
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+    write(model, own)
+    left_alone(optimizer, model, before, version)
 
 
 @pytest.mark.parametrize('order', ['model first', 'optimizer first'])

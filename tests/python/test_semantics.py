@@ -444,7 +444,7 @@ def test_what_a_job_cannot_change_is_refused(job):
         train(model, optimizer, steps=1)
     optimizer.param_groups[0]['amsgrad'] = False
     train(model, optimizer, steps=1)
-    with pytest.raises(ballast.Error, match='one for all groups'):
+    with pytest.raises(ballast.Error, match='one nesterov for all groups'):
         bt.SGD([{'params': [nn.Parameter(torch.zeros(3))], 'nesterov': True, 'momentum': 0.9},
                 {'params': [nn.Parameter(torch.zeros(3))], 'momentum': 0.9}], **{**job, 'name': job['name'] + 'b'}).resume()
 

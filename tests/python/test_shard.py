@@ -190,8 +190,8 @@ def test_a_model_from_meta(pair, alone):
 
 
 SAYS = {
-    'no optimizer': "parameter 'embed.weight' lives on Ballast's servers, and no optimizer says which",
-    'twice': "parameter 'embed.weight' lives on the servers already",
+    'no optimizer': "parameter 'embed.weight' lives on Ballast's servers, but no optimizer has it",
+    'twice': "parameter 'embed.weight' already lives on the servers",
     'read': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which aten.sum.default needs",
     'address': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which its address needs",
     'whole': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here",
@@ -199,22 +199,22 @@ SAYS = {
     'to': "parameter 'embed.weight' lives on Ballast's servers and has no memory here, which aten._to_copy.default needs",
     'copy': 'FSDP does not support deepcopy',
     'save': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which a copy needs",
-    'clip': "the gradient of parameter 'embed.weight' has gone to Ballast's servers in backward, and aten.linalg_vector_norm",
+    'clip': "the gradient of parameter 'embed.weight' has gone to Ballast's servers in backward, but aten.linalg_vector_norm",
     'torch': "parameter 'embed.weight' lives on Ballast's servers and has no memory here",
     'second backward': "the gradient of parameter 'blocks.2.up.weight' has gone to Ballast's servers in backward",
-    'half': "parameter 'blocks.1.up.weight' lives on the servers alone, by shard(), and is in no group of the optimizer",
-    'two optimizers': "parameter 'embed.weight' is of a model that shard() gave to one optimizer",
+    'half': "parameter 'blocks.1.up.weight' lives only on the servers, by shard(), but is in no group of the optimizer",
+    'two optimizers': "parameter 'embed.weight' is of a model of shard() that another optimizer trains",
     'offload': 'shard(offload_policy=CPUOffloadPolicy): parameters live on the servers',
     'offload before': "parameter 'embed.weight' is under CPUOffloadPolicy",
     'reshard': 'shard(reshard_after_forward=2): expected True, False or None',
-    'wrapped': 'shard(reshard_after_forward=): the model is wrapped by fully_shard',
+    'wrapped': 'shard(reshard_after_forward=): fully_shard has already wrapped the model',
     'units': 'shard(units=): Linear is not a module within the model',
     'outside': "parameter 'embed.weight' is in no module that fully_shard has wrapped",
     'version': 'shard() needs torch 2.7 or later, and this is 2.6.0',
     'collectives': 'shard(gather=, reduce=, second=) replaces collectives of FSDP2, which needs torch 2.9 or later',
     'no values': "parameter 'lone' was made on the meta device, and no reset_parameters() of",
     'buffer': "buffer 'running_mean' is on the meta device",
-    'nothing sharded': 'gathered(module): no parameter of it lives on the servers',
+    'nothing sharded': 'gathered(module): no parameter of this module lives on the servers',
 }
 
 

@@ -6,7 +6,7 @@ from torch import nn
 import ballast
 import ballast.torch as bt
 
-SHARED = "share memory (tied by .data?), and one's update would be lost; expected one Parameter under both names"
+SHARED = "share memory (tied by .data?), so the update of one would be lost. Use one Parameter under both names"
 
 
 def tied_by_data():

@@ -17,10 +17,10 @@ def test_stages_that_share_a_tensor(stages):
         for losses in trained:
             assert losses == pytest.approx(expected, abs=1e-5)
         for said in untied:
-            assert said.startswith("parameter 'embed.weight' has another gradient on rank 2 than on rank 0") and 'tied=' in said
+            assert said.startswith("parameter 'embed.weight' has different gradients on rank 2 and on rank 0") and 'tied=' in said
         assert "tied={'embed': ...}: this rank trains no parameter of that name" in misnamed
         assert "parameter 'embed.weight' is" in half and 'tied' in half
-        assert "the gradients of tied parameter 'embed.weight' have another sum on rank 2 than on rank 0" in wrong_group
+        assert "the gradient of tied parameter 'embed.weight' differs between rank 2 and rank 0" in wrong_group
 
 
 def test_a_stage_that_runs_before_the_others(stages):

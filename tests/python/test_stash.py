@@ -463,9 +463,9 @@ def test_a_graph_outlives_the_stash(device, stash):
     ({'dram': 0, 'nvme': 0}, 'expected a budget'),
     ({'model': 7, 'dram': '1MiB'}, r'model=int: expected a torch\.nn\.Module'),
     ({'dram': 'many'}, "dram='many': expected bytes"),
-    ({'dram': '900TiB'}, 'memory here'),
+    ({'dram': '900TiB'}, 'of memory; lower dram'),
     ({'nvme': '900TiB'}, 'lower nvme'),
-    ({'nvme': '1GiB', 'directory': '/proc/no'}, 'expected a folder that can be made'),
+    ({'nvme': '1GiB', 'directory': '/proc/no'}, 'expected a folder that can be created'),
 ])
 def test_bad_arguments(arguments, says):
     if says is None:

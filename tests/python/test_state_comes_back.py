@@ -92,7 +92,7 @@ def test_one_that_does_not_say_which_state_it_is_is_refused(make):
     first.close()
     second = make(mlp(), resume='auto')
     second.load_state_dict(second.state_dict())  # Accelerate's prepare() does, of an optimizer that is not open: nothing comes of it
-    words = r"does not say which state that was; job '\w+' has made 3 steps.*call resume\(\) before"
+    words = r"does not say which state that was. Job '\w+' has made 3 steps.*call resume\(\) before"
     with pytest.raises(ballast.Error, match=words) as error:
         second.load_state_dict(saved)
     assert second.job.opened is None and second.resume().step == 3
@@ -145,7 +145,7 @@ def test_a_refused_load_leaves_nothing_behind(state, make):
     wrong = copy.deepcopy(saved)
     change, name, text = {'gone': ({'version': 1}, said.job, 'VERSION_GONE'),
                           'missing': ({'job': said.job + 'x'}, said.job + 'x', 'JOB_MISSING'),
-                          'other': ({'job': 'another'}, said.job, "of job 'another' at version 2, this optimizer of")}[state]
+                          'other': ({'job': 'another'}, said.job, "of job 'another' at version 2, but this optimizer is of")}[state]
     wrong['param_groups'][0][marker.KEY] = said._replace(**change).tensor()
     model = mlp()
     second = make(model, name=name, lr=0.5)

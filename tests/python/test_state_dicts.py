@@ -109,7 +109,7 @@ def test_8_bit_moments(job):
 @pytest.mark.parametrize('batch_bytes', [1, 1100, 1 << 20])
 def test_into_a_job_that_has_made_steps(batch_bytes, job, monkeypatch):
     """As torch's: what the job had is replaced, what the model has is kept. In however many transactions."""
-    monkeypatch.setattr('ballast.torch.states.loading._BATCH_BYTES', batch_bytes)
+    monkeypatch.setattr('ballast.torch.states.writing._BATCH_BYTES', batch_bytes)
     twin, model = mlp(), mlp()
     theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     train(twin, theirs, 0, 5)
@@ -170,12 +170,12 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(job):
 
     refused("'2.weight' has no 'exp_avg_sq'", exp_avg_sq=None)
     refused("'2.weight' has no 'step'", step=None)
-    refused(r"'exp_avg' of parameter '2.weight' has shape \[63\], the parameter has \[64\]", exp_avg=torch.zeros(63))
+    refused(r"'exp_avg' of parameter '2.weight' has shape \[63\], but the parameter has \[64\]", exp_avg=torch.zeros(63))
     refused("'2.weight' has 'momentum_buffer', which", momentum_buffer=torch.zeros(64))
     refused("'exp_avg' of parameter '2.weight' has an Inf", exp_avg=torch.full((64,), float('nan')))
-    refused("'exp_avg_sq' of parameter '2.weight' has a negative", exp_avg_sq=torch.full((64,), -1.0))
+    refused("'exp_avg_sq' of parameter '2.weight' is a mean of squares", exp_avg_sq=torch.full((64,), -1.0))
     refused("'step' of parameter '2.weight' is 1.5", step=torch.tensor(1.5))
-    refused("'exp_avg' of parameter '2.weight' is no tensor", exp_avg=[1.0] * 64)
+    refused("'exp_avg' of parameter '2.weight' is not a floating-point tensor", exp_avg=[1.0] * 64)
     sgd = torch.optim.SGD(twin.parameters(), lr=1e-2, momentum=0.9)
     train(twin, sgd, 2, 3)
     with pytest.raises(ballast.Error, match="'0.weight' has 'momentum_buffer'"):

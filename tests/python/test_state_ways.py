@@ -27,7 +27,7 @@ def expected(durability, way, order):
         # torch's functions take what there is; a job has all of its tensors or is not opened.
         return ('equal', '') if torchs and not durable else ('raised', GONE)
     if way == 'resume' or (durable and (full or way == 'get_state_dict flat')):
-        return 'warned', f'no state of 2 parameters, {LATER} among them: they begin anew'
+        return 'warned', f'no state of 2 parameters, {LATER} among them; the next step starts'
     if way.startswith('dcp') and (way == 'dcp flat' or not durable):
         return 'raised', r'Missing key in checkpoint state_dict: \S+\.3\.weight'
     return 'raised', LATER

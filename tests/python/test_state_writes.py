@@ -312,7 +312,7 @@ def test_a_state_that_another_took_the_place_of_does_not_come_back_empty(job):
     optimizer.state = copies
     state = optimizer.state
     optimizer.state = defaultdict(dict)
-    with pytest.raises(ballast.Error, match=r'keep copies, \{p: dict\(entry\) for p, entry in optimizer.state.items\(\)\}'):
+    with pytest.raises(ballast.Error, match=r'Keep copies, \{p: dict\(entry\) for p, entry in optimizer.state.items\(\)\}'):
         optimizer.state = state
     assert optimizer.state[model[0].weight]['step'] == 0
     optimizer.state = copies

@@ -74,7 +74,7 @@ def test_the_environment_says_the_same_with_a_token(certificates, servers, monke
 
 
 @pytest.mark.parametrize('name, reason, words', [('mine-2', 'NO_RIGHT', "'holder' may not GetJob job 'mine-2'"),
-                                                 ('held-2', 'NO_IDENTITY', 'asks who calls')])
+                                                 ('held-2', 'NO_IDENTITY', 'requires an identity')])
 def test_a_refusal_says_what_is_missing(name, reason, words, certificates, servers):
     given = {'tls': {'ca': certificates / 'ca.crt'}}
     if reason == 'NO_RIGHT':

@@ -43,7 +43,7 @@ def test_models_of_shard_in_one_directory(told):
 def test_a_group_of_one_rank_is_as_a_single_rank(told):
     for rank, (error, served, refused) in enumerate(told['on_one_rank_each']):
         assert error < 1e-5 and served
-        assert refused == (f'group: rank {rank} is not a member of this process group; make the optimizer on its members alone '
+        assert refused == (f'group: rank {rank} is not in this process group; make the optimizer only on the group\'s ranks '
                            '[BAD_CONFIG]')
 
 
@@ -63,7 +63,7 @@ def test_shards_over_the_ranks_of_a_group(name, told):
 def test_a_mesh_beyond_the_group_is_refused(told):
     for said in told['a_mesh_beyond_the_group'][1:]:
         assert said.removeprefix('rank 0: ').removeprefix('rank 1: ').startswith(
-            "parameter '0.weight' is a DTensor over the ranks [0, 1, 2], and the optimizer is of the ranks [1, 2]; expected as group= one "
+            "parameter '0.weight' is a DTensor over the ranks [0, 1, 2], but the optimizer is of the ranks [1, 2]; give it as group= one "
             'that has rank 0 too')
 
 

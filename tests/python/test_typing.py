@@ -112,6 +112,12 @@ RIGHT = {
             state = whole.state_dict()
         layer: nn.Module = ballast.torch.TiledLinear.of(model, in_tiles=2)
         ''',
+    'evaluation': '''
+        with ballast.torch.Reader('run', servers='a:1,b:2', tls={'ca': 'ca.pem'}, timeout=60) as reader:
+            read = reader.read(model, masters=True)
+            later: bool = reader.newest() > read.version
+            names: tuple[str, ...] = reader.read(model, strict=False).missing
+        ''',
     'memory': '''
         stash = ballast.torch.stash(model, dram=0, nvme='1GiB', directory='.')
         with stash:
@@ -139,6 +145,7 @@ WRONG = {
     'estimate': 'ballast.estimate(model, rank=2)',
     'blob': "ballast.torch.AdamW(model.parameters()).step(blob='cursor')",
     'method': 'ballast.torch.AdamW(model.parameters()).sync()',
+    'reader': "ballast.torch.Reader('run', directory='state')",
     'shard': 'ballast.torch.shard(model, unit=[model])',
 }
 

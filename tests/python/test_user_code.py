@@ -259,7 +259,7 @@ def test_a_call_amid_an_open_is_told(job, monkeypatch):
     opened = optimizer.job.connection.open
 
     def interrupted(*arguments, **more):
-        with pytest.raises(ballast.Error, match='is being opened by a call that this one came amid'):
+        with pytest.raises(ballast.Error, match='is being opened by a call that this call interrupted'):
             optimizer.full_state_dict()
         return opened(*arguments, **more)
     monkeypatch.setattr(optimizer.job.connection, 'open', interrupted)

@@ -115,7 +115,7 @@ for step in range(5):
     there = [1, 2, 3, 4, 5][max(0, step - 2):step + 1]
     assert optimizer.versions() == there, optimizer.versions()
 assert [len(each) for each in told] == [0, 0, 1, 0, 0], told
-assert "so the next state_dict() gives up version 1," in told[2][0] and 'checkpoints=N' in told[2][0] and "states='full'" in told[2][0]
+assert "so the next state_dict() gives up version 1." in told[2][0] and 'checkpoints=N' in told[2][0] and "states='full'" in told[2][0]
 refused(model, optimizer, saved[0], 'VERSION_GONE', "do not keep version 1 of job 'default'", 'they keep 3, 4, 5', 'checkpoints=N',
         "states='full'")
 ''')
@@ -204,8 +204,8 @@ for call in (optimizer.resume, optimizer.step, optimizer.state_dict):
         call()
     except ballast.Error as error:
         assert "the session of job 'default' has ended after step 3: an interrupt (Ctrl-C)" in str(error), error
-        assert "make a new optimizer with name='default' and resume='auto', which goes on from there" in str(error), error
-        left = 'in memory until this optimizer is closed' if 'directory' in where else 'on the disk'
+        assert "make a new optimizer with name='default' and resume='auto', which continues from there" in str(error), error
+        left = 'in memory until this optimizer is closed' if 'directory' in where else 'on disk'
         assert left in str(error), error
     else:
         raise AssertionError(call)

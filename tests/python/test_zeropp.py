@@ -96,10 +96,10 @@ REFUSED = {
     'gather': "shard(gather='q4'): expected None or 'q8'",
     'reduce': "shard(reduce=torch.bfloat16): expected None or 'q8'; dtypes of gathers and reductions are mp_policy's",
     'second': 'expected a DeviceMesh of one dimension that has this rank',
-    'apart': 'shard(second=): ranks [0, 1, 2, 3] are not all among ranks',
+    'apart': 'but ranks [0, 1, 2, 3] are not all among ranks',
     'mixed': "has parameters of several dtypes, which FSDP2 gathers as bytes",
-    'gather beside TP': 'beside tensor or expert parallelism 8 bits would round replicas differently: leave them out',
-    'reduce beside TP': 'beside tensor or expert parallelism 8 bits would round replicas differently: leave them out',
+    'gather beside TP': 'Beside tensor or expert parallelism, 8 bits would round replicas differently; leave them out',
+    'reduce beside TP': 'Beside tensor or expert parallelism, 8 bits would round replicas differently; leave them out',
 }
 
 

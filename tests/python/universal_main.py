@@ -123,6 +123,18 @@ def out_of_ballast(folder, kind, dtype, stages):
     return found
 
 
+def saved_doubled(model, optimizer, place):
+    """Saves twice the parameters, as a loop that swaps another value in only to save it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    path = pathlib.Path(bt.save_universal(optimizer, place))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return {name: torch.load(path / 'zero' / name / 'fp32.pt')['param'] for name, _ in model.named_parameters()}
+
+
 def without_deepspeed(folder):
     dist.init_process_group('gloo')
     found = {}
@@ -136,6 +148,9 @@ def without_deepspeed(folder):
             held = state_of(optimizer)
             found[stage, kind] = {'state': held}
             bt.save_universal(optimizer, place)
+            if kind != 'shard':  # whose parameters nobody reaches between steps
+                found[stage, kind]['edited'] = saved_doubled(model, optimizer, folder / f'edited-{stage}-{kind}')
+                found[stage, kind]['kept'] = differing(state_of(optimizer), held)
             if kind != 'tensor':  # whose ranks have one batch
                 found[stage, kind]['losses'] = losses(model, optimizer, kind, BEFORE, AFTER)
             closed(optimizer)

@@ -10,7 +10,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/synchronization/mutex.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/io_queue.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/machine_with_disk.h"
@@ -256,7 +256,7 @@ TEST_F(ServerDevicesTest, AJobWithoutRoomIsToldOfTheDeviceThatIsNotThere) {
   const absl::Status refused = spared.Join(server_);
   EXPECT_EQ(model::ReasonOf(refused), model::kBudget) << refused;
   EXPECT_THAT(refused.message(),
-              AllOf(HasSubstr("the nvme tier has less room than before"), HasSubstr("of job 'struck'"),
+              AllOf(HasSubstr("nvme tier also has less room than before"), HasSubstr("of job 'struck'"),
                     HasSubstr(b_ + "/nvme.tier"), HasSubstr("Bring the disk back")));
   server_.End();
   fs::rename(directory_ / "aside", b_);

@@ -7,10 +7,10 @@
 #include <limits>
 
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/verdict.h"
-#include "ballast/services/records/job_entry.h"
-#include "ballast/services/verify/verify.h"
+#include "ballast/services/job_state/job_entry.h"
+#include "ballast/services/tools/verify/verify.h"
 #include "ballast/tests/services/machine_with_catalog.h"
 #include "ballast/tests/services/trainer_group.h"
 

@@ -12,8 +12,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/services/verify/verify.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/tools/verify/verify.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {

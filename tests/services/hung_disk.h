@@ -11,8 +11,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/tests/services/gated_disk.h"
 #include "ballast/tests/services/trainer_group.h"
 

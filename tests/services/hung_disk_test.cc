@@ -11,7 +11,7 @@
 
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/storage/tier/test_hbm.h"
 
 namespace ballast::services {
@@ -60,6 +60,35 @@ TEST_F(HungDiskTest, AReadThatHangsHoldsUpNoOtherJob) {
   ExpectGoesOn(other);
   disk_.Release();
   reads.ExpectOk();
+}
+
+// A client that has gone left a log; the next Open has no use for the log, and the log's last write hangs.
+TEST_F(HungDiskTest, ALogThatAnOpenRemovesHoldsUpNoFence) {
+  TrainerGroup gone({server_.get()}, Spec("job", v1::DURABILITY_STEP), 1, 1);
+  std::vector<v1::GetJobResponse> jobs;
+  ASSERT_EQ(gone.Fence(&jobs), absl::OkStatus());
+  const auto caller = std::make_shared<Caller>();
+  caller->Leave();
+  Answer<v1::OpenResponse> refused, opened;
+  server_->Open(gone.open_request(-1, std::nullopt), {absl::InfiniteFuture(), caller}, refused.reply());
+  ASSERT_EQ(refused.Wait().status().code(), absl::StatusCode::kCancelled);
+  while (server_->Status().jobs(0).log_capacity_bytes() == 0) absl::SleepFor(absl::Milliseconds(1));
+  HoldLog("job");
+  v1::FenceRequest fence;
+  fence.set_job("job");
+  fence.mutable_epoch()->set_counter(2);
+  fence.mutable_epoch()->set_nonce(7);
+  fence.set_protocol_version(model::kProtocolVersion);
+  Answer<v1::FenceResponse> fenced;
+  server_->Fence(fence, Soon(), fenced.reply());
+  disk_.AwaitWaiting();
+  EXPECT_FALSE(fenced.arrived());
+  TrainerGroup next({server_.get()}, Spec("job", v1::DURABILITY_NONE), 1, 2);
+  server_->Open(next.open_request(-1, std::nullopt), absl::InfiniteFuture(), opened.reply());
+  EXPECT_EQ(fenced.Wait().status(), absl::OkStatus());
+  EXPECT_FALSE(opened.arrived());
+  disk_.Release();
+  EXPECT_EQ(opened.Wait().status(), absl::OkStatus());
 }
 
 // The move keeps its places in two tiers, and plans that need their space out, until the disk goes on.

@@ -1,7 +1,7 @@
 // A disk that hangs under a job's update: the job's own calls, and drops.
 #include <memory>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/hung_disk.h"
 

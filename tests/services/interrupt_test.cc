@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/tests/services/hung_disk.h"
 
@@ -106,6 +106,17 @@ TEST_F(InterruptTest, JobsAreServedAsTheyComeBack) {
   server_->SetBudget({}, budget.reply());
   expect_busy(budget.Wait().status(), "recovers its jobs");
   EXPECT_EQ(server_->Status().jobs_size(), 2);
+  const auto dram_used = [this] {
+    uint64_t used = 0;
+    const v1::GetServerStatusResponse status = server_->Status();
+    for (const v1::TierStatus& tier : status.tiers()) used += tier.tier() == "dram" ? tier.used_bytes() : 0;
+    return used;
+  };
+  const uint64_t with_a = dram_used();
+  Answer<v1::DropJobResponse> dropped_a;
+  server_->DropJob(DropOf(a), dropped_a.reply());
+  EXPECT_EQ(dropped_a.Wait().status(), absl::OkStatus());
+  EXPECT_LT(dram_used(), with_a) << "its memory is free before 'b' is back";
   disk_.Release();
   EXPECT_EQ(server_->AwaitRecovered(), absl::OkStatus());
   EXPECT_EQ(b.Start(), absl::OkStatus());

@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "absl/synchronization/notification.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/trainer_group.h"
 

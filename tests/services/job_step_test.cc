@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/adamw_step.h"
 #include "ballast/tests/services/trainer_group.h"
 

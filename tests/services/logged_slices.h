@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "ballast/services/durability/journal.h"
+#include "ballast/services/journal/log_records.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/log/log_reader.h"
 #include "ballast/tests/storage/log/all_records.h"

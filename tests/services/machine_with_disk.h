@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "ballast/services/foundation/foundation.h"
+#include "ballast/services/job_state/foundation.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/log/gradient_log.h"

@@ -9,7 +9,8 @@
 #include <iostream>
 #include <new>
 
-#include "ballast/tests/services/rpc/rpc_fixture.h"
+#include "ballast/proto/model/step_header.h"
+#include "ballast/tests/services/gateway/rpc_fixture.h"
 
 namespace {
 

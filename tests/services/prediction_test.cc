@@ -5,8 +5,8 @@
 #include <filesystem>
 #include <fstream>
 
-#include "ballast/proto/model/status.h"
-#include "ballast/storage/machine/profile_file.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/storage/placement/profile_file.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
 
@@ -78,7 +78,7 @@ TEST(Prediction, ABrokenProfileIsRefused) {
   options.machine_profile = server.directory() + "/broken.yaml";
   std::ofstream(options.machine_profile) << "threads: many\n";
   EXPECT_THAT(std::string(StateServer::Start(options).status().message()),
-              HasSubstr("broken.yaml:1: threads: expected a whole number; came 'many'"));
+              HasSubstr("broken.yaml:1: threads: expected a whole number, got 'many'"));
 }
 
 // Nobody named it: a power cut may have damaged it, and it is for plans alone.

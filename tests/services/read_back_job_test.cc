@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/services/logged_slices.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
@@ -105,6 +105,26 @@ TEST_P(ReadBackDurabilityTest, ChangesNoBitWithinTheBudget) {
     EXPECT_GT(server->traffic().read.nvme - read, kElements * (12 + 2)) << "states and gradients come from the disk";
   }
   EXPECT_EQ(server->Status().jobs(0).tiers(1).state_bytes(), 0u);
+}
+
+// Log and spill have checksums of their own.
+TEST_P(ReadBackDurabilityTest, TrainersInTheProcessSendNoChecksums) {
+  TestServer server("s", {.dram = kTight, .nvme = kNvme});
+  auto group = NewGroup(server, 1, 1, GetParam());
+  group->set_within_process();
+  ASSERT_EQ(PushAtOnce(*group, v1::SLICE_KIND_VALUE, AllTensors(Tensors()), Initial), absl::OkStatus());
+  ASSERT_TRUE(group->Finish(ValuesHeader(Tensors())).ok());
+  for (int64_t step = 1; step <= 4; ++step) {
+    StepBoth(*group, step);
+    ExpectSame(*group, step);
+  }
+  if (GetParam() != v1::DURABILITY_STEP) return;
+  ASSERT_EQ(PushAtOnce(*group, v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(5)), absl::OkStatus());
+  ASSERT_TRUE(group->SealAll(UpdateHeader(Tensors())).ok());
+  server.Restart();  // the next group finds the step prepared and decides it from the log
+  group = NewGroup(server, 1, 2);
+  ASSERT_EQ(Step(reference_, 5), absl::OkStatus());
+  ExpectSame(*group, 5);
 }
 
 TEST_P(ReadBackDurabilityTest, EditsBesideGradients) {

@@ -9,8 +9,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/services/durability/journal.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/journal/journal.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/log/log_reader.h"

@@ -2,7 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
 
@@ -118,7 +118,7 @@ TEST(RemainderJobRefusalTest, NamesWhatCannotBeHonoured) {
   }
   v1::JobSpec unknown = Spec(true);
   unknown.set_master_format(static_cast<v1::MasterFormat>(9));
-  ExpectRefused(open(server, unknown), absl::StatusCode::kInvalidArgument, model::kBadDtype, "came master_format 9");
+  ExpectRefused(open(server, unknown), absl::StatusCode::kInvalidArgument, model::kBadDtype, "got master_format 9");
 
   server.options().working_copies = false;
   server.Restart();

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/services/records/job_entry.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/job_state/job_entry.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
 

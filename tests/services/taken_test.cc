@@ -10,9 +10,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/services/durability/log_length.h"
-#include "ballast/services/security/guard.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/gateway/security/guard.h"
+#include "ballast/services/journal/data_files.h"
+#include "ballast/services/journal/log_length.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
 
@@ -160,6 +161,89 @@ INSTANTIATE_TEST_SUITE_P(All, TakenTest,
                                            Server{{0, kTight, 512 * kMiB}, v1::DURABILITY_EVERY_K}),
                          NameOf);
 
+// Opens after a refused one. They find all the space that the refused one had.
+class AfterARefusedOpenTest : public ::testing::Test {
+ protected:
+  static v1::JobSpec Sgd() {
+    v1::JobSpec spec = Spec("job", v1::DURABILITY_NONE);
+    spec.set_optimizer(v1::OPTIMIZER_SGD);
+    return spec;
+  }
+  static absl::Status Open(TestServer& server, const v1::JobSpec& spec, uint64_t epoch) {
+    return TrainerGroup({server.get()}, spec, 1, epoch).Start();
+  }
+  // What the server's tiers have given away, and to what.
+  static std::string Tiers(TestServer& server) {
+    std::string text;
+    const v1::GetServerStatusResponse status = server->Status();
+    for (const v1::TierStatus& tier : status.tiers()) {
+      absl::StrAppend(&text, tier.tier(), " ", tier.used_bytes(), "\n");
+    }
+    for (const v1::JobStatus& job : status.jobs()) {
+      for (const v1::TierStatus& tier : job.tiers()) absl::StrAppend(&text, tier.ShortDebugString(), "\n");
+    }
+    return text;
+  }
+};
+
+TEST_F(AfterARefusedOpenTest, AStoreThatDoesNotFitGoesBeforeTheNextOpenPlans) {
+  constexpr storage::TierBytes kOneOfTwo{.dram = 34 * kMiB};
+  const v1::JobSpec adam = Spec("job", v1::DURABILITY_NONE);
+  TestServer server("s", kOneOfTwo), fresh("s", kOneOfTwo), other("s", kOneOfTwo);
+  // A client that has gone: the server takes the space, and nobody sends the Open again.
+  TrainerGroup gone({server.get()}, adam, 1, 1);
+  std::vector<v1::GetJobResponse> answers;
+  ASSERT_EQ(gone.Fence(&answers), absl::OkStatus());
+  const auto caller = std::make_shared<Caller>();
+  caller->Leave();
+  Answer<v1::OpenResponse> refused;
+  server->Open(gone.open_request(-1, std::nullopt), {absl::InfiniteFuture(), caller}, refused.reply());
+  ASSERT_EQ(refused.Wait().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(Open(server, Sgd(), 2), absl::OkStatus());
+  ASSERT_EQ(Open(fresh, Sgd(), 2), absl::OkStatus());
+  EXPECT_EQ(Tiers(server), Tiers(fresh));
+  ASSERT_EQ(Open(other, adam, 1), absl::OkStatus());
+  EXPECT_GT(other->Status().tiers(1).used_bytes() + fresh->Status().tiers(1).used_bytes(), kOneOfTwo.dram);
+}
+
+TEST_F(AfterARefusedOpenTest, ChunksStayForTheNextWhenTheSpillCannotBeMade) {
+  constexpr storage::TierBytes kSpills{.dram = kTight, .nvme = 512 * kMiB};
+  TestServer server("s", kSpills), fresh("s", kSpills);
+  v1::JobSpec spec = MakeSpec("job", {{"first", "u", 256, 0}});
+  for (TestServer* const of : {&server, &fresh}) {
+    TrainerGroup group({of->get()}, spec, 1, 1);
+    ASSERT_EQ(group.Start(), absl::OkStatus());
+    ASSERT_EQ(group.Initialise(Initial), absl::OkStatus());
+  }
+  Append(Model(), 0, &spec);
+  const std::string spill = SpillPath(server.directory(), "job");
+  ASSERT_TRUE(std::filesystem::create_directory(spill));
+  ASSERT_EQ(model::ReasonOf(Open(server, spec, 2)), model::kIo);
+  ASSERT_TRUE(std::filesystem::remove(spill));
+  ASSERT_EQ(Open(server, spec, 3), absl::OkStatus());
+  ASSERT_EQ(Open(fresh, spec, 3), absl::OkStatus());
+  EXPECT_EQ(Tiers(server), Tiers(fresh));
+}
+
+// A restart makes the spill anew, of the size that the job's slices need.
+TEST(TakenAfterARestart, ASpillStaysAsLarge) {
+  v1::JobSpec spec = MakeSpec("job", {{"a", "u0", 12 << 16, 0}, {"norm", "u0", 300, 1}});
+  spec.set_durability(v1::DURABILITY_EVERY_K);
+  spec.set_pin_interval(2);
+  TestServer server("s", {.dram = 4'600'000, .nvme = 512 * kMiB});
+  {
+    TrainerGroup group({server.get()}, spec, 1);
+    ASSERT_EQ(group.Start(), absl::OkStatus());
+    ASSERT_EQ(group.Initialise(Initial), absl::OkStatus());
+    ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(2), GradientOf(1)), absl::OkStatus());
+    ASSERT_EQ(group.Finish(UpdateHeader(2)).status(), absl::OkStatus());
+  }
+  const uint64_t before = server->Status().jobs(0).log_capacity_bytes();
+  ASSERT_GT(before, 0u);
+  server.Restart();
+  EXPECT_EQ(server->Status().jobs(0).log_capacity_bytes(), before);
+}
+
 // Jobs that grow after their Open.
 class GrowthTest : public ::testing::Test {
  protected:
@@ -252,9 +336,9 @@ TEST_F(GrowthTest, AKeptVersionBeyondTheQuotaIsRefusedWithNumbers) {
   const absl::Status refused = PinDurably(server_.get(), "a-1", group->epoch(), 0);
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
   EXPECT_EQ(model::ReasonOf(refused), model::kQuota);
-  EXPECT_THAT(std::string(refused.message()), HasSubstr(absl::StrCat("bytes of nvme, beside ", held, " (log ")));
   EXPECT_THAT(std::string(refused.message()),
-              HasSubstr(absl::StrCat("that jobs of 'team-a' hold on this server, and the quota is ", quota)));
+              HasSubstr(absl::StrCat("bytes of nvme. Jobs of 'team-a' already hold ", held, " (log ")));
+  EXPECT_THAT(std::string(refused.message()), HasSubstr(absl::StrCat(" on this server, and the quota is ", quota)));
   EXPECT_EQ(Nvme("a-1") + Nvme("a-2"), held) << "nothing was taken";
   EXPECT_EQ(Job("a-1").failure(), "");
   EXPECT_EQ(PinDurably(server_.get(), "b-1", alien->epoch(), 0), absl::OkStatus());
@@ -303,7 +387,30 @@ TEST_F(GrowthTest, AReadersPinYieldsToTheQuota) {
   EXPECT_EQ(Job("a-1").failure(), "");
   const absl::StatusOr<std::vector<float>> gone = group->Read(0, v1::CONTENT_MASTER, 0);
   EXPECT_EQ(model::ReasonOf(gone.status()), model::kVersionGone);
-  EXPECT_THAT(std::string(gone.status().message()), HasSubstr("jobs of 'team-a' hold on this server"));
+  EXPECT_THAT(std::string(gone.status().message()), HasSubstr("Jobs of 'team-a' already hold "));
+}
+
+// Pins of readers go before the group's, whichever is older.
+TEST_F(GrowthTest, ALeasedPinYieldsBeforeTheGroups) {
+  const auto group = Begin("a-1");
+  const auto pin = [&](int64_t version, uint64_t holder, uint32_t lease_ms) {
+    v1::PinRequest request;
+    request.set_job("a-1");
+    request.set_version(version);
+    request.set_holder(holder);
+    request.set_lease_ms(lease_ms);
+    Answer<v1::PinResponse> pinned;
+    server_->Pin(request, absl::InfiniteFuture(), pinned.reply());
+    return pinned.Wait().status();
+  };
+  ASSERT_EQ(pin(0, 0, 0), absl::OkStatus());
+  Steps(*group, 1);
+  ASSERT_EQ(pin(1, 7, 600'000), absl::OkStatus());
+  SetQuotas(absl::StrCat("- {identity: team-a, nvme: ", Nvme("a-1") + kMiB, "}\n"));
+  Steps(*group, 2);  // the first of them is applied
+  EXPECT_THAT(Job("a-1").pinned_versions(), testing::ElementsAre(0));
+  EXPECT_EQ(model::ReasonOf(group->Read(0, v1::CONTENT_MASTER, 1).status()), model::kVersionGone);
+  EXPECT_TRUE(group->Read(0, v1::CONTENT_MASTER, 0).ok());
 }
 
 // A kept version that a server makes by itself has room of the Open's: the quota holds up no training.

@@ -4,8 +4,9 @@
 #include <utility>
 
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/model/step_header.h"
 #include "ballast/proto/model/tiling.h"
 
 namespace ballast::services {
@@ -172,6 +173,7 @@ v1::PushRequest TrainerGroup::PushHeader(uint32_t slice, v1::SliceKind kind, con
   request.set_unit(s.unit);
   request.set_begin(s.range.begin);
   request.set_end(s.range.end);
+  if (checksum_ == Checksum::kNone) return request;
   request.set_crc32c(
       kernels::Crc32c(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(payload.data()), payload.size())));
   return request;
@@ -184,7 +186,7 @@ Answer<v1::PushResponse> TrainerGroup::BeginPushSlice(uint32_t slice, v1::SliceK
   server_of(plan_->slices()[slice].chunk)
       ->Push(PushHeader(slice, kind, payload),
              absl::MakeConstSpan(reinterpret_cast<const std::byte*>(payload.data()), payload.size()),
-             absl::Now() + absl::Seconds(30), answer.reply());
+             absl::Now() + absl::Seconds(30), answer.reply(), checksum_);
   return answer;
 }
 

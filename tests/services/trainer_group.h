@@ -77,6 +77,8 @@ class TrainerGroup {
   int64_t step() const { return step_; }
   // If Start found lost state: the version that step() has to restore.
   std::optional<int64_t> restores() const { return restores_; }
+  // The trainers are in the servers' process: pushes have no checksums.
+  void set_within_process() { checksum_ = Checksum::kNone; }
   void set_attempt(uint64_t attempt) { attempt_ = attempt; }
   // Replaces server i, for instance after its restart. The group goes on at its epoch.
   void set_server(size_t i, StateServer* server) { servers_[i] = server; }
@@ -90,6 +92,7 @@ class TrainerGroup {
   int64_t step_ = 0;  // the step in flight
   std::optional<int64_t> restores_;
   uint64_t attempt_ = 0;
+  Checksum checksum_ = Checksum::kCrc32c;
   std::unique_ptr<model::EpochPlan> plan_;
   // Payloads of pushes whose answers a test still awaits.
   std::vector<std::unique_ptr<std::string>> payloads_;

@@ -4,7 +4,7 @@
 #include <map>
 #include <utility>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/sim/sim_group.h"
 
 namespace ballast::sim {

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/step_header.h"
 #include "ballast/proto/model/tiling.h"
 #include "ballast/tests/sim/random.h"
 

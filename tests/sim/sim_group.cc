@@ -5,8 +5,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
 
 namespace ballast::sim {
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::sim {
 namespace {
@@ -358,8 +358,9 @@ bool SimServer::CutBeforeDurable(const services::StepRecord& record, size_t kept
 
 void SimServer::Restart() {
   applied_ = -1;
+  services::StepJournal* const journal = this;
   services::StepHost* const host = this;
-  machine_ = std::make_unique<services::StepMachine>(ServerName(index_), host);
+  machine_ = std::make_unique<services::StepMachine>(ServerName(index_), journal, host);
   synced_ = sync_wanted_ = log_.size();
   machine_->Synced(synced_);
   restore_ = -1;

@@ -17,7 +17,7 @@
 
 namespace ballast::sim {
 
-class SimServer : private services::StepHost {
+class SimServer : private services::StepJournal, private services::StepHost {
  public:
   // Borrows the pointers. `bug` counts only if it is a bug of the log or the disk.
   SimServer(int index, ClientBug bug, Random* random, Oracle* oracle);

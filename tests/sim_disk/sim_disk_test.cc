@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/sim_disk/blocks.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

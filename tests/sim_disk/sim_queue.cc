@@ -4,7 +4,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::storage {
 namespace {

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/step_header.h"
 #include "ballast/proto/model/tiling.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_server/bits.h"

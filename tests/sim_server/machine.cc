@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/storage/machine/profile_file.h"
+#include "ballast/storage/placement/profile_file.h"
 #include "ballast/tests/sim_server/bits.h"
 
 namespace ballast::sim {

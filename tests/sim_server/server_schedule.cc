@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/sim_server/bits.h"
 #include "ballast/tests/sim_server/checker.h"
 #include "ballast/tests/sim_server/disk_faults.h"

@@ -1,7 +1,7 @@
 #include "ballast/tests/sim_server/sim_catalog.h"
 
 #include "absl/strings/match.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::sim {
 namespace {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "ballast/services/foundation/foundation.h"
+#include "ballast/services/job_state/foundation.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
 #include "ballast/tests/sim_server/sim_catalog.h"

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/step_header.h"
 #include "ballast/proto/model/tiling.h"
 
 namespace ballast::services {
@@ -179,7 +180,7 @@ void StepMachineTest::RunStep(int64_t step, const v1::StepHeader& header) {
 void StepMachineTest::Restart(size_t records) {
   host_.log.resize(records);
   host_.applied.clear();
-  machine_ = std::make_unique<StepMachine>("a", &host_);
+  machine_ = std::make_unique<StepMachine>("a", &host_, &host_);
   for (const StepRecord& record : host_.log) {
     const absl::Status status = machine_->Replay(record);
     ASSERT_TRUE(status.ok()) << status;

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/epoch_plan.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/step/step_machine.h"
 #include "gmock/gmock.h"
@@ -16,7 +16,7 @@
 
 namespace ballast::services {
 
-class RecordingHost : public StepHost {
+class RecordingHost : public StepJournal, public StepHost {
  public:
   uint64_t Append(const StepRecord& record) override {
     log.push_back(record);
@@ -48,7 +48,7 @@ v1::FenceRequest MakeFence(uint64_t counter, bool expect_empty = false);
 // Two tensors in two units, two ranks, and only server "a" unless a test adds servers.
 class StepMachineTest : public testing::Test {
  protected:
-  StepMachineTest() : machine_(std::make_unique<StepMachine>("a", &host_)) {}
+  StepMachineTest() : machine_(std::make_unique<StepMachine>("a", &host_, &host_)) {}
 
   void SyncAll() { machine_->Synced(host_.log.size()); }
   v1::OpenRequest MakeOpen(uint64_t counter, int64_t base, uint32_t world_size = 2);

@@ -1,6 +1,7 @@
 // Restores of pinned versions: refused requests, restored state, and records needed by a restart (rule 13).
 #include <algorithm>
 
+#include "ballast/proto/model/step_header.h"
 #include "ballast/services/step/step_machine.h"
 #include "ballast/tests/step/step_fixture.h"
 

@@ -1,4 +1,5 @@
 // Push, seal, prepare and commit within an epoch.
+#include "ballast/proto/model/step_header.h"
 #include "ballast/services/step/step_machine.h"
 #include "ballast/tests/step/step_fixture.h"
 

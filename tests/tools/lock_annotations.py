@@ -16,7 +16,7 @@ import tempfile
 
 CLANG = next(filter(None, map(shutil.which, ('clang++', 'clang++-14'))), None)
 # Of paths within the build folder: the folders above may have any name.
-FOLDERS = re.compile(r'(?:storage|services|client|kernels|proto/model)/CMakeFiles/|(?:storage|services|client)/\w+/CMakeFiles/')
+FOLDERS = re.compile(r'(?:storage|services|client|kernels|proto/base|proto/model)/CMakeFiles/|(?:storage|services|client)/\w+/CMakeFiles/')
 SKIPPED = re.compile(r'tests/|client/(?:python|examples)/')  # the preset's; nanobind's and BLAS' headers
 GCC_ONLY = ('-Wno-restrict', '-Wno-subobject-linkage')
 CHECK = ['-fsyntax-only', '-Wthread-safety', '-Werror', '-O0']
@@ -63,7 +63,7 @@ def self_test():
     taken = [bool(in_a_library({'directory': folder, 'file': f'{folder}/{part}/CMakeFiles/x.dir/Unity/unity_0_cxx.cxx'}))
              for part in ('services', 'storage/log', 'tests/services', 'client/python')]
     if taken != [True, True, False, False]:
-        print(f'expected the units of libraries alone, in a tree of any name; came {taken}')
+        print(f'expected the units of libraries alone, in a tree of any name, got {taken}')
         return 1
     print('a counter that is read without its lock is found')
     return 0

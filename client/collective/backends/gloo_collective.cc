@@ -17,8 +17,8 @@
 
 #include "absl/time/clock.h"
 #include "ballast/client/collective/backends/pairwise_collective.h"
-#include "ballast/proto/model/broken_pipe.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/broken_pipe.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {

@@ -10,7 +10,7 @@
 #include "absl/time/clock.h"
 #include "ballast/client/collective/backends/pairwise_collective.h"
 #include "ballast/kernels/cuda/outcome.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {

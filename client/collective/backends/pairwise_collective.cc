@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {

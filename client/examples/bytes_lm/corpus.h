@@ -17,8 +17,9 @@ inline constexpr uint64_t kCorpusBytesMax = uint64_t{1} << 30;
 
 class Corpus {
  public:
-  // Files, and the files below directories, once each whatever the number of links to them, in the order of their
-  // resolved paths. Errors: NOT_FOUND, INVALID_ARGUMENT (no text, over kCorpusBytesMax), INTERNAL (unreadable).
+  // Loads the files in `paths` and all files below the directories in `paths`. Sorts them by resolved path, and loads a
+  // file once however many links lead to it. Errors: NOT_FOUND; INVALID_ARGUMENT if there is no text, or more than
+  // kCorpusBytesMax; INTERNAL if a file cannot be read.
   static absl::StatusOr<Corpus> Load(const std::vector<std::string>& paths);
   explicit Corpus(std::string text) : text_(std::move(text)) {}
 
@@ -34,8 +35,8 @@ class Corpus {
     uint64_t step = 0;
     uint64_t micro_batch = 0;
   };
-  // Fills whole sequences of `context` bytes: inputs[n], and targets[n], the bytes that follow each.
-  // REQUIRES: inputs and targets equally long, a multiple of `context`; text longer than `context`.
+  // Fills `inputs` with sequences of `context` bytes from the text. targets[n] is the byte that follows inputs[n] in
+  // the text. REQUIRES: inputs and targets have the same length, a multiple of `context`; the text is longer than that.
   void Sample(const SampleKey& key, uint64_t context, absl::Span<uint8_t> inputs, absl::Span<uint8_t> targets) const;
 
  private:

@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/client/examples/bytes_lm/counter_random.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 

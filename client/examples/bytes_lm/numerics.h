@@ -1,7 +1,8 @@
 // Arithmetic of the example model, templated so that a test can check float code in double.
 //
-// Deterministic: sums run over eight lanes in a fixed order (so the compiler may use vectors without leave to reorder).
-// Products go to a BLAS on one thread with beta = 0 and shapes that no rank or thread count changes.
+// Deterministic: sums run over eight lanes in a fixed order (so the compiler can vectorise them although it must not
+// reorder sums). A BLAS computes products on one thread, with beta = 0; their shapes do not depend on the number of
+// ranks or threads.
 #pragma once
 
 #include <cblas.h>
@@ -13,7 +14,7 @@
 
 namespace ballast::client {
 
-// A matrix as the BLAS sees it. rows and cols are those after the transposition.
+// A matrix as the BLAS sees it. `rows` and `cols` count after the transposition.
 template <typename T>
 struct MatrixView {
   const T* data = nullptr;
@@ -112,7 +113,7 @@ inline double Exp(double x) { return std::exp(x); }
 
 inline constexpr double kNormEpsilon = 1e-5;
 
-// y[n, width] = x / rms(x) x gain, rows; inverse[n] = 1 / rms, kept for the backward pass.
+// For each row: y = x / rms(x) * gain. inverse[i] = 1 / rms of row i, which the backward pass needs.
 template <typename T>
 void RmsNorm(const T* x, const T* gain, int rows, int width, T* y, T* inverse) {
   for (int i = 0; i < rows; ++i, x += width, y += width) {
@@ -122,7 +123,7 @@ void RmsNorm(const T* x, const T* gain, int rows, int width, T* y, T* inverse) {
   }
 }
 
-// dx = residual + gradient of dy by x; residual may be dx itself. dgain is overwritten. scratch[width].
+// dx = residual + the gradient with respect to x; `residual` may be dx itself. Overwrites dgain. scratch[width].
 template <typename T>
 void RmsNormBackward(const T* x, const T* gain, const T* inverse, const T* dy, const T* residual, int rows, int width,
                      T* dx, T* dgain, T* scratch) {

@@ -24,14 +24,16 @@ def __getattr__(name: str) -> Any:
 
 
 def jobs(directory: str | os.PathLike[str] | None = None) -> list[str]:
-    """Names of the jobs that the state server inside this process has. directory: as an optimizer's; a server is started there if
-    none is running."""
+    """Returns the names of the jobs on the state server inside this process.
+
+    directory: as for an optimizer. If no server runs there, this call starts one."""
     from ballast import embedded
     return embedded.jobs(directory)
 
 
 def drop(name: str, directory: str | os.PathLike[str] | None = None) -> None:
-    """Forgets a job of the state server inside this process, with all that it has in memory and on the disk. No optimizer of this
-    process may use it. directory: as of jobs(). Jobs of named servers: `ballastctl drop`."""
+    """Deletes a job from the state server inside this process, with all its state in memory and on disk.
+
+    No optimizer of this process may use the job. directory: as for jobs(). To delete a job from named servers, run `ballastctl drop`."""
     from ballast import embedded
     embedded.drop(name, directory)

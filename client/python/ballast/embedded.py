@@ -1,5 +1,5 @@
-"""State servers inside this process: one that its optimizers share; and for models of shard(), whose parameters the trainer has not, one
-that keeps parameters too, for each directory. All optimizers of a directory share its server."""
+"""State servers inside this process. Its optimizers share one. For models of shard(), whose parameters are not in the trainer, each
+directory has a server that keeps parameters too. All optimizers of a directory share its server."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ballast.errors import Error
 _lock = threading.Lock()
 _running: _Embedded | None = None
 _apart: dict[str, _Embedded] = {}  # servers that keep parameters, by directory
-# Folders of optimizers that have left their jobs, as after a refused load, and will come back: by whoever wants one, while it lives.
+# Folders of optimizers that have left their jobs and will come back, as after a refused load. By optimizer's connection, while it lives.
 _wanted: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-# Folders of optimizers whose models live on their servers, by optimizer's connection: whoever comes first starts a server that will do.
+# Folders of optimizers whose models live on servers, by optimizer's connection. Whichever comes first starts a server that keeps
+# parameters.
 _apart_wanted: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
@@ -44,12 +45,12 @@ class _Embedded:
 
     @property
     def is_free(self) -> bool:
-        """Nobody uses it, and nothing would be lost with it."""
+        """Nobody uses the server, and nothing would be lost with it."""
         return not self.uses and not (self.place.is_temporary and self.lasting)
 
     @property
     def keeps_folder(self) -> bool:
-        """Nobody uses it or will come back, and its jobs are for those who name its folder."""
+        """Nobody uses the server or will come back to it, and its jobs are for those who name its folder."""
         return self.is_free and not self.place.is_temporary and self.asked['directory'] not in list(_wanted.values())
 
     def has_open(self, job: str) -> bool:
@@ -57,18 +58,18 @@ class _Embedded:
         return any(use.job == job for use in list(self.uses))
 
     def differs(self, asked: dict[str, Any]) -> list[str]:
-        """Arguments that ask for another server."""
+        """Returns the arguments that ask for another server."""
         return [key for key, value in asked.items() if value is not None and value != self.asked[key]]
 
     def refuse(self, key: str, value: Any) -> Error:
-        """It is used, and an optimizer asks for another by this argument."""
+        """Returns the error for an optimizer that asks for another server by this argument, while this one is used."""
         end = ('close() the optimizers that use it' if self.uses else
                f'ballast.drop({min(self.lasting)!r}), which would be lost with its temporary directory,')
         return Error(f'{key}={value!r}: this process already has an embedded state server with {key}={self.asked[key]!r}, and '
                      f'optimizers of one process share it; leave {key} out here, or {end} first', 'BAD_CONFIG')
 
     def stop(self) -> None:
-        """Its directory is free then, also for another server of this process, though tracebacks may keep this object."""
+        """Stops the server, which frees its directory for another server of this process, even if tracebacks keep this object."""
         if os.getpid() != self.pid:
             return
         self.stopped = True
@@ -81,7 +82,7 @@ class _Embedded:
 
 
 class Use:
-    """One optimizer's use of the process's server, for a job. end() may be a finalizer's, on any thread: it takes no lock."""
+    """One optimizer's use of the process's server, for a job. A finalizer may call end(), on any thread, so end() takes no lock."""
 
     def __init__(self, running: _Embedded, job: str, is_durable: bool) -> None:
         self._running, self.job, self._is_durable = running, job, is_durable
@@ -103,7 +104,7 @@ class Use:
 
     @property
     def is_over(self) -> bool:
-        """The server has ended: it answers no call."""
+        """The server has ended, and answers no call."""
         return self._running.stopped
 
     def began(self) -> None:
@@ -113,7 +114,8 @@ class Use:
             self._running.lasting.add(self.job)
 
     def end(self) -> None:
-        """Nothing of a job that is not durable is left to be used: its memory is wanted back, unless somebody else opened it since."""
+        """Ends the use. If the job is not durable, nobody can use it any more, so the server drops it, unless somebody else has opened it
+        since."""
         running = self._running
         began = running.began.get(self.job, [])
         is_newest = began[-1:] == [self]
@@ -126,7 +128,7 @@ class Use:
                 running.server.drop(self.job)
         finally:
             running.uses.discard(self)
-            # Who holds the lock, this thread perhaps, starts a server, and finds this one.
+            # Whoever holds the lock, perhaps this thread, is starting a server, and will find this one.
             if running.keeps_parameters and _lock.acquire(blocking=False):
                 try:
                     _end_apart(running)
@@ -136,11 +138,11 @@ class Use:
 
 def server(directory: str | os.PathLike[str] | None = None, dram: int | str | None = None, nvme: int | str | None = None,
            threads: int | None = None) -> _Embedded:
-    """The process's server, started at the first call. Later calls take it as it is, and must not ask for another while it is used.
+    """Returns the process's server, which the first call starts. Later calls take it as it is, and must not ask for another while it is
+    used.
 
-    directory: what jobs leave on the disk; None: the one of a server that is used, else a temporary one that goes with the process.
-    dram, nvme: budgets in bytes; None: 0.8 of the memory that is available, and of the disk that is free (nothing in a temporary
-    directory).
+    directory: where jobs stay on disk. None: that of a server in use, or else a temporary one that disappears with the process.
+    dram, nvme: budgets in bytes. None: 0.8 of the free memory, and of the free disk (nothing in a temporary directory).
     """
     with _lock:
         return _start(directory, dram, nvme, threads)
@@ -148,8 +150,8 @@ def server(directory: str | os.PathLike[str] | None = None, dram: int | str | No
 
 @contextlib.contextmanager
 def opening(job: str, is_durable: bool, apart: bool, **budgets: Any) -> Iterator[Use]:
-    """A Use of server(), within which the caller opens `job`. When that fails and nobody else uses the server, it ends: its
-    budgets may be what was wrong, and the next attempt may ask for others. apart: of a server that keeps parameters."""
+    """Gives a Use of server(), for a block that opens `job`. If the block raises and nobody else uses the server, the server ends: its
+    budgets may be what was wrong, and the next attempt may ask for others. apart: use a server that keeps parameters."""
     _collect(job, _asked(**budgets))
     with _lock:
         running = _start_apart(**budgets) if apart else _start(**budgets)
@@ -167,29 +169,30 @@ def opening(job: str, is_durable: bool, apart: bool, **budgets: Any) -> Iterator
 
 
 def _collect(job: str, asked: dict[str, Any]) -> None:
-    """An optimizer that only a cycle keeps, of a trainer that another has taken the place of, is in nobody's way."""
+    """Collects optimizers that only a reference cycle keeps alive, so that they are not in the way of a new one."""
     there = [each for each in (_running, _apart.get(asked['directory'])) if each is not None and each.pid == os.getpid()]
     if any(each.has_open(job) or (each.uses and each.differs(asked)) for each in there):
         gc.collect()
 
 
 def want(owner: object, directory: str | None) -> None:
-    """`owner` will come back to the server of this directory, which no optimizer without a directory ends meanwhile; None: it will not."""
+    """Notes that `owner` will come back to the server of this directory. Until then no optimizer without a directory ends it. None: it will
+    not come back."""
     _wanted.pop(owner, None)
     if directory is not None:
         _wanted[owner] = directory
 
 
 def want_apart(owner: object, directory: str | None) -> None:
-    """`owner` has or will have a job of a model of shard() in this directory; None: it has none any more."""
+    """Notes that `owner` has or will have a job of a model of shard() in this directory. None: it no longer has."""
     _apart_wanted.pop(owner, None)
     if directory is not None:
         _apart_wanted[owner] = directory
 
 
 def keeps_parameters(directory: str | None) -> bool:
-    """The server that an optimizer of this directory has, or will have, keeps parameters, for a model of shard() has that directory too.
-    directory: of place.parse_directory()."""
+    """The server of this directory keeps, or will keep, parameters, since a model of shard() uses the directory too. directory: of
+    place.parse_directory()."""
     if directory in _apart:
         return True
     return directory in list(_apart_wanted.values()) and (_running is None or _running.asked['directory'] != directory)
@@ -206,7 +209,7 @@ def drop(name: str, directory: str | os.PathLike[str] | None = None) -> None:
     with _lock:
         running = _existing(directory)
         if running.has_open(name):
-            raise Error(f"job '{name}' is in use by an optimizer of this process: call its close(), then drop the job", 'BUSY')
+            raise Error(f"job '{name}' is in use by an optimizer of this process; close() that optimizer, then drop the job", 'BUSY')
         there = running.server.jobs
         if name not in there:
             raise Error(f"there is no job '{name}' in {running.place.directory}; there are {', '.join(map(repr, there)) or 'none'}",
@@ -218,19 +221,19 @@ def drop(name: str, directory: str | os.PathLike[str] | None = None) -> None:
 def _existing(directory: str | os.PathLike[str] | None) -> _Embedded:
     if directory is None:
         if _running is None:
-            raise Error('there is no embedded state server in this process: name the directory that has the job', 'BAD_REQUEST')
+            raise Error('this process has no embedded state server; name the directory that has the job', 'BAD_REQUEST')
         _check_process(_running)
         return _running
     if not os.path.isdir(directory):
-        raise Error(f'directory={directory!r} is not there: name the one that has the job', 'BAD_CONFIG')
+        raise Error(f'directory={directory!r} does not exist; name the directory that has the job', 'BAD_CONFIG')
     return _start(directory, None, None, None)
 
 
 def _check_process(running: _Embedded | None) -> None:
     if running is not None and running.pid != os.getpid():
         raise Error(
-            'this process was forked from one that has an embedded state server, whose threads are not here; '
-            'make the optimizer after the fork, or start worker processes with spawn', 'UNSUPPORTED')
+            "this process was forked from one that has an embedded state server, and a fork does not copy the server's threads. Make the "
+            'optimizer after the fork, or start worker processes with spawn', 'UNSUPPORTED')
 
 
 def _start(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None, threads: int | None) -> _Embedded:
@@ -258,10 +261,10 @@ def _asked(directory: str | os.PathLike[str] | None, dram: int | str | None, nvm
 
 def _start_apart(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None,
                  threads: int | None) -> _Embedded:
-    """A server that keeps parameters: that of the directory, or one of its own where there is no directory."""
+    """Returns the directory's server that keeps parameters. Without a directory it starts a new one."""
     asked = _asked(directory, dram, nvme, threads)
     for each in list(_apart.values()):
-        _end_apart(each)  # which a finalizer, that waits for no lock, has left
+        _end_apart(each)  # a finalizer, which waits for no lock, may have left it
     running = _apart.get(asked['directory'])
     _check_process(running)
     others = [] if running is None else running.differs(asked)
@@ -278,25 +281,25 @@ def _start_apart(directory: str | os.PathLike[str] | None, dram: int | str | Non
 
 
 def _give_way(directory: str | None) -> None:
-    """Ends the server that keeps no parameters if it has this folder and nobody uses it or will come back."""
+    """Ends the server that keeps no parameters, if it has this folder and nobody uses it or will come back to it."""
     if directory is None or _running is None or _running.place.directory != directory:
         return
     if not _running.is_free or directory in list(_wanted.values()):
-        raise Error(f'directory={directory!r}: the embedded state server of this process has it and keeps no parameters, as a model of '
-                    'shard() needs; one that keeps them serves all optimizers: make the optimizer of the shard() model before the first '
-                    'step of the others, or close() those first', 'BAD_CONFIG')
+        raise Error(f'directory={directory!r}: the embedded state server of this process uses it, but keeps no parameters, as a model of '
+                    'shard() needs. A server that keeps parameters can serve all optimizers: make the optimizer of the shard() model '
+                    'before the first step of the others, or close() those first', 'BAD_CONFIG')
     _stop()
 
 
 def _end_apart(running: _Embedded) -> None:
-    """Ends a server that keeps parameters once nobody uses it: its directory's next server may be another process's."""
+    """Ends a server that keeps parameters if nobody uses it, since the next server of its directory may be in another process."""
     if running.keeps_parameters and not running.uses:
         _apart.pop(running.place.directory, None)
         running.stop()
 
 
 def stop() -> None:
-    """Ends the process's server, after its sessions; what is durable stays in its directory."""
+    """Ends the process's servers, after their sessions. Durable jobs stay in their directories."""
     with _lock:
         _stop()
         for running in list(_apart.values()):
@@ -312,8 +315,8 @@ def _stop() -> None:
 
 
 def directory_in_use() -> str | None:
-    """The directory where the process's server keeps what stays; None: there is none, nobody uses the server, or its directory
-    goes with the process."""
+    """Returns the directory where the process's server keeps durable jobs. None: there is no server, nobody uses it, or its directory
+    disappears with the process."""
     running = _running
     return None if running is None or running.place.is_temporary or running.keeps_folder else running.place.directory
 

@@ -1,4 +1,4 @@
-"""A private ballastd, for several ranks of one host that name no servers: local rank 0 starts and ends it."""
+"""A private ballastd for several ranks of one host that name no servers. Rank 0 starts and ends it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Result = TypeVar('Result')
 
 
 def _on_lasting_thread(start: Callable[[], Result]) -> Result:
-    """Runs start() on a thread that lasts as long as this process: Linux tells a child (--end-with) that its parent has
-    ended when the thread that started it has."""
+    """Runs start() on a thread that lasts as long as this process. Linux tells a child (--end-with) that its parent has ended when the
+    thread that started the child ends."""
     started: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
     def run() -> None:
@@ -36,7 +36,7 @@ def _on_lasting_thread(start: Callable[[], Result]) -> Result:
 
 
 class Daemon:
-    """Ends with this process, however that ends. address: 'host:port'."""
+    """A ballastd that ends with this process, however this process ends. address: 'host:port'."""
 
     def __init__(self, directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None,
                  threads: int | None) -> None:

@@ -12,11 +12,12 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 class Error(RuntimeError):
-    """A refusal or failure, with what was expected, what came, and the fix.
+    """Ballast refused a call, or a call failed. The message says what was expected, what came, and how to fix it.
 
-    reason: stable across releases, such as JOB_EXISTS, BUDGET or DISK_FULL; programs may compare it. "" for some.
+    reason: a name that stays the same across releases, such as JOB_EXISTS, BUDGET or DISK_FULL. Programs may compare it. Some errors have
+        none, and then it is "".
     code: the kind of error in gRPC's words, such as RESOURCE_EXHAUSTED.
-    details: fields that some reasons have, for programs; TENSORS_DIFFER's are 'missing' and 'unknown', names with NULs between them.
+    details: fields that some reasons have, for programs. TENSORS_DIFFER has 'missing' and 'unknown': names, separated by NULs.
     """
 
     def __init__(self, message: str, reason: str = '', code: str = '', details: Mapping[str, str] | None = None) -> None:
@@ -27,7 +28,7 @@ class Error(RuntimeError):
 
 
 def say(text: str) -> None:
-    """A line for whoever watches the run: INFO of the logger `ballast`, and on stderr where nobody has set up logging."""
+    """Tells a line to whoever watches the run: at INFO of the logger `ballast`, or on stderr if nobody has set up logging."""
     logger = logging.getLogger('ballast')
     if logger.hasHandlers():
         logger.info(text)
@@ -36,7 +37,7 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """A UserWarning at the line of the script that led here: neither this package's nor torch's."""
+    """Gives a UserWarning at the line of the user's script that led here, not at a line of this package or of torch."""
     torch = sys.modules.get('torch')  # a script's own folder may be called so
     skipped = (_HERE,) if torch is None else (_HERE, os.path.dirname(str(torch.__file__)) + os.sep)
     level, frame = 2, sys._getframe(1)

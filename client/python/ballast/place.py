@@ -1,4 +1,4 @@
-"""The folder and the budgets of a state server of this trainer's own, checked against the machine before anything starts."""
+"""The folder and the budgets of this trainer's own state server, which are checked against the machine before anything starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ballast import _native, temporary
 from ballast.errors import Error, warn
 
 _UNITS = {'': 1, 'b': 1, 'k': 10**3, 'm': 10**6, 'g': 10**9, 't': 10**12}
-# Without budgets: the part of what is free now that a server may take.
+# Without a budget a server may take this part of what is free now.
 _DEFAULT_SHARE = 0.8
 # Files that a state server keeps in its directory, beside its catalog of some MiB.
 _TIER, _LOGS = 'nvme.tier', 'log-'
@@ -22,7 +22,7 @@ THREADS_MAX = 1024
 
 
 def processors() -> int:
-    """The number of processors that this process may use, as far as a server can."""
+    """Returns how many processors this process may use, up to what a server can use."""
     return min(len(os.sched_getaffinity(os.getpid())), THREADS_MAX)
 
 
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 def parse_bytes(what: str, value: int | str | None) -> int | None:
-    """Bytes of an int or of a string such as '512MiB' or '2GB'; None stays None."""
+    """Returns the bytes of an int, or of a string such as '512MiB' or '2GB'. None stays None."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
     match = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*', str(value).lower())
@@ -47,7 +47,7 @@ def parse_bytes(what: str, value: int | str | None) -> int | None:
 
 
 def parse_directory(directory: str | os.PathLike[str] | None) -> str | None:
-    """The folder that the path means now, since a process may change its own; None stays None."""
+    """Returns the absolute path, since a process may change its working directory. None stays None."""
     if directory is None:
         return None
     try:
@@ -64,7 +64,7 @@ def _gib(count: int) -> str:
 
 
 def _number_in(path: str) -> int | None:
-    """None where there is none, as 'max' says of a limit."""
+    """Returns the number in a file. None: the file has no number, as a limit of 'max'."""
     try:
         with open(path, encoding='ascii') as file:
             return int(file.read())
@@ -73,14 +73,14 @@ def _number_in(path: str) -> int | None:
 
 
 def _memory(path: str = '/proc/meminfo') -> dict[str, int]:
-    """Bytes by name, as /proc/meminfo tells them."""
+    """Returns bytes by name, from /proc/meminfo."""
     with open(path, encoding='ascii') as lines:
         return {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(':') for line in lines)}
 
 
 def _cgroups(proc: str = '/proc/self/cgroup', root: str = '/sys/fs/cgroup') -> Iterator[tuple[str, str, str, str]]:
-    """(folder, names of limit, use, and what of that is page cache) of the memory cgroups that this process is in, and of those above
-    them. Within a container the path is the host's, and only the root is there."""
+    """Yields the memory cgroups that this process is in, and those above them: (folder, and names of the limit, the use, and the page
+    cache in the use). In a container the path is the host's, and only the root exists."""
     try:
         with open(proc, encoding='utf-8') as lines:
             groups = [line.rstrip('\n').split(':', 2) for line in lines]
@@ -101,7 +101,7 @@ def _cgroups(proc: str = '/proc/self/cgroup', root: str = '/sys/fs/cgroup') -> I
 
 
 def _limits() -> tuple[int, int]:
-    """(all, free) bytes of memory that this process can come to: the machine's, or its cgroups'. Page cache counts as free."""
+    """Returns (all, free) bytes of memory that this process can get, from the machine or within its cgroups. Page cache counts as free."""
     memory = _memory()
     most = memory['MemTotal']
     free = memory.get('MemAvailable', memory['MemFree'])
@@ -121,7 +121,7 @@ def _cache_in(path: str, name: str) -> int:
 
 
 def _held(directory: str | os.PathLike[str]) -> int:
-    """Bytes of the disk that jobs of a server there take."""
+    """Returns how many bytes of the disk the jobs of a server in this directory take."""
     with os.scandir(directory) as entries:
         return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries
                    if entry.name == _TIER or entry.name.startswith(_LOGS))
@@ -133,12 +133,12 @@ def _make_directory(directory: str) -> None:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise Error(f'directory={directory!r}: expected a folder that can be made and written, came: {error.strerror}; give another',
-                    'BAD_CONFIG') from None
+        raise Error(f'directory={directory!r}: expected a folder that can be created and written to; the system says: {error.strerror}. '
+                    'Give another folder', 'BAD_CONFIG') from None
 
 
 def _file_system(directory: str | os.PathLike[str], mounts: str | os.PathLike[str] = '/proc/self/mountinfo') -> str:
-    """The kind of file system that `directory` is on; '' if nobody tells. proc_pid_mountinfo(5)."""
+    """Returns the kind of file system that `directory` is on, or '' if it is not known. proc_pid_mountinfo(5)."""
     device = os.stat(directory).st_dev
     number = f'{os.major(device)}:{os.minor(device)}'
     try:
@@ -153,13 +153,13 @@ def _file_system(directory: str | os.PathLike[str], mounts: str | os.PathLike[st
 
 
 def budgets(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None) -> tuple[int, int]:
-    """Bytes of (dram, nvme), not compared with the machine: an estimate may be for another one. None: 0.8 of what is free there; no NVMe
-    without a directory to stay."""
+    """Returns bytes of (dram, nvme). They are not compared with the machine, since an estimate may be for another one. None: 0.8 of what is
+    free, and no NVMe without a lasting directory."""
     dram, nvme = parse_bytes('dram', dram), parse_bytes('nvme', nvme)
     if dram is None:
         dram = int(_DEFAULT_SHARE * _limits()[1])
     if nvme is None:
-        # Space that its jobs hold already is theirs: the same line must find room for them again.
+        # Space that the jobs of this directory hold counts as free, so that the same script finds room for them again.
         nvme = 0 if directory is None else int(_DEFAULT_SHARE * (shutil.disk_usage(directory).free + _held(directory)))
     return dram, nvme
 
@@ -167,28 +167,28 @@ def budgets(directory: str | os.PathLike[str] | None, dram: int | str | None, nv
 def _check_dram(asked: int) -> None:
     most, free = _limits()
     if asked > most:
-        raise Error(f'dram: {_gib(asked)} were asked for, there are {_gib(most)} of memory here: lower dram, or give nvme and a directory',
-                    'BAD_CONFIG')
+        raise Error(f'dram: {_gib(asked)} were asked for, but this machine or its container has {_gib(most)} of memory; lower dram, or '
+                    'give nvme and a directory', 'BAD_CONFIG')
     if asked > free:
-        warn(f'dram: {_gib(asked)} were asked for, {_gib(free)} of memory are available now')
+        warn(f'dram: {_gib(asked)} were asked for, but only {_gib(free)} of memory are free now')
 
 
 def _check_nvme(directory: str, asked: int) -> None:
     free, held = shutil.disk_usage(directory).free, _held(directory)
     if asked > free + held:
-        there = f'nvme: {_gib(asked)} were asked for, the disk of {directory} has {_gib(free)} free'
+        there = f'nvme: {_gib(asked)} were asked for, but the disk of {directory} has only {_gib(free)} free'
         if held == 0:
-            raise Error(f'{there}: lower nvme, or give a directory on another disk', 'BAD_CONFIG')
-        # Jobs that are there may need no more than they have.
-        warn(f'{there}, and jobs there hold {_gib(held)}')
+            raise Error(f'{there}; lower nvme, or give a directory on another disk', 'BAD_CONFIG')
+        # Jobs in this directory may need no more than they have.
+        warn(f'{there}. Jobs in this directory already hold {_gib(held)}')
     kind = _file_system(directory)
     if kind in ('tmpfs', 'ramfs'):
-        warn(f'directory={directory!r} is in memory ({kind}): what nvme holds takes DRAM, and nothing there outlives the machine')
+        warn(f'directory={directory!r} lies in memory ({kind}): its files take DRAM, and a reboot of the machine loses them')
 
 
 def make(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None) -> Place:
-    """directory: None for a temporary one. dram, nvme: as budgets(). BAD_CONFIG where the machine has not what was asked for; warns
-    where it may not."""
+    """Makes the place of a server. directory: None for a temporary one. dram, nvme: as for budgets(). Raises BAD_CONFIG if the machine does
+    not have what was asked for, and warns if it may not have it."""
     is_temporary = directory is None
     directory = temporary.make() if directory is None else os.path.abspath(directory)
     try:
@@ -198,8 +198,8 @@ def make(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme:
         dram, nvme = budgets(None if is_temporary else directory, dram, nvme)
         moving = _native.staging(dram)
         if nvme > 0 and moving >= dram:
-            raise Error(f'dram: {_gib(dram)}, but buffers for state on nvme alone take {_gib(moving)}: raise dram, or set '
-                        'nvme=0', 'BAD_CONFIG')
+            raise Error(f'dram: {_gib(dram)} is too little: the buffers that move state to and from nvme take {_gib(moving)}. Raise dram, '
+                        'or set nvme=0', 'BAD_CONFIG')
     except BaseException:
         if is_temporary:
             temporary.remove(directory)
@@ -216,7 +216,7 @@ def _check_machine(directory: str, dram: int | str | None, nvme: int | str | Non
 
 
 def for_scratch(directory: str | os.PathLike[str] | None, dram: int | str | None, nvme: int | str | None, default: str) -> Place:
-    """As make(), for files without a name: `default` takes the place of a directory that is None, and nothing there is removed."""
+    """As make(), for files without a name. If directory is None, `default` takes its place. Nothing is removed from it later."""
     directory = parse_directory(directory)
     if directory is not None:
         _make_directory(directory)

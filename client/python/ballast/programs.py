@@ -11,7 +11,7 @@ from ballast.errors import Error
 
 
 def path(name: str) -> str:
-    """The file of a program. BALLASTD names another ballastd, for a package that was installed without it."""
+    """Returns the path of a program. If the package was installed without ballastd, the variable BALLASTD names one."""
     beside = pathlib.Path(__file__).parent / 'bin' / name
     found = str(beside) if beside.is_file() else os.environ.get(name.upper())
     if not found:

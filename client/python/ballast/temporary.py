@@ -1,4 +1,4 @@
-"""Directories that go with their process, also one that is killed: then with the next that makes one."""
+"""Directories that disappear with their process. If a process is killed, the next one that makes a directory removes its directory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import shutil
 import tempfile
 
 _PREFIX = 'ballast-'
-# Locked while the owner lives. A lock of fcntl's is the process's own: a forked child has none of it, and it goes when its owner
-# closes any descriptor of the file, so the owner must not look into its own.
+# Locked while the owner lives. A lock of fcntl belongs to the process: a forked child does not have it. The lock is lost when its owner
+# closes any descriptor of the file, so the owner must not open its own file again.
 _LOCK = 'owner.lock'
 _mine: dict[str, tuple[int, int]] = {}  # path -> (process, descriptor of its lock)
 
 
 def _lock(path: str | os.PathLike[str]) -> int:
-    """A descriptor, locked; OSError if another process has it."""
+    """Returns a descriptor with the lock. Raises OSError if another process has the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,9 +38,9 @@ def _remove_stale() -> None:
 
 
 def make() -> str:
-    """A new directory's path; those of processes that were killed go."""
+    """Makes a directory, and returns its path. Removes those of processes that were killed."""
     _remove_stale()
-    # Under a name that nobody looks for, until it is locked.
+    # It has a name that nobody looks for until it is locked.
     made = tempfile.mkdtemp(prefix='.' + _PREFIX)
     os.close(os.open(os.path.join(made, _LOCK), os.O_WRONLY | os.O_CREAT, 0o600))
     descriptor = _lock(os.path.join(made, _LOCK))
@@ -51,7 +51,7 @@ def make() -> str:
 
 
 def remove(path: str) -> None:
-    """Removes a directory of make(), once; a forked child leaves it alone."""
+    """Removes a directory of make(). A forked child leaves it alone."""
     mine = _mine.pop(path, None)
     if mine is not None and mine[0] == os.getpid():
         shutil.rmtree(path, ignore_errors=True)

@@ -14,13 +14,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/client/python/native/kept.h"
+#include "ballast/client/python/native/options.h"
+#include "ballast/client/python/native/python_reader.h"
 #include "ballast/client/python/native/python_session.h"
 #include "ballast/client/python/native/python_stash.h"
 #include "ballast/client/python/native/sample.h"
+#include "ballast/client/python/native/server.h"
 #include "ballast/client/python/native/status_error.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/self_test.h"
-#include "ballast/proto/model/mutexes.h"
+#include "ballast/proto/base/mutexes.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/registry/registry_url.h"
 
@@ -99,117 +102,6 @@ std::string ServersError(const std::vector<std::string>& servers) {
   return std::string(registry::CheckServers(servers).message());
 }
 
-void BindServer(nb::module_& m) {
-  nb::class_<PythonServer>(m, "Server")
-      .def(nb::init<const std::string&, uint64_t, uint64_t, int, bool>(), "directory"_a, "dram"_a, "nvme"_a,
-           "threads"_a, "working_copies"_a = false, nb::call_guard<nb::gil_scoped_release>())
-      .def("stop", &PythonServer::Stop, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("jobs", &PythonServer::Jobs, nb::call_guard<nb::gil_scoped_release>())
-      .def("drop", &PythonServer::Drop, "job"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("tiers", &PythonServer::Tiers);
-}
-
-void BindEstimate(nb::module_& m) {
-  nb::class_<EstimateReport>(m, "EstimateReport")
-      .def_ro("fits", &EstimateReport::fits)
-      .def_ro("text", &EstimateReport::text)
-      .def_ro("step_seconds", &EstimateReport::step_seconds)
-      .def_ro("tiers", &EstimateReport::tiers)
-      .def_ro("rank_bytes", &EstimateReport::rank_bytes)
-      .def_ro("rank_bytes_sharded", &EstimateReport::rank_bytes_sharded);
-  m.def("staging", &StagingBytes, "dram"_a);
-  m.def("estimate", &EstimateFor, "tensors"_a, "options"_a, "dram"_a, "nvme"_a, "threads"_a, "servers"_a, "profile"_a,
-        "working_copies"_a, nb::call_guard<nb::gil_scoped_release>());
-}
-
-void BindOptions(nb::module_& m) {
-  nb::class_<client::GroupHyper>(m, "GroupHyper")
-      .def(nb::init<>())
-      .def_rw("learning_rate", &client::GroupHyper::learning_rate)
-      .def_rw("beta1", &client::GroupHyper::beta1)
-      .def_rw("beta2", &client::GroupHyper::beta2)
-      .def_rw("epsilon", &client::GroupHyper::epsilon)
-      .def_rw("weight_decay", &client::GroupHyper::weight_decay)
-      .def_rw("dampening", &client::GroupHyper::dampening)
-      .def_rw("learning_rate_decay", &client::GroupHyper::learning_rate_decay)
-      .def_rw("initial_accumulator", &client::GroupHyper::initial_accumulator)
-      .def_rw("maximize", &client::GroupHyper::maximize);
-  nb::class_<Optimizer>(m, "Optimizer")
-      .def(nb::init<>())
-      .def_rw("kind", &Optimizer::kind)
-      .def_rw("amsgrad", &Optimizer::amsgrad)
-      .def_rw("momentum", &Optimizer::momentum)
-      .def_rw("nesterov", &Optimizer::nesterov)
-      .def_rw("moments", &Optimizer::moments)
-      .def_rw("master", &Optimizer::master)
-      .def_rw("gradient", &Optimizer::gradient)
-      .def_rw("working", &Optimizer::working);
-  nb::class_<model::Access>(m, "Access")
-      .def(nb::init<>())
-      .def_rw("ca", &model::Access::ca)
-      .def_rw("certificate", &model::Access::certificate)
-      .def_rw("key", &model::Access::key)
-      .def_rw("token_file", &model::Access::token_file);
-  nb::class_<OpenOptions>(m, "OpenOptions")
-      .def(nb::init<>())
-      .def_rw("job", &OpenOptions::job)
-      .def_rw("resume", &OpenOptions::resume)
-      .def_rw("durability", &OpenOptions::durability)
-      .def_rw("pin_interval", &OpenOptions::pin_interval)
-      .def_rw("optimizer", &OpenOptions::optimizer)
-      .def_rw("group_count", &OpenOptions::group_count)
-      .def_rw("chunk_elements", &OpenOptions::chunk_elements)
-      .def_rw("seed", &OpenOptions::seed)
-      .def_rw("placed", &OpenOptions::placed)
-      .def_rw("servers", &OpenOptions::servers)
-      .def_rw("access", &OpenOptions::access)
-      .def_rw("rank", &OpenOptions::rank)
-      .def_rw("world_size", &OpenOptions::world_size)
-      .def_rw("host", &OpenOptions::host)
-      .def_rw("step_timeout", &OpenOptions::step_timeout)
-      .def_rw("open_timeout", &OpenOptions::open_timeout)
-      .def_rw("progress", &OpenOptions::progress);
-  nb::class_<Placement>(m, "Placement")
-      .def(nb::init<std::vector<uint32_t>, std::vector<uint32_t>, std::vector<std::pair<uint32_t, uint32_t>>>(),
-           "ranks"_a, "sizes"_a, "cuts"_a)
-      .def("box", &BoxOf, "shape"_a, "place"_a)
-      .def_ro("ranks", &Placement::ranks)
-      .def_ro("sizes", &Placement::sizes)
-      .def_ro("cuts", &Placement::cuts);
-  nb::class_<Tensor>(m, "Tensor")
-      .def(nb::init<std::string, std::string, std::vector<uint64_t>, uint32_t>(), "name"_a, "unit"_a, "shape"_a,
-           "group"_a)
-      .def_rw("name", &Tensor::name)
-      .def_rw("unit", &Tensor::unit)
-      .def_rw("shape", &Tensor::shape)
-      .def_rw("group", &Tensor::group)
-      .def_rw("placement", &Tensor::placement)
-      .def_rw("parts", &Tensor::parts)
-      .def_rw("frozen", &Tensor::frozen);
-  // decided_by: counter and nonce of an epoch, (0, 0) if not known.
-  nb::class_<client::KeptVersion>(m, "KeptVersion")
-      .def(
-          "__init__",
-          [](client::KeptVersion* kept, int64_t version, uint64_t life, std::pair<uint64_t, uint64_t> decided_by) {
-            new (kept) client::KeptVersion{.version = version, .life = life};
-            kept->decided_by.set_counter(decided_by.first);
-            kept->decided_by.set_nonce(decided_by.second);
-          },
-          "version"_a, "life"_a = 0, "decided_by"_a = std::pair<uint64_t, uint64_t>(0, 0))
-      .def_ro("version", &client::KeptVersion::version)
-      .def_ro("life", &client::KeptVersion::life)
-      .def_prop_ro("decided_by", [](const client::KeptVersion& kept) {
-        return std::pair(kept.decided_by.counter(), kept.decided_by.nonce());
-      });
-  nb::class_<Report>(m, "Report")
-      .def_ro("version", &Report::version)
-      .def_ro("skipped", &Report::skipped)
-      .def_ro("norm", &Report::norm)
-      .def_ro("push_seconds", &Report::push_seconds)
-      .def_ro("seal_seconds", &Report::seal_seconds)
-      .def_ro("pull_seconds", &Report::pull_seconds);
-}
-
 // Calls `ready` with a list of indices.
 void Tell(const nb::object& ready, absl::Span<const size_t> tensors) {
   const nb::gil_scoped_acquire lock;
@@ -268,60 +160,83 @@ void PushEarly(PythonSession& session, size_t unit, const MaybeArrays& gradients
   session.PushEarly(unit, memory, elements, std::exchange(owner, nullptr));
 }
 
+// A method that other threads' calls and Ctrl-C may interrupt.
 template <typename Result, typename... Arguments>
-auto Watched(Result (PythonSession::*method)(Arguments...)) {
+auto Watched(Result (*method)(PythonSession&, Arguments...)) {
   return [method](PythonSession& session, Arguments... arguments) -> Result {
-    return session.interrupt().Watch([&] { return (session.*method)(arguments...); });
+    return session.interrupt().Watch([&] { return method(session, arguments...); });
   };
 }
 
-void BindSession(nb::module_& m) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<PythonSession>(m, "Session")
-      .def_static(
-          "open",
-          [](const OpenOptions& options, const std::vector<Tensor>& tensors, PythonServer* server, nb::object store) {
-            PythonStore shared(std::move(store));
-            const Interrupt interrupt;
-            const nb::gil_scoped_release release;
-            return interrupt.Watch([&] { return PythonSession::Open(options, tensors, server, &shared, interrupt); });
-          },
-          "options"_a, "tensors"_a, "server"_a.none(), "store"_a.none())
-      // Whoever holds the session may want the interpreter's lock.
-      .def_prop_ro("version", &PythonSession::version, Release())
+client::TensorsReport Reported(absl::StatusOr<client::StepReport> stepped) {
+  return {.step = Take(std::move(stepped))};
+}
+
+nb::list BytesOf(const std::vector<std::string>& all) {
+  nb::list list;
+  for (const std::string& one : all) list.append(nb::bytes(one.data(), one.size()));
+  return list;
+}
+
+using Release = nb::call_guard<nb::gil_scoped_release>;
+
+// Whoever holds the session may want the interpreter's lock: all let it go.
+void BindFacts(nb::class_<PythonSession>& session) {
+  session
+      .def_prop_ro(
+          "version", [](const PythonSession& s) { return s.Use()->version(); }, Release())
       .def_prop_ro("ended", &PythonSession::ended, Release())
-      .def_prop_ro("attempt", &PythonSession::attempt, Release())
-      .def_prop_ro("needs_values", &PythonSession::needs_values, Release())
-      .def_prop_ro("lends_masters", &PythonSession::lends_masters, Release())
+      .def_prop_ro(
+          "attempt", [](const PythonSession& s) { return s.Use()->attempt(); }, Release())
+      .def_prop_ro(
+          "needs_values", [](const PythonSession& s) { return s.Use()->needs_values(); }, Release())
+      .def_prop_ro(
+          "lends_masters", [](const PythonSession& s) { return s.Use()->lends_masters(); }, Release())
       .def_prop_ro("written", &PythonSession::written, Release())
-      .def_prop_ro("restored_version", &PythonSession::restored_version, Release())
+      .def_prop_ro(
+          "restored_version", [](const PythonSession& s) { return s.Use()->restored_version(); }, Release())
       .def_prop_ro("blobs",
-                   [](const PythonSession& session) {
+                   [](const PythonSession& s) {
                      std::vector<std::string> all;
                      {
                        const nb::gil_scoped_release release;
-                       all = session.blobs();
+                       all = s.Use()->resumed_blobs();
                      }
-                     nb::list blobs;
-                     for (const std::string& blob : all) blobs.append(nb::bytes(blob.data(), blob.size()));
-                     return blobs;
+                     return BytesOf(all);
                    })
+      .def_prop_ro(
+          "pushes_gradients", [](const PythonSession& s) { return s.Use().tensors().pushes_gradients(); }, Release())
+      .def_prop_ro(
+          "units",
+          [](const PythonSession& s) {
+            const PythonSession::Using session = s.Use();
+            std::vector<std::vector<size_t>> units;
+            for (size_t unit = 0; unit < session.tensors().unit_count(); ++unit) {
+              units.push_back(session.tensors().TensorsOf(unit));
+            }
+            return units;
+          },
+          Release());
+}
+
+void BindSteps(nb::class_<PythonSession>& session) {
+  session
       .def(
           "initialise",
-          [](PythonSession& session, const MaybeArrays& parameters, const nb::object& source) {
-            const auto memory = MemoryOf(session, {}, parameters);
+          [](PythonSession& s, const MaybeArrays& parameters, const nb::object& source) {
+            const auto memory = MemoryOf(s, {}, parameters);
             std::optional<Array> given;
             const auto give = [&](size_t tensor) { return Given(source, tensor, &given); };
             const nb::gil_scoped_release release;
-            session.interrupt().Watch([&] { return session.Initialise(memory, give); });
+            s.interrupt().Watch([&] { Check(s.Use().tensors().Initialise(memory, give)); });
           },
           "parameters"_a, "source"_a = nb::none())
       .def(
           "step",
-          [](PythonSession& session, const MaybeArrays& gradients, const MaybeArrays& parameters,
+          [](PythonSession& s, const MaybeArrays& gradients, const MaybeArrays& parameters,
              const std::vector<client::GroupHyper>& groups, double scale, double max_norm, const nb::bytes& blob,
              const nb::object& ready) {
-            const auto memory = MemoryOf(session, gradients, parameters);
+            const auto memory = MemoryOf(s, gradients, parameters);
             client::Tensors::Ready tell;
             if (!ready.is_none()) tell = [&](absl::Span<const size_t> tensors) { Tell(ready, tensors); };
             const client::StepOptions options{.groups = groups,
@@ -329,89 +244,139 @@ void BindSession(nb::module_& m) {
                                               .max_norm = max_norm,
                                               .blob = std::string(blob.c_str(), blob.size())};
             const nb::gil_scoped_release release;
-            return session.interrupt().Watch([&] { return session.Step(memory, options, tell); });
+            return s.interrupt().Watch([&] { return Take(s.Use().tensors().Step(memory, options, tell)); });
           },
           "gradients"_a, "parameters"_a, "groups"_a, "gradient_scale"_a = 1.0, "max_norm"_a = 0.0,
           "blob"_a = nb::bytes("", 0), "ready"_a = nb::none())
-      .def_prop_ro("pushes_gradients", &PythonSession::pushes_gradients, Release())
-      .def_prop_ro("units", &PythonSession::Units, Release())
       .def("push_early", &PushEarly, "unit"_a, "gradients"_a, "let_go"_a = false)
       .def("start_pull", &StartPull, "which"_a, "to"_a, "whole"_a = false)
-      .def("await_pull", Watched(&PythonSession::AwaitPull), "pull"_a, Release())
-      .def("drop", Watched(&PythonSession::Drop), Release())
+      .def("await_pull", Watched(+[](PythonSession& s, uint64_t pull) { s.AwaitPull(pull); }), "pull"_a, Release())
+      .def("drop", Watched(+[](PythonSession& s) { Check(s.Use().tensors().Drop()); }), Release())
       .def(
           "pull",
-          [](PythonSession& session, const MaybeArrays& parameters) {
-            const auto memory = MemoryOf(session, {}, parameters);
+          [](PythonSession& s, const MaybeArrays& parameters) {
+            const auto memory = MemoryOf(s, {}, parameters);
             const nb::gil_scoped_release release;
-            session.interrupt().Watch([&] { return session.Pull(memory); });
+            s.interrupt().Watch([&] { Check(s.Use().tensors().Pull(memory)); });
           },
           "parameters"_a)
-      .def(
-          "write",
-          [](PythonSession& session, const std::string& tensor, const F32Array& values) {
-            const absl::Span<const float> span(values.data(), values.size());
-            const nb::gil_scoped_release release;
-            session.interrupt().Watch([&] { return session.Write(tensor, span); });
-          },
-          "tensor"_a, "values"_a)
-      .def("commit_values", Watched(&PythonSession::CommitValues), Release())
-      .def(
-          "commit_state",
-          [](PythonSession& session, const std::string& array, const std::vector<std::string>& tensors,
-             const std::vector<F32Array>& values, const std::vector<uint64_t>& steps, const nb::bytes& blob) {
-            if (tensors.size() != values.size() || tensors.size() != steps.size())
-              throw nb::value_error("values and steps: an entry per tensor");
-            std::vector<PythonSession::State> states(tensors.size());
-            for (size_t i = 0; i < tensors.size(); ++i) {
-              states[i] = {tensors[i], {values[i].data(), values[i].size()}, steps[i]};
-            }
-            const std::string sealed(blob.c_str(), blob.size());
-            const nb::gil_scoped_release release;
-            return session.interrupt().Watch([&] { return session.CommitState(array, states, sealed); });
-          },
-          "array"_a, "tensors"_a, "values"_a, "steps"_a, "blob"_a)
-      .def(
-          "read",
-          [](PythonSession& session, const std::string& tensor, const std::string& content, const F32Array& to) {
-            const absl::Span<float> span(to.data(), to.size());
-            const nb::gil_scoped_release release;
-            session.interrupt().Watch([&] { return session.Read(tensor, content, span); });
-          },
-          "tensor"_a, "content"_a, "to"_a)
-      .def(
-          "read_part",
-          [](PythonSession& session, const std::string& tensor, const std::string& content, const F32Array& to) {
-            const absl::Span<float> span(to.data(), to.size());
-            const nb::gil_scoped_release release;
-            session.interrupt().Watch([&] { return session.ReadPart(tensor, content, span); });
-          },
-          "tensor"_a, "content"_a, "to"_a)
-      .def("tensor_steps", Watched(&PythonSession::TensorSteps), "tensor"_a, Release())
-      .def("frozen_as", Watched(&PythonSession::FrozenAs), "tensor"_a, Release())
-      .def("register", Watched(&PythonSession::Register), "tensors"_a, Release())
+      .def("register",
+           Watched(+[](PythonSession& s, const std::vector<client::TensorSpec>& tensors) { s.Register(tensors); }),
+           "tensors"_a, Release())
       .def(
           "exchange",
-          [](PythonSession& session, const nb::bytes& mine) {
+          [](PythonSession& s, const nb::bytes& mine) {
             std::vector<std::string> all;
             {
               const std::string bytes(mine.c_str(), mine.size());
               const nb::gil_scoped_release release;
-              all = session.Exchange(bytes);
+              all = Take(s.Use().collective().Exchange(bytes));
             }
-            nb::list answers;
-            for (const std::string& one : all) answers.append(nb::bytes(one.data(), one.size()));
-            return answers;
+            return BytesOf(all);
           },
-          "mine"_a)
-      .def("pin", Watched(&PythonSession::Pin), Release())
-      .def("unpin", Watched(&PythonSession::Unpin), "version"_a, Release())
-      .def("pins", Watched(&PythonSession::Pins), Release())
-      .def("check_kept", Watched(&PythonSession::CheckKept), "wanted"_a, Release())
-      .def("restore", Watched(&PythonSession::Restore), "kept"_a, Release())
+          "mine"_a);
+}
+
+void BindState(nb::class_<PythonSession>& session) {
+  session
+      .def(
+          "write",
+          [](PythonSession& s, const std::string& tensor, const F32Array& values) {
+            const absl::Span<const float> span(values.data(), values.size());
+            const nb::gil_scoped_release release;
+            s.interrupt().Watch([&] {
+              const PythonSession::Using session = s.Use();
+              Check(session.tensors().Write(session.Find(tensor, span.size()), span));
+            });
+          },
+          "tensor"_a, "values"_a)
+      .def("commit_values", Watched(+[](PythonSession& s) { return Reported(s.Use()->CommitValues()); }), Release())
+      .def(
+          "commit_state",
+          [](PythonSession& s, const std::string& array, const std::vector<std::string>& tensors,
+             const std::vector<F32Array>& values, const std::vector<uint64_t>& steps, const nb::bytes& blob) {
+            if (tensors.size() != values.size() || tensors.size() != steps.size())
+              throw nb::value_error("values and steps: an entry per tensor");
+            std::vector<const float*> memory;
+            for (const F32Array& each : values) memory.push_back(each.data());
+            std::vector<size_t> elements;
+            for (const F32Array& each : values) elements.push_back(each.size());
+            const std::string sealed(blob.c_str(), blob.size());
+            const nb::gil_scoped_release release;
+            return s.interrupt().Watch([&] {
+              const PythonSession::Using session = s.Use();
+              std::vector<size_t> which;
+              for (size_t i = 0; i < tensors.size(); ++i) which.push_back(session.Find(tensors[i], elements[i]));
+              return Reported(session.tensors().CommitState(ContentNamed(array), which, memory, steps, sealed));
+            });
+          },
+          "array"_a, "tensors"_a, "values"_a, "steps"_a, "blob"_a)
+      .def(
+          "read",
+          [](PythonSession& s, const std::string& tensor, const std::string& content, const F32Array& to) {
+            const absl::Span<float> span(to.data(), to.size());
+            const nb::gil_scoped_release release;
+            s.interrupt().Watch([&] {
+              const PythonSession::Using session = s.Use();
+              Check(session->Read(tensor, ContentNamed(content), session->version(), span));
+            });
+          },
+          "tensor"_a, "content"_a, "to"_a)
+      .def(
+          "read_part",
+          [](PythonSession& s, const std::string& tensor, const std::string& content, const F32Array& to) {
+            const absl::Span<float> span(to.data(), to.size());
+            const nb::gil_scoped_release release;
+            s.interrupt().Watch([&] {
+              const PythonSession::Using session = s.Use();
+              Check(session.tensors().Read(session.Find(tensor, span.size()), ContentNamed(content), span));
+            });
+          },
+          "tensor"_a, "content"_a, "to"_a)
+      .def("tensor_steps", Watched(+[](PythonSession& s, const std::string& tensor) {
+             const PythonSession::Using session = s.Use();
+             return Take(session->TensorSteps(tensor, session->version()));
+           }),
+           "tensor"_a, Release())
+      .def("frozen_as", Watched(+[](PythonSession& s, const std::string& tensor) {
+             return NameOf(Take(s.Use()->FrozenAs(tensor)));
+           }),
+           "tensor"_a, Release());
+}
+
+void BindVersions(nb::class_<PythonSession>& session) {
+  session.def("pin", Watched(+[](PythonSession& s) { Check(s.Use()->PinDurably()); }), Release())
+      .def("unpin", Watched(+[](PythonSession& s, int64_t version) { Check(s.Use()->UnpinDurably(version)); }),
+           "version"_a, Release())
+      .def("pins", Watched(+[](PythonSession& s) { return Take(s.Use()->DurablePins()); }), Release())
+      .def("check_kept",
+           Watched(+[](PythonSession& s, const client::KeptVersion& wanted) { Check(s.Use()->CheckKept(wanted)); }),
+           "wanted"_a, Release())
+      .def("restore",
+           Watched(+[](PythonSession& s, const client::KeptVersion& kept) { return Reported(s.Use()->Restore(kept)); }),
+           "kept"_a, Release());
+}
+
+void BindSession(nb::module_& m) {
+  nb::class_<PythonSession> session(m, "Session");
+  session
+      .def_static(
+          "open",
+          [](const OpenOptions& options, const std::vector<client::TensorSpec>& tensors, PythonServer* server,
+             nb::object store) {
+            PythonStore shared(std::move(store));
+            const Interrupt interrupt;
+            const nb::gil_scoped_release release;
+            return interrupt.Watch([&] { return PythonSession::Open(options, tensors, server, &shared, interrupt); });
+          },
+          "options"_a, "tensors"_a, "server"_a.none(), "store"_a.none())
       // Ends what another thread waits for, and the session. A call of the server in this process goes on.
-      .def("interrupt", [](const PythonSession& session) { session.interrupt().EndWait(); })
+      .def("interrupt", [](const PythonSession& s) { s.interrupt().EndWait(); })
       .def("close", &PythonSession::Close, Release());
+  BindFacts(session);
+  BindSteps(session);
+  BindState(session);
+  BindVersions(session);
 }
 
 }  // namespace
@@ -447,10 +412,10 @@ NB_MODULE(_native, m) {
   m.def(
       "is_job_name", [](const std::string& name) { return model::IsJobName(name); }, "name"_a);
   nb::register_exception_translator(Translate);
-  BindServer(m);
   BindOptions(m);
-  BindEstimate(m);
+  BindServer(m);
   BindSession(m);
+  BindReader(m);
   BindStash(m);
 }
 

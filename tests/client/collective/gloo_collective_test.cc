@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/client/collective/group.h"
 
 namespace ballast::client {

@@ -9,7 +9,7 @@
 #include <cmath>
 #include <random>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/client/collective/group.h"
 
 namespace ballast::client {

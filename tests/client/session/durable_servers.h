@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/services/embedded/embedded_transport.h"
+#include "ballast/services/gateway/embedded_transport.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/tests/client/session/session_fixture.h"
 #include "ballast/tests/scratch_directory.h"

@@ -46,11 +46,16 @@ class ForwardingTransport : public Transport {
             Callback<v1::PushResponse> done) override {
     server_->Push(r, payload, t, std::move(done));
   }
+  void PushLent(const v1::PushRequest& r, absl::Span<const std::byte> payload,
+                std::shared_ptr<model::LentGradients> lent, absl::Time t, Callback<v1::PushResponse> done) override {
+    server_->PushLent(r, payload, std::move(lent), t, std::move(done));
+  }
   void Pull(const v1::PullRequest& r, absl::Span<std::byte> to, absl::Time t,
             std::function<void(absl::Status)> done) override {
     server_->Pull(r, to, t, std::move(done));
   }
-  void Schedule(std::function<void()> work) override { server_->Schedule(std::move(work)); }
+  void Schedule(Moves ends_in, std::function<void()> work) override { server_->Schedule(ends_in, std::move(work)); }
+  bool checks_bytes() const override { return server_->checks_bytes(); }
   void Cancel() override { server_->Cancel(); }
 
  private:

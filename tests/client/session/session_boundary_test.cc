@@ -6,8 +6,8 @@
 #include <thread>
 
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/services/rpc/rpc_server.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/gateway/rpc_server.h"
 #include "ballast/tests/client/session/session_fixture.h"
 
 namespace ballast::client {

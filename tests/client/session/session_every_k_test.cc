@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/client/session/durable_servers.h"
 
 namespace ballast::client {

@@ -9,8 +9,8 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/client/collective/loopback_collective.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/services/embedded/embedded_transport.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/gateway/embedded_transport.h"
 #include "ballast/tests/adamw_step.h"
 
 namespace ballast::client {
@@ -82,6 +82,15 @@ std::vector<TensorSpec> TestTensors() {
       {.name = "layer.bias", .unit = "layer", .shape = {100}, .group = 1},
       {.name = "layer.down", .unit = "layer", .shape = {1000, 90}, .group = 0},
   };
+}
+
+std::vector<TensorSpec> InRows(std::vector<TensorSpec> tensors, int ranks) {
+  v1::MeshCuts rows;
+  rows.mutable_mesh()->add_size(static_cast<uint32_t>(ranks));
+  rows.mutable_mesh()->add_stride(1);
+  rows.add_cuts();  // axis 0 of dimension 0
+  for (TensorSpec& tensor : tensors) tensor.placement = rows;
+  return tensors;
 }
 
 SessionOptions TestOptions() {

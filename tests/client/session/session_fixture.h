@@ -47,6 +47,8 @@ class SessionFixture {
 
 // Two units over several chunks: "embed" has two tensors in two groups, one with an alias; "layer" has three tensors.
 std::vector<TensorSpec> TestTensors();
+// The same tensors, cut into rows among ranks 0, 1, ... (FSDP2's Shard(0)), for Split::kPlaced.
+std::vector<TensorSpec> InRows(std::vector<TensorSpec> tensors, int ranks);
 SessionOptions TestOptions();
 StepOptions TestStep(double learning_rate = 0.01);
 

@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/client/session/forwarding_transport.h"
 #include "ballast/tests/client/session/session_fixture.h"
 

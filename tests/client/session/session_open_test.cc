@@ -13,10 +13,10 @@
 #include "ballast/client/collective/loopback_collective.h"
 #include "ballast/client/grpc_transport.h"
 #include "ballast/client/session.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/proto/model/verdict.h"
-#include "ballast/services/rpc/rpc_server.h"
+#include "ballast/services/gateway/rpc_server.h"
 #include "ballast/tests/client/session/forwarding_transport.h"
 #include "ballast/tests/client/session/session_fixture.h"
 #include "ballast/tests/services/answer.h"
@@ -303,7 +303,7 @@ TEST_F(SessionOpen, TensorsThatDifferFromTheJobsAreNamed) {
   tensors = TestTensors();
   tensors.push_back({.name = "more", .unit = "layer", .shape = {4}});
   ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kTensorsDiffer,
-               {"more", "registers others later"});
+               {"more", "register others later"});
   tensors = TestTensors();
   tensors.pop_back();
   ExpectStatus(OpenOnly(1, Options(Resume::kAuto), tensors), absl::StatusCode::kInvalidArgument, model::kTensorsDiffer,

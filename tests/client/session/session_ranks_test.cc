@@ -8,7 +8,7 @@
 #include "absl/synchronization/notification.h"
 #include "ballast/client/session.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/client/session/session_fixture.h"
 
 namespace ballast::client {
@@ -77,7 +77,7 @@ TEST(Session, BadArgumentsAreExplained) {
             BALLAST_RETURN_IF_ERROR(
                 ExpectError(session->Push(0, gradient, {"layer.up"}), model::kBadRequest, "layer.up"));
             BALLAST_RETURN_IF_ERROR(session->Push(0, gradient));
-            BALLAST_RETURN_IF_ERROR(ExpectError(session->Push(0, gradient), model::kBadRequest, "Accumulate"));
+            BALLAST_RETURN_IF_ERROR(ExpectError(session->Push(0, gradient), model::kBadRequest, "pushed already"));
             BALLAST_RETURN_IF_ERROR(ExpectError(session->CommitValues().status(), model::kBadRequest, "written"));
             StepOptions options = TestStep();
             options.groups.pop_back();

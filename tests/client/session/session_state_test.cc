@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/client/tensors.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/client/session/session_fixture.h"
 
 namespace ballast::client {
@@ -54,11 +54,13 @@ absl::StatusOr<std::vector<TensorState>> OwnedOf(const Session& session, const W
 absl::Status Follow(Collective* collective, const SessionFixture& servers, Split split) {
   SessionOptions options = TestOptions();
   options.split = split;
-  BALLAST_ASSIGN_OR_RETURN(auto first, servers.Open(collective, options, TestTensors()));
+  const std::vector<TensorSpec> tensors =
+      split == Split::kPlaced ? InRows(TestTensors(), collective->world_size()) : TestTensors();
+  BALLAST_ASSIGN_OR_RETURN(auto first, servers.Open(collective, options, tensors));
   BALLAST_RETURN_IF_ERROR(InitialiseAll(*first));
   for (int64_t step = 1; step <= 3; ++step) BALLAST_RETURN_IF_ERROR(TrainStep(*first, step).status());
   options.job = "other";
-  BALLAST_ASSIGN_OR_RETURN(auto second, servers.Open(collective, options, TestTensors()));
+  BALLAST_ASSIGN_OR_RETURN(auto second, servers.Open(collective, options, tensors));
   BALLAST_RETURN_IF_ERROR(second->Initialise([](absl::string_view, uint64_t, absl::Span<float> values) {
     for (float& value : values) value = 7;
   }));
@@ -82,7 +84,7 @@ absl::Status Follow(Collective* collective, const SessionFixture& servers, Split
 }
 
 TEST(SessionState, ArraysThatRanksOwnPartsOf) {
-  for (const Split split : {Split::kEven, Split::kRows}) {
+  for (const Split split : {Split::kEven, Split::kPlaced}) {
     for (const int ranks : {1, 3}) {
       SessionFixture servers(2);
       const absl::Status ran =
@@ -137,10 +139,10 @@ TEST(SessionState, RefusalsChangeNothing) {
 // Rows of a tensor that several chunks share are initial values in their places.
 TEST(SessionState, InitialValuesOfRowsOverSeveralChunks) {
   SessionFixture servers(1);
-  const std::vector<TensorSpec> specs = {{.name = "w", .unit = "u", .shape = {400, 1000}}};
+  const std::vector<TensorSpec> specs = InRows({{.name = "w", .unit = "u", .shape = {400, 1000}}}, 2);
   const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
     SessionOptions options = TestOptions();
-    options.split = Split::kRows;
+    options.split = Split::kPlaced;
     options.optimizer.working = kernels::Dtype::kF32;
     BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, options, specs));
     BALLAST_ASSIGN_OR_RETURN(Tensors tensors, Tensors::Make(session.get(), {"w"}));
@@ -186,18 +188,17 @@ absl::Status TrainWithoutAPart(Session* session, const std::vector<std::string>&
   return absl::OkStatus();
 }
 
-// With kRows a scalar is rank 0's; with placements ranks may have other tensors, or none.
+// Of one row the second rank has nothing; and ranks may have other tensors, or none.
 TEST(SessionState, RanksWithoutAPartGoAlong) {
   const TensorSpec a{.name = "a", .unit = "u", .shape = {1}}, b{.name = "b", .unit = "v", .shape = {1}};
   const struct {
-    Split split;
     std::vector<TensorSpec> first, second;
-  } kinds[] = {{Split::kRows, {a}, {a}}, {Split::kPlaced, {a}, {b}}, {Split::kPlaced, {a, b}, {}}};
+  } kinds[] = {{InRows({a}, 2), InRows({a}, 2)}, {{a}, {b}}, {{a, b}, {}}};
   for (const auto& kind : kinds) {
     SessionFixture servers(1);
     const absl::Status ran = SessionFixture::RunRanks(2, [&](Collective* collective) -> absl::Status {
       SessionOptions options = TestOptions();
-      options.split = kind.split;
+      options.split = Split::kPlaced;
       options.optimizer.working = options.optimizer.gradient = kernels::Dtype::kF32;
       const std::vector<TensorSpec>& specs = collective->rank() == 0 ? kind.first : kind.second;
       BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, options, specs));

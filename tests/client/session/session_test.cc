@@ -9,8 +9,8 @@
 #include <limits>
 
 #include "ballast/kernels/kernels.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/layout.h"
-#include "ballast/proto/model/status.h"
 #include "ballast/tests/client/session/session_fixture.h"
 
 namespace ballast::client {
@@ -28,6 +28,9 @@ class Training : public ::testing::TestWithParam<Division> {
     options.split = GetParam().split;
     return options;
   }
+  static std::vector<TensorSpec> Tensors(const std::vector<TensorSpec>& tensors = TestTensors()) {
+    return GetParam().split == Split::kPlaced ? InRows(tensors, GetParam().world_size) : tensors;
+  }
   SessionFixture servers_{2};
   Reference reference_{TestTensors()};
 };
@@ -38,7 +41,7 @@ TEST_P(Training, GathersWhatTheServersHold) {
       SessionFixture::RunRanks(
           GetParam().world_size,
           [&](Collective* collective) -> absl::Status {
-            BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
+            BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), Tensors()));
             BALLAST_RETURN_IF_ERROR(Expect(session->version() == -1 && session->needs_values(), "a new job"));
             BALLAST_RETURN_IF_ERROR(ExpectError(session->Acquire(0).status(), model::kBadRequest, "Initialise"));
             BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
@@ -71,31 +74,42 @@ TEST_P(Training, GathersWhatTheServersHold) {
       absl::OkStatus());
 }
 
-// Shape (b): the trainer keeps its 16-bit parameters and pulls what it owns.
+// Pulls the unit's tensors, whoever owns them: each is the same as in the gathered unit.
+absl::Status ExpectPulled(Session& session, uint32_t unit, const std::vector<TensorSpec>& tensors,
+                          const UnitLease& gathered) {
+  std::vector<bf16> pulled(session.unit_elements(unit));
+  std::vector<PullRun> runs;
+  for (const TensorSpec& tensor : tensors) {
+    BALLAST_ASSIGN_OR_RETURN(const auto at, session.Locate(tensor.name));
+    if (at.unit != unit) continue;
+    runs.push_back({{at.begin, at.end},
+                    {reinterpret_cast<std::byte*>(pulled.data() + at.begin), (at.end - at.begin) * sizeof(bf16)}});
+  }
+  BALLAST_ASSIGN_OR_RETURN(PendingPull pull, session.StartPull(unit, runs));
+  BALLAST_RETURN_IF_ERROR(pull.Await());
+  for (const PullRun& run : runs) {
+    for (uint64_t i = run.range.begin; i < run.range.end; ++i) {
+      if (pulled[i] != gathered.parameters()[i]) return Wrong("pulled differs from gathered");
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Shape (b): the trainer keeps its parameters and pulls what was updated.
 TEST_P(Training, PullsUpdatedRanges) {
-  EXPECT_EQ(SessionFixture::RunRanks(
-                GetParam().world_size,
-                [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
-                  BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
-                  BALLAST_RETURN_IF_ERROR(TrainStep(*session, 1).status());
-                  for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
-                    if (unit == 0) session->Prefetch(unit);
-                    std::vector<bf16> owned(session->owned_elements(unit));
-                    BALLAST_RETURN_IF_ERROR(session->PullOwned(unit, absl::MakeSpan(owned)));
-                    BALLAST_ASSIGN_OR_RETURN(const UnitLease whole, session->AcquireWhole(unit));
-                    uint64_t offset = 0;
-                    for (const UnitRange& range : session->owned(unit)) {
-                      for (uint64_t i = range.begin; i < range.end; ++i) {
-                        if (owned[offset + i - range.begin] != whole.parameters()[i])
-                          return Wrong("owned differs from whole");
-                      }
-                      offset += range.end - range.begin;
-                    }
-                  }
-                  std::vector<bf16> few(3);
-                  return ExpectError(session->PullOwned(0, absl::MakeSpan(few)), model::kBadLength, "got 3");
-                }),
+  EXPECT_EQ(SessionFixture::RunRanks(GetParam().world_size,
+                                     [&](Collective* collective) -> absl::Status {
+                                       BALLAST_ASSIGN_OR_RETURN(auto session,
+                                                                servers_.Open(collective, Options(), Tensors()));
+                                       BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
+                                       BALLAST_RETURN_IF_ERROR(TrainStep(*session, 1).status());
+                                       for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
+                                         if (unit == 0) session->Prefetch(unit);
+                                         BALLAST_ASSIGN_OR_RETURN(const UnitLease gathered, session->Acquire(unit));
+                                         BALLAST_RETURN_IF_ERROR(ExpectPulled(*session, unit, TestTensors(), gathered));
+                                       }
+                                       return absl::OkStatus();
+                                     }),
             absl::OkStatus());
 }
 
@@ -103,7 +117,7 @@ TEST_P(Training, ClipsByTheGlobalNorm) {
   EXPECT_EQ(SessionFixture::RunRanks(
                 GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), Tensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
                     BALLAST_RETURN_IF_ERROR(session->Push(unit, OwnedGradient(*session, unit, 1)));
@@ -122,7 +136,7 @@ TEST_P(Training, ClipsByTheGlobalNorm) {
                     for (const uint64_t extent : tensor.shape) proto->add_shape(extent);
                   }
                   BALLAST_ASSIGN_OR_RETURN(const auto layout, model::Layout::Make(spec));
-                  double squared = 0, up = 0;
+                  double squared = 0;
                   for (const model::Chunk& chunk : layout.chunks()) {
                     double of_chunk = 0;
                     for (const model::Segment& segment : chunk.segments) {
@@ -131,20 +145,13 @@ TEST_P(Training, ClipsByTheGlobalNorm) {
                       const uint64_t first = chunk.range.begin + segment.in_chunk.begin - tensor.range.begin;
                       for (size_t i = 0; i < part.size(); ++i)
                         part[i] = kernels::ToBf16(GradientValue(tensor.name, first + i, 1));
-                      const double of_segment = kernels::SquaredNorm(part).squared_norm;
-                      of_chunk += of_segment;
-                      if (tensor.name == "layer.up") up += of_segment;
+                      of_chunk += kernels::SquaredNorm(part).squared_norm;
                     }
                     squared += of_chunk;
                   }
                   BALLAST_ASSIGN_OR_RETURN(const double norm, session->Norm());
                   BALLAST_RETURN_IF_ERROR(
                       Expect(norm == std::sqrt(squared), absl::StrCat("norm ", norm, " ", std::sqrt(squared))));
-                  BALLAST_ASSIGN_OR_RETURN(const double of_up, session->TensorNorm("layer.up"));
-                  BALLAST_RETURN_IF_ERROR(
-                      Expect(of_up == std::sqrt(up), absl::StrCat("tensor norm ", of_up, " ", std::sqrt(up))));
-                  BALLAST_RETURN_IF_ERROR(
-                      ExpectError(session->TensorNorm("layer.none").status(), model::kUnknownTensor, "layer.none"));
 
                   StepOptions options = TestStep();
                   options.gradient_scale = 0.5;
@@ -163,7 +170,7 @@ TEST_P(Training, AbsentTensorsAreLeftAlone) {
   EXPECT_EQ(SessionFixture::RunRanks(
                 GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), Tensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   BALLAST_ASSIGN_OR_RETURN(const uint32_t layer, session->FindUnit("layer"));
                   // "embed" is not pushed at all (frozen), of "layer" two tensors are.
@@ -187,7 +194,7 @@ TEST_P(Training, NonFiniteGradientSkipsTheStepEverywhere) {
   EXPECT_EQ(SessionFixture::RunRanks(
                 GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), Tensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   for (const float poison :
                        {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
@@ -216,7 +223,7 @@ TEST_P(Training, DropForgetsWhatWasPushed) {
   EXPECT_EQ(SessionFixture::RunRanks(
                 GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), Tensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
                     BALLAST_RETURN_IF_ERROR(session->Push(unit, OwnedGradient(*session, unit, 99)));
@@ -231,38 +238,11 @@ TEST_P(Training, DropForgetsWhatWasPushed) {
             absl::OkStatus());
 }
 
-TEST_P(Training, AccumulatesContributionsInFp32) {
-  EXPECT_EQ(SessionFixture::RunRanks(
-                GetParam().world_size,
-                [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
-                  BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
-                  for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
-                    // Three contributions whose fp32 sum, in this order, is the reference's gradient: x + 0.25 - 0.25
-                    // is exact here.
-                    const std::vector<bf16> gradient = OwnedGradient(*session, unit, 1);
-                    std::vector<float> x(gradient.size()), plus(gradient.size(), 0.25f), minus(gradient.size(), -0.25f);
-                    kernels::F32FromBf16(gradient, absl::MakeSpan(x));
-                    BALLAST_RETURN_IF_ERROR(session->Accumulate(unit, x));
-                    BALLAST_RETURN_IF_ERROR(session->Accumulate(unit, plus));
-                    BALLAST_RETURN_IF_ERROR(session->Accumulate(unit, minus));
-                    BALLAST_RETURN_IF_ERROR(
-                        ExpectError(session->Push(unit, gradient), model::kBadRequest, "being accumulated"));
-                  }
-                  BALLAST_RETURN_IF_ERROR(session->Norm().status());
-                  BALLAST_RETURN_IF_ERROR(session->Step(TestStep()).status());
-                  Reference reference(TestTensors());
-                  reference.Step(1, TestStep());
-                  return reference.Compare(*session, 1);
-                }),
-            absl::OkStatus());
-}
-
 TEST_P(Training, WrittenValuesComeBeforeGradients) {
   EXPECT_EQ(SessionFixture::RunRanks(GetParam().world_size,
                                      [&](Collective* collective) -> absl::Status {
                                        BALLAST_ASSIGN_OR_RETURN(auto session,
-                                                                servers_.Open(collective, Options(), TestTensors()));
+                                                                servers_.Open(collective, Options(), Tensors()));
                                        BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                                        BALLAST_RETURN_IF_ERROR(ExpectError(session->CommitValues().status(),
                                                                            model::kBadRequest, "nothing was written"));
@@ -298,7 +278,7 @@ TEST_P(Training, PinnedVersionStaysReadable) {
   EXPECT_EQ(SessionFixture::RunRanks(
                 GetParam().world_size,
                 [&](Collective* collective) -> absl::Status {
-                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
+                  BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), Tensors()));
                   BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                   Reference reference(TestTensors());
                   BALLAST_RETURN_IF_ERROR(TrainStep(*session, 1).status());
@@ -332,7 +312,7 @@ TEST_P(Training, RegistersTensorsLater) {
       SessionFixture::RunRanks(
           GetParam().world_size,
           [&](Collective* collective) -> absl::Status {
-            BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), TestTensors()));
+            BALLAST_ASSIGN_OR_RETURN(auto session, servers_.Open(collective, Options(), Tensors()));
             BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
             Reference reference(TestTensors());
             BALLAST_RETURN_IF_ERROR(TrainStep(*session, 1).status());
@@ -344,7 +324,7 @@ TEST_P(Training, RegistersTensorsLater) {
             const std::vector<TensorSpec> added = {
                 {.name = "adapter", .unit = "adapter", .shape = {50, 30}, .group = 1},
                 {.name = "embed.weight", .unit = "embed", .shape = {320, 257}, .group = 0, .aliases = {"head.weight"}}};
-            BALLAST_RETURN_IF_ERROR(session->Register(added));
+            BALLAST_RETURN_IF_ERROR(session->Register(Tensors(added)));
             BALLAST_RETURN_IF_ERROR(Expect(session->unit_count() == 3 && session->needs_values(), "registered"));
             BALLAST_RETURN_IF_ERROR(ExpectError(session->Step(TestStep()).status(), model::kBadRequest, "Initialise"));
             BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
@@ -374,14 +354,7 @@ TEST_P(Training, RegistersTensorsLater) {
             BALLAST_RETURN_IF_ERROR(reference.Compare(*session, 3));
             for (uint32_t unit = 0; unit < session->unit_count(); ++unit) {
               BALLAST_ASSIGN_OR_RETURN(const UnitLease gathered, session->Acquire(unit));
-              BALLAST_ASSIGN_OR_RETURN(const UnitLease whole, session->AcquireWhole(unit));
-              for (const TensorSpec& tensor : live) {
-                BALLAST_ASSIGN_OR_RETURN(const auto at, session->Locate(tensor.name));
-                if (at.unit != unit) continue;
-                for (uint64_t i = at.begin; i < at.end; ++i) {
-                  if (gathered.parameters()[i] != whole.parameters()[i]) return Wrong("gathered differs from whole");
-                }
-              }
+              BALLAST_RETURN_IF_ERROR(ExpectPulled(*session, unit, live, gathered));
             }
             BALLAST_ASSIGN_OR_RETURN(const uint64_t grown, session->TensorSteps("embed.weight", session->version()));
             return Expect(grown == 1, "a replaced tensor starts its own count");
@@ -395,7 +368,7 @@ TEST_P(Training, OneByteInFlightOnlyMakesItSlow) {
                                        SessionOptions options = Options();
                                        options.inflight_bytes_max = 1;
                                        BALLAST_ASSIGN_OR_RETURN(auto session,
-                                                                servers_.Open(collective, options, TestTensors()));
+                                                                servers_.Open(collective, options, Tensors()));
                                        BALLAST_RETURN_IF_ERROR(InitialiseAll(*session));
                                        BALLAST_RETURN_IF_ERROR(TrainStep(*session, 1).status());
                                        Reference reference(TestTensors());
@@ -407,11 +380,11 @@ TEST_P(Training, OneByteInFlightOnlyMakesItSlow) {
 
 INSTANTIATE_TEST_SUITE_P(Divisions, Training,
                          ::testing::Values(Division{1, Split::kEven}, Division{2, Split::kEven},
-                                           Division{3, Split::kEven}, Division{1, Split::kRows},
-                                           Division{2, Split::kRows}, Division{3, Split::kRows}),
+                                           Division{3, Split::kEven}, Division{1, Split::kPlaced},
+                                           Division{2, Split::kPlaced}, Division{3, Split::kPlaced}),
                          [](const auto& division) {
                            return absl::StrCat("W", division.param.world_size,
-                                               division.param.split == Split::kRows ? "Rows" : "Even");
+                                               division.param.split == Split::kPlaced ? "Rows" : "Even");
                          });
 
 }  // namespace

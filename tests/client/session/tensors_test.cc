@@ -9,8 +9,8 @@
 
 #include "ballast/client/collective/loopback_collective.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/services/embedded/embedded_transport.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/gateway/embedded_transport.h"
 #include "ballast/tests/client/session/session_fixture.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -336,8 +336,7 @@ TEST_P(TensorsTest, DroppedLoansCountForNothing) {
   const std::vector<float> values(150003);
   EXPECT_THAT(lender_.session().Write("wide", values).ToString(), HasSubstr("values are lent"));
   EXPECT_THAT(lender_.session().AwaitApplied().ToString(), HasSubstr("Step or Drop comes before"));
-  const std::vector<float> gradient(lender_.session().owned_elements(1));
-  EXPECT_THAT(lender_.session().Accumulate(1, gradient).ToString(), HasSubstr("lent"));
+  EXPECT_THAT(lender_.session().PushBorrowed(1, {}).ToString(), HasSubstr("lent"));
   ASSERT_TRUE(lender_.session().Norm().ok());
   ASSERT_TRUE(lender_.session().Drop().ok());
   StepBoth(1);

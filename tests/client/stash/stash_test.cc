@@ -9,7 +9,7 @@
 #include <random>
 #include <thread>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
 #include "ballast/tests/small_disk.h"

@@ -2,6 +2,8 @@
 #include "ballast/client/grpc_transport.h"
 
 #include <arpa/inet.h>
+#include <grpcpp/generic/async_generic_service.h>
+#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -11,14 +13,18 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <future>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {
@@ -106,6 +112,69 @@ TEST(GrpcTransportTest, APushEndsWithItsConnection) {
     }
     transport.reset();
     EXPECT_GE(server.ended(), 5) << "it read " << reads << " bytes";
+  }
+}
+
+// Resets every call, as a server does that stops; or keeps it until its client ends it.
+class ResettingService final : public grpc::CallbackGenericService {
+ public:
+  explicit ResettingService(bool resets) : resets_(resets) {}
+  absl::Notification* came() { return &came_; }
+
+ private:
+  class Call final : public grpc::ServerGenericBidiReactor {
+    void OnCancel() override { Finish(grpc::Status::CANCELLED); }
+    void OnDone() override { delete this; }
+  };
+  grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext* context) override {
+    if (resets_) context->TryCancel();
+    if (!came_.HasBeenNotified()) came_.Notify();
+    return new Call;
+  }
+
+  const bool resets_;
+  absl::Notification came_;
+};
+
+// How a push, a pull and a fence end at a server with `service`. `meanwhile` runs once the first has come there.
+std::vector<absl::Status> EndsOfCalls(ResettingService* service, const std::function<void(Transport*)>& meanwhile) {
+  int port = 0;
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+  builder.RegisterCallbackGenericService(service);
+  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  const auto transport = MakeGrpcTransport(absl::StrCat("127.0.0.1:", port));
+  std::vector<std::byte> payload(100);
+  std::vector<absl::Status> ends(3);
+  std::vector<absl::Notification> ended(3);
+  const auto end = [&](size_t call, absl::Status status) {
+    ends[call] = std::move(status);
+    ended[call].Notify();
+  };
+  const absl::Time deadline = absl::Now() + absl::Minutes(1);
+  transport->Push({}, payload, deadline, [&](const absl::StatusOr<v1::PushResponse>& r) { end(0, r.status()); });
+  transport->Pull({}, absl::MakeSpan(payload), deadline, [&](absl::Status status) { end(1, std::move(status)); });
+  transport->Fence({}, deadline, [&](const absl::StatusOr<v1::FenceResponse>& r) { end(2, r.status()); });
+  service->came()->WaitForNotification();
+  meanwhile(transport.get());
+  for (absl::Notification& one : ended) one.WaitForNotification();
+  return ends;
+}
+
+// Seen as "Push of step 3: CANCELLED" of a server that was restarted: nobody had cancelled anything, and the push was
+// not sent again.
+TEST(GrpcTransportTest, CallsThatAServerResetsAreUnavailable) {
+  ResettingService service(/*resets=*/true);
+  for (const absl::Status& status : EndsOfCalls(&service, [](Transport*) {})) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_EQ(model::ReasonOf(status), model::kServerDown) << status;
+  }
+}
+
+TEST(GrpcTransportTest, CallsThatCancelEndsAreCancelled) {
+  ResettingService service(/*resets=*/false);
+  for (const absl::Status& status : EndsOfCalls(&service, [](Transport* transport) { transport->Cancel(); })) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
   }
 }
 

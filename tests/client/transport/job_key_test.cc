@@ -18,7 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/v1/registry.pb.h"
 
 namespace ballast::client {
@@ -28,12 +28,14 @@ namespace {
 class SmallEtcd final : public grpc::CallbackGenericService {
  public:
   SmallEtcd() {
-    int port = 0;
+    int port = 0, other = 0;
     grpc::ServerBuilder builder;
     builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &other);
     builder.RegisterCallbackGenericService(this);
     server_ = builder.BuildAndStart();
-    url_ = absl::StrCat("etcd://127.0.0.1:", port, "/test");
+    // As of two members: a call is tried at each.
+    url_ = absl::StrCat("etcd://127.0.0.1:", port, ",127.0.0.1:", other, "/test");
   }
   ~SmallEtcd() override { server_->Shutdown(absl::ToChronoTime(absl::Now())); }
 
@@ -42,6 +44,10 @@ class SmallEtcd final : public grpc::CallbackGenericService {
   void LoseAnAnswer() {
     absl::MutexLock lock(&mutex_);
     lose_ = true;
+  }
+  void Set(const std::string& key, std::string bytes) {
+    absl::MutexLock lock(&mutex_);
+    values_[key] = {std::move(bytes), ++revision_};
   }
   // Called before the next transaction.
   void BeforeTheNext(std::function<void()> what) {
@@ -110,7 +116,10 @@ class SmallEtcd final : public grpc::CallbackGenericService {
     Value& value = values_[txn.compare(0).key()];
     v1::EtcdTxnResponse response;
     response.set_succeeded(value.revision == txn.compare(0).mod_revision());
-    if (response.succeeded()) value = {txn.success(0).put().value(), ++revision_};
+    if (response.succeeded() && txn.success(0).has_put()) value = {txn.success(0).put().value(), ++revision_};
+    if (value.revision == 0 || (response.succeeded() && txn.success(0).has_delete_range())) {
+      values_.erase(txn.compare(0).key());
+    }
     *answer = response.SerializeAsString();
     return !std::exchange(lose_, false);
   }
@@ -177,6 +186,51 @@ TEST(JobKey, AnAnswerThatIsLostIsReadBack) {
   const auto claimed = key.Claim(Members({{"a", 1}}), EpochOf(1, 11), Soon());
   ASSERT_TRUE(claimed.ok()) << claimed.status();
   EXPECT_EQ(claimed->counter(), 1u) << "claimed once";
+}
+
+// A group of this version would write the key without the part that it does not know.
+TEST(JobKey, OfALaterVersionStaysAsItIs) {
+  SmallEtcd etcd;
+  registry::Registry registry = etcd.Connect();
+  const std::string known = R"("claimed":{"counter":"1","nonce":"11"},)";
+  const std::string member = R"({"serverId":"a","disk":"1"})";
+  const auto table = [&](const std::string& more) {
+    return absl::StrCat(R"("table":{"members":[)", member, "]", more, "}");
+  };
+  for (const std::string& later : {absl::StrCat("{", known, R"("group":"Zw==",)", table(""), "}"),
+                                   absl::StrCat("{", known, table(R"(,"replicas":2)"), "}"),
+                                   absl::StrCat("{", known, table(R"(,"shards":[{"holders":[0]}])"), "}")}) {
+    SCOPED_TRACE(later);
+    etcd.Set(registry.JobKeyName("job"), later);
+    JobKey key(&registry, "job");
+    const absl::Status read = key.Read(Soon());
+    EXPECT_EQ(read.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_EQ(model::ReasonOf(read), model::kLaterVersion);
+    EXPECT_TRUE(absl::StrContains(read.message(), "/test/jobs/job")) << read;
+  }
+  etcd.Set(registry.JobKeyName("job"), absl::StrCat("{", known, table(R"(,"replicas":1)"), "}"));
+  JobKey key(&registry, "job");
+  ASSERT_EQ(key.Read(Soon()), absl::OkStatus());
+  EXPECT_TRUE(key.exists());
+}
+
+// `ballastctl drop` told of a trainer that opens the job, after it had dropped the job.
+TEST(JobKey, IsErasedAlsoIfTheAnswerIsLost) {
+  SmallEtcd etcd;
+  registry::Registry registry = etcd.Connect();
+  JobKey key(&registry, "job");
+  ASSERT_EQ(key.Read(Soon()), absl::OkStatus());
+  ASSERT_TRUE(key.Claim(Members({{"a", 1}}), EpochOf(1, 11), Soon()).ok());
+  const auto found = registry.FindJob("job", Soon());
+  ASSERT_TRUE(found.ok() && found->has_value()) << found.status();
+  const auto refused = registry.EraseJob("job", (*found)->revision + 1, Soon());
+  ASSERT_TRUE(refused.ok()) << refused.status();
+  EXPECT_FALSE(*refused) << "it is another group's";
+  etcd.LoseAnAnswer();
+  const auto erased = registry.EraseJob("job", (*found)->revision, Soon());
+  ASSERT_TRUE(erased.ok()) << erased.status();
+  EXPECT_TRUE(*erased);
+  EXPECT_FALSE(registry.FindJob("job", Soon())->has_value());
 }
 
 TEST(JobKey, OfTwoGroupsAtOnceTheSecondGoesByTheFirstOrEnds) {

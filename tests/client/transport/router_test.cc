@@ -8,8 +8,9 @@
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "ballast/client/transport/tally.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {
@@ -51,7 +52,7 @@ class ScriptedTransport final : public Transport {
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time,
             Callback<v1::PushResponse> done) override {
     absl::MutexLock lock(&mutex);
-    digests_right = digests_right && header.crc32c() == kernels::Crc32c(payload);
+    digests_right = digests_right && header.crc32c() == (checks ? kernels::Crc32c(payload) : 0);
     pushed_now += payload.size();
     pushed_max = std::max(pushed_max, pushed_now);
     held.push_back([this, done, n = payload.size()](const absl::Status& status) {
@@ -82,6 +83,23 @@ class ScriptedTransport final : public Transport {
       }
     }
     done(answer);
+  }
+
+  bool checks_bytes() const override { return checks; }
+  void Schedule(Moves, std::function<void()> work) override {
+    if (!schedules) return work();
+    absl::MutexLock lock(&mutex);
+    scheduled.push_back(std::move(work));
+  }
+  // Runs what was scheduled before, and says how much that was.
+  int RunScheduled() {
+    std::vector<std::function<void()>> works;
+    {
+      absl::MutexLock lock(&mutex);
+      works.swap(scheduled);
+    }
+    for (const auto& work : works) work();
+    return static_cast<int>(works.size());
   }
 
   void Cancel() override {
@@ -119,6 +137,8 @@ class ScriptedTransport final : public Transport {
   std::vector<absl::Status> script;
   bool repeat_last = false;
   bool hold = false;
+  bool checks = true, schedules = false;
+  std::vector<std::function<void()>> scheduled;
   std::vector<std::function<void(absl::Status)>> held;
   int calls = 0, opens = 0, commits = 0;
   uint64_t pushed_now = 0, pushed_max = 0;
@@ -231,7 +251,7 @@ TEST(Router, BytesInFlightAreBounded) {
   }
   absl::Notification admitted;
   std::thread waiter([&] {
-    rig.router->AwaitAdmission();
+    rig.router->push_admissions().Await();
     admitted.Notify();
   });
   EXPECT_FALSE(admitted.HasBeenNotified());
@@ -258,6 +278,101 @@ TEST(Router, EachTryOfAPushHasTheDigestOfWhatItSends) {
   done.WaitForNotification();
   EXPECT_TRUE(got.ok()) << got;
   EXPECT_TRUE(rig.server->digests_right);
+}
+
+TEST(Router, NoDigestIsComputedThatNobodyChecks) {
+  Rig rig;
+  rig.server->checks = false;
+  const std::vector<std::byte> payload(100, std::byte{3});
+  Tally tally;
+  tally.Start();
+  rig.router->Push(0, {}, payload, absl::Now() + absl::Seconds(10), [&](absl::Status s) { tally.Finish(s); });
+  rig.server->Release(absl::OkStatus());
+  EXPECT_EQ(tally.Wait(), absl::OkStatus());
+  EXPECT_TRUE(rig.server->digests_right);
+}
+
+TEST(Router, NoPullWaitsForPushes) {
+  Rig rig({.inflight_bytes_max = 1000});
+  const std::vector<std::byte> payload(400);
+  Tally pushes;
+  pushes.Start(6);
+  for (int i = 0; i < 6; ++i) {
+    rig.router->Push(0, {}, payload, absl::Now() + absl::Seconds(20), [&](absl::Status s) { pushes.Finish(s); });
+  }
+  rig.server->script = {absl::OkStatus(), absl::OkStatus(), absl::OkStatus()};
+  Tally pulls;
+  pulls.Start(3);
+  std::vector<std::byte> to(600);  // more than the pushes have left
+  for (int i = 0; i < 3; ++i) {
+    rig.router->Pull(0, {}, absl::MakeSpan(to), absl::Now() + absl::Seconds(20),
+                     [&](absl::Status s) { pulls.Finish(s); });
+  }
+  EXPECT_EQ(pulls.Wait(), absl::OkStatus());
+  EXPECT_FALSE(pushes.idle());
+  for (int i = 0; i < 6; ++i) rig.server->Release(absl::OkStatus());
+  EXPECT_EQ(pushes.Wait(), absl::OkStatus());
+}
+
+TEST(Router, PullsAreHandedOverToATransportWithThreads) {
+  Rig rig;
+  rig.server->schedules = true;
+  rig.server->script = std::vector<absl::Status>(5, absl::OkStatus());
+  std::vector<std::byte> to(10);
+  Tally tally;
+  tally.Start(5);
+  rig.router->HandOver([&] {
+    for (int i = 0; i < 5; ++i) {
+      rig.router->Pull(0, {}, absl::MakeSpan(to), absl::Now() + absl::Seconds(10),
+                       [&](const absl::Status& s) { tally.Finish(s); });
+    }
+  });
+  EXPECT_EQ(rig.server->RunScheduled(), 1);
+  EXPECT_FALSE(tally.idle());
+  EXPECT_EQ(rig.server->RunScheduled(), 5);
+  EXPECT_EQ(tally.Wait(), absl::OkStatus());
+}
+
+TEST(Router, TheRouterEndsBehindWhatItHandedOver) {
+  Tally tally;
+  tally.Start();
+  std::vector<std::byte> to(10);
+  std::thread transport;
+  {
+    Rig rig;
+    rig.server->schedules = true;
+    rig.router->HandOver([&, router = rig.router.get()] {
+      router->Pull(0, {}, absl::MakeSpan(to), absl::Now() + absl::Seconds(10),
+                   [&](const absl::Status& s) { tally.Finish(s); });
+    });
+    transport = std::thread([server = rig.server] {
+      absl::SleepFor(absl::Milliseconds(20));
+      server->RunScheduled();
+    });
+  }
+  transport.join();
+  EXPECT_TRUE(absl::IsCancelled(tally.Wait()));
+}
+
+TEST(Router, AWaitForRoomEndsWithTheSessionAndOutlivesTheRouter) {
+  std::function<void()> waiter;
+  const std::vector<std::byte> payload(400);
+  Tally tally;
+  tally.Start(3);
+  {
+    std::atomic<bool> interrupted{false};
+    Rig rig({.inflight_bytes_max = 1000, .interrupted = [&] { return interrupted.load(); }});
+    for (int i = 0; i < 3; ++i) {
+      rig.router->Push(0, {}, payload, absl::Now() + absl::Seconds(20), [&](absl::Status s) { tally.Finish(s); });
+    }
+    waiter = rig.router->push_admissions().Waiter();
+    std::thread waits(waiter);
+    interrupted = true;
+    waits.join();
+    EXPECT_TRUE(absl::IsCancelled(tally.Wait()));
+    EXPECT_GT(rig.router->push_admissions().waited(), absl::ZeroDuration());
+  }
+  waiter();
 }
 
 TEST(Router, OneCallLargerThanTheBoundGoesAlone) {

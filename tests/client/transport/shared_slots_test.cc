@@ -15,11 +15,11 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "ballast/client/grpc_transport.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/services/counters/counters.h"
-#include "ballast/services/rpc/rpc_server.h"
+#include "ballast/services/gateway/rpc_server.h"
+#include "ballast/services/gateway/shared_memory.h"
 #include "ballast/services/server/state_server.h"
-#include "ballast/services/shared_memory/shared_memory.h"
 #include "ballast/tests/scratch_directory.h"
 
 namespace ballast::client {

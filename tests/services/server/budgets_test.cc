@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/services/foundation/foundation.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/job_state/foundation.h"
 #include "ballast/tests/services/machine_with_disk.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"

@@ -6,8 +6,8 @@
 
 #include <filesystem>
 
-#include "ballast/proto/model/status.h"
-#include "ballast/services/ctl/plan_command.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/tools/plan_command.h"
 #include "ballast/tests/services/daemon.h"
 #include "ballast/tests/services/trainer_group.h"
 

@@ -10,7 +10,7 @@
 #include <fstream>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/small_disk.h"
 #include "gmock/gmock.h"

@@ -3,7 +3,7 @@
 #include <filesystem>
 #include <string>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/io/small_file.h"
 #include "ballast/tests/directory_content.h"

@@ -6,7 +6,7 @@
 
 #include <csignal>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/file_lock.h"
 #include "ballast/storage/memory/arena.h"

@@ -1,5 +1,5 @@
 // A forked child keeps nothing of its parent's files: no lock, no transfer, no ring.
-#include "ballast/proto/model/descriptor.h"
+#include "ballast/proto/base/descriptor.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

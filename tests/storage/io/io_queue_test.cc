@@ -9,9 +9,9 @@
 #include <set>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/storage/counters/disk_counters.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/disk.h"
+#include "ballast/storage/io/disk_counters.h"
 #include "ballast/storage/io/piece.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/tests/scratch_directory.h"

@@ -4,7 +4,7 @@
 
 #include <cerrno>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/tests/scratch_directory.h"
 #include "gmock/gmock.h"
@@ -104,7 +104,7 @@ TEST_F(PieceTest, AFileThatIsTooLongIsNoFullDisk) {
   const absl::Status status = Advance(piece_, -EFBIG).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(model::ReasonOf(status), model::kIo);
-  EXPECT_THAT(status.ToString(), HasSubstr("keeps no file of this size"));
+  EXPECT_THAT(status.ToString(), HasSubstr("does not allow a file of this size"));
 }
 
 TEST_F(PieceTest, EndOfFileIsDataLoss) {

@@ -1,7 +1,7 @@
 // Over a disk that completes requests in random order.
 #include "ballast/storage/io/reads_ahead.h"
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
 #include "gmock/gmock.h"

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/storage/log/reading/logged_records.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/storage/log/logged_records.h"
 
 namespace ballast::storage {
 

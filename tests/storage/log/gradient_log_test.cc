@@ -10,7 +10,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/small_disk.h"

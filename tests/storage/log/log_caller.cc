@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
+#include "ballast/storage/log/payload_reader.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/storage/log/all_records.h"
 

@@ -5,8 +5,9 @@
 #include <functional>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/log/log_reader.h"
+#include "ballast/storage/log/payload_reader.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_disk/bad_file.h"

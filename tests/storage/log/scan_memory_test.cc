@@ -7,10 +7,10 @@
 #include <new>
 #include <string>
 
-#include "ballast/storage/counters/disk_counters.h"
 #include "ballast/storage/io/disk.h"
+#include "ballast/storage/io/disk_counters.h"
 #include "ballast/storage/log/gradient_log.h"
-#include "ballast/storage/log/reading/logged_records.h"
+#include "ballast/storage/log/logged_records.h"
 #include "ballast/tests/scratch_directory.h"
 #include "gtest/gtest.h"
 

@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <random>
 
+#include "ballast/storage/placement/choice.h"
+#include "ballast/storage/placement/plan_cost.h"
 #include "ballast/storage/placement/rebalance.h"
 #include "ballast/tests/storage/placement/step_simulation.h"
 #include "gmock/gmock.h"

@@ -2,7 +2,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

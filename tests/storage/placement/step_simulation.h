@@ -6,7 +6,7 @@
 
 namespace ballast::storage {
 
-// Seconds of a step without its syncs, with the bounds of storage/update: 24 MiB of state reads in flight, 8 gradients,
+// Seconds of a step without its syncs, with the bounds of storage/store: 24 MiB of state reads in flight, 8 gradients,
 // 4 MiB of flushes, 4 MiB of the log.
 double SimulateStep(const StepShape& shape, const StateLayout& layout, absl::Span<const PlacedChunk> chunks);
 

@@ -4,7 +4,7 @@
 #include <random>
 #include <thread>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/storage/store/store_on_tiers.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -2,7 +2,7 @@
 // bits must equal a store with copies of both.
 #include <deque>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/storage/store/store_on_tiers.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -2,7 +2,7 @@
 #include <atomic>
 #include <thread>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/tier/nvme_tier.h"
 #include "ballast/tests/storage/store/store_on_tiers.h"
 #include "gmock/gmock.h"

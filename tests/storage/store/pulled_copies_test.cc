@@ -1,4 +1,4 @@
-#include "ballast/storage/chunk/pulled_copies.h"
+#include "ballast/storage/store/pulled_copies.h"
 
 #include <algorithm>
 #include <atomic>

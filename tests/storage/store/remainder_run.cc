@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/store/chunk_store.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/tests/sim_disk/sim_disk.h"

@@ -1,9 +1,13 @@
 // Chunks whose master is a working copy and a remainder. Their bits are checked by the other tests of the store.
+#include "ballast/storage/store/remainder.h"
+
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <random>
+#include <vector>
 
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/storage/store/store_on_tiers.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -29,6 +33,59 @@ class RemainderTest : public ::testing::Test {
   }
   StoreOnTiers s_{kPlenty, 2, MasterFormat::kRemainder};
 };
+
+// A chunk of no whole number of bytes of carries, in plain memory.
+class RemainderOfAChunk : public ::testing::Test {
+ protected:
+  static constexpr uint64_t kElements = 1003;
+
+  RemainderOfAChunk() {
+    std::mt19937 random(5);
+    for (float& value : master_) {
+      do {
+        const auto bits = static_cast<uint32_t>(random());
+        std::memcpy(&value, &bits, sizeof(value));
+      } while (std::isnan(value));
+    }
+    const float inf = std::numeric_limits<float>::infinity(), max = std::numeric_limits<float>::max();
+    const float specials[] = {0.0F, -0.0F, inf, -inf, max, -max, 1.0F, std::numeric_limits<float>::denorm_min()};
+    std::copy(std::begin(specials), std::end(specials), master_.begin() + 11);
+    Round();
+    SetRemainder(master_, 0, view());
+  }
+  void Round() { kernels::Bf16FromF32(master_, absl::MakeSpan(working_)); }
+  StateView view() { return {&layout_, state_.data(), kElements}; }
+  void ExpectJoins(uint64_t at, uint64_t count) {
+    std::vector<float> joined(count);
+    JoinMaster(view(), reinterpret_cast<const std::byte*>(working_.data()), at, absl::MakeSpan(joined));
+    if (count == 0) return;
+    EXPECT_EQ(std::memcmp(joined.data(), master_.data() + at, count * sizeof(float)), 0) << at << ", " << count;
+  }
+
+  const StateLayout layout_{OptimizerSpec{.master = MasterFormat::kRemainder}};
+  std::vector<float> master_ = std::vector<float>(kElements);
+  std::vector<kernels::bf16> working_ = std::vector<kernels::bf16>(kElements);
+  std::vector<std::byte> state_ = std::vector<std::byte>(layout_.StateBytes(kElements));
+};
+
+TEST_F(RemainderOfAChunk, JoinsAnyElementsToTheMastersBits) {
+  ExpectJoins(0, kElements);
+  for (const uint64_t at : {0, 1, 7, 8, 9, 500, 1000, 1002}) {
+    for (const uint64_t count : {0, 1, 2, 6, 7, 8, 9, 17, 400}) {
+      if (at + count <= kElements) ExpectJoins(at, count);
+    }
+    ExpectJoins(at, kElements - at);
+  }
+}
+
+TEST_F(RemainderOfAChunk, APartIsSetWithoutItsNeighbours) {
+  for (uint64_t i = 40; i < 72; ++i) master_[i] = 1.0F / static_cast<float>(i);
+  for (uint64_t i = 1000; i < kElements; ++i) master_[i] = static_cast<float>(i) / 7;
+  Round();
+  SetRemainder(absl::MakeConstSpan(master_).subspan(40, 32), 40, view());
+  SetRemainder(absl::MakeConstSpan(master_).subspan(1000), 1000, view());
+  ExpectJoins(0, kElements);
+}
 
 TEST_F(RemainderTest, TakesTwoBytesLess) {
   constexpr uint64_t kElements = uint64_t{1} << 20;

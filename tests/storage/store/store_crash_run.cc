@@ -11,7 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/store/chunk_store.h"
 #include "ballast/tests/sim/random.h"
@@ -306,7 +306,7 @@ class StoreRun {
            });
   }
 
-  // The id in the file's first block, as storage/tier/nvme/device_header.cc lays it out.
+  // The id in the file's first block, as storage/tier/device_header.cc lays it out.
   NvmeFileId IdIn(const std::string& directory) const {
     const std::vector<std::byte> content = disk_.DurableContent(TierIn(directory));
     NvmeFileId id = 0;

@@ -5,7 +5,7 @@
 #include <map>
 
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
 #include "ballast/tests/storage/store/store_on_tiers.h"
 #include "gmock/gmock.h"

@@ -12,7 +12,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/storage/tier/device_header.h"
+#include "ballast/storage/tier/nvme_devices.h"
 #include "ballast/storage/tier/nvme_tier.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/tests/scratch_directory.h"

@@ -11,7 +11,7 @@
 
 #include "absl/synchronization/mutex.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/block_file.h"
 #include "ballast/tests/storage/tier/test_hbm.h"
 

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "absl/synchronization/notification.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/storage/tier/file_space.h"
 #include "ballast/storage/tier/nvme_tier.h"
-#include "ballast/storage/tier/space/file_space.h"
 #include "ballast/storage/tier/tiers.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/sim_disk/sim_disk.h"

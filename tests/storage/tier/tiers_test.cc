@@ -8,7 +8,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/tier/dram_tier.h"
 #include "ballast/storage/tier/nvme_tier.h"
 #include "ballast/storage/tier/processor_check.h"

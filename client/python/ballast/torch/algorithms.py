@@ -1,4 +1,4 @@
-"""Update rules as the servers are told of them: a job's own options, and the hyper-parameters of each group at each step."""
+"""Update rules as servers know them: the options of a job, and the hyper-parameters of each group at each step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Algorithm:
     kind: str
 
     def spec(self, group: dict[str, Any]) -> dict[str, bool]:
-        """Fields of _native.Optimizer that a param_group asks for. A job fixes them for its life."""
+        """Returns the fields of _native.Optimizer that a param_group asks for. A job keeps them for life."""
         return {}
 
     def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
-        """The hyper-parameters of a param_group. spec: the job's."""
+        """Returns the hyper-parameters of a param_group. spec: the job's."""
         hyper = _native.GroupHyper()
         hyper.learning_rate = float(group['lr'])
         hyper.weight_decay = float(group['weight_decay'])
@@ -46,7 +46,7 @@ class SGD(Algorithm):
     kind = 'sgd'
 
     def __init__(self, momentum_buffer: bool) -> None:
-        """momentum_buffer: the job keeps momentum also if no group has any."""
+        """momentum_buffer: the job keeps momentum even if no group has any."""
         self._momentum_buffer = momentum_buffer
 
     def spec(self, group: dict[str, Any]) -> dict[str, bool]:
@@ -54,8 +54,8 @@ class SGD(Algorithm):
 
     def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
         if float(group['momentum']) == 0 and float(group['dampening']) != 0 and spec.momentum:
-            raise Error(f"SGD: a group has momentum=0 and dampening={group['dampening']} in a job that keeps momentum: its buffer would "
-                        'not begin as torch\'s does once momentum is raised; give that group dampening=0', 'BAD_SPEC')
+            raise Error(f"SGD: a group has momentum=0 and dampening={group['dampening']} in a job that keeps momentum. If the momentum "
+                        "rose later, its buffer would not begin as torch's does. Give that group dampening=0", 'BAD_SPEC')
         hyper = super().hyper(group, spec)
         hyper.beta1 = float(group['momentum'])
         hyper.dampening = float(group['dampening'])

@@ -1,8 +1,8 @@
 """State as safetensors files that carry digests: out of a job, and into one.
 
-A folder has shards, state-00001.safetensors and on, and state.safetensors.index.json, which is written last and says what
-belongs to it: without it the others are nothing. Tensors are named after their parameter and what they are, as
-'h.0.attn.weight.exp_avg', all in fp32.
+A folder has shards, state-00001.safetensors and so on, and state.safetensors.index.json, which lists what belongs to the export. The index
+is written last: without it there is no export. A tensor has the name of its parameter and of what it is, such as
+'h.0.attn.weight.exp_avg'. All are fp32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _QUIET_SECONDS = 2.0
 
 
 class Progress:
-    """A line on stderr every few seconds, where it takes longer."""
+    """Prints a line on stderr every few seconds."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done, self._said = what, total, 0, time.monotonic()
@@ -59,7 +59,7 @@ def _safetensors() -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A hyper-parameter as JSON has it."""
+    """Returns a hyper-parameter as JSON can hold it."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value
@@ -106,14 +106,16 @@ class _Shards:
 
 @plainly
 def export_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
-    """Moments, step counts, masters and param_groups of `optimizer` into an empty or new `folder`; any one rank, no step
-    meanwhile. Refused where ranks have different parameters. One shard is in memory at a time."""
+    """Writes moments, step counts, masters and param_groups of `optimizer` into a folder that is empty or new.
+
+    One rank calls it, while no rank makes a step. All ranks must have the same parameters. One file of about 1 GiB is in memory at a
+    time."""
     os.makedirs(folder, exist_ok=True)
     if os.listdir(folder):
-        raise Error(f"'{folder}' is not empty; give a folder of its own to an export", 'BAD_CONFIG')
+        raise Error(f"'{folder}' is not empty; give the export a folder that is new or empty", 'BAD_CONFIG')
     job = optimizer.job
     if not job.open(alone=True).roster.is_alike:
-        raise Error('export_state() writes the parameters of the calling rank, and the ranks of this job have different ones: continue '
+        raise Error('export_state() writes the parameters of the calling rank, but the ranks of this job have different ones. Continue '
                     "the job on one rank that has all of them (resume='must'), and export there", 'UNSUPPORTED')
     shards, steps = _Shards(folder), {}
     named = [(job.parameters.name_of(g, i, parameter), parameter) for g, i, parameter in job.parameters.placed()]
@@ -155,13 +157,13 @@ def _read_index(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[st
             raise Error(f"'{path}' is of format {metadata['format']!r}; expected {_FORMAT!r}", 'BAD_CONFIG')
         return metadata, index['weight_map'], index['sha256']
     except FileNotFoundError as error:
-        raise Error(f"'{path}' is not there: no export, or one that did not end", 'BAD_CONFIG') from error
+        raise Error(f"'{path}' does not exist: the folder has no export, or the export did not end", 'BAD_CONFIG') from error
     except (ValueError, KeyError, TypeError) as error:
         raise Error(f"'{path}' cannot be read: {error!r}", 'BAD_CONFIG') from error
 
 
 def _read_tensors(folder: str | os.PathLike[str], files: Mapping[str, str], digests: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """By name; each compared with its digest."""
+    """Returns tensors by name, after it has compared each with its digest."""
     safe_open = _safetensors().safe_open
     tensors: dict[str, torch.Tensor] = {}
     by_file: dict[str, list[str]] = {}
@@ -189,23 +191,26 @@ def _read_tensors(folder: str | os.PathLike[str], files: Mapping[str, str], dige
 
 @plainly
 def import_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
-    """Loads what export_state wrote into `optimizer`, as load_state_dict() does; all ranks. Nothing is changed before all of it was
-    read and compared with its digests; it is in memory meanwhile."""
+    """Loads an export of export_state() into `optimizer`, as load_state_dict() does. All ranks call it.
+
+    It first reads all of the export into memory and compares each tensor with its digest; only then does it change anything."""
     job = optimizer.job
     optimizer.load_state_dict(together(job.exchange('import_state()'), lambda: _read(job, folder)))
 
 
 def _read(job: Job, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """A state by names, which it has for numbers."""
+    """Returns a state that has names instead of numbers."""
     metadata, files, digests = _read_index(folder)
     if metadata['optimizer'] != job.algorithm.kind:
-        raise Error(f"the export is of {metadata['optimizer']}, this optimizer is {job.algorithm.kind}", 'BAD_SPEC')
+        raise Error(f"the export is of {metadata['optimizer']}, but this optimizer is {job.algorithm.kind}; load it into one of the "
+                    "export's kind", 'BAD_SPEC')
     tensors = _read_tensors(folder, files, digests)
     mine = [job.parameters.name_of(g, i, parameter) for g, i, parameter in job.parameters.placed()]
     exported = [name for group in metadata['param_groups'] for name in group['params']]
     if sorted(mine) != sorted(exported):
         apart = sorted(set(mine) ^ set(exported))
-        raise Error(f"the export has other parameters: '{apart[0] if apart else mine[0]}' is not in both", 'BAD_SPEC')
+        raise Error(f"the export has other parameters than this optimizer: only one of them has '{apart[0] if apart else mine[0]}'",
+                    'BAD_SPEC')
     entries = {name: {'step': torch.tensor(float(steps), dtype=torch.float32, device='cpu')}
                for name, steps in metadata['steps'].items() if steps > 0}
     for tensor, value in tensors.items():

@@ -1,5 +1,4 @@
-"""torch.optim.Optimizer's hooks around state dicts, for methods of ours that do not call torch's. (Those around step() torch puts
-there itself.)"""
+"""torch.optim.Optimizer's hooks around state dicts, for our methods that replace torch's. torch itself adds the hooks around step()."""
 
 from __future__ import annotations
 

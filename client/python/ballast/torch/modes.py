@@ -1,5 +1,5 @@
-"""torch's modes that would change what a method does: torch.compile, which traces what it calls; torch.inference_mode, whose tensors
-nobody may write to afterwards; and torch.set_flush_denormal, by which all denormals are equal to zero."""
+"""Modes of torch that would change what a method does. torch.compile traces what it calls. Nobody may later write to tensors made in
+torch.inference_mode. With torch.set_flush_denormal all denormals equal zero."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Class = TypeVar('Class', bound=type)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """By element, whether two tensors of one dtype with 16 or 32 bits have the same bits."""
+    """Returns by element whether two tensors of one dtype with 16 or 32 bits have the same bits."""
     bits = torch.int32 if a.element_size() == 4 else torch.int16
     return a.view(bits) == b.view(bits)
 
 
 def plainly(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`function`, run as it is in whatever mode its caller is. Within a compiled function it is a graph break, as torch.optim's own
-    methods around step() are."""
+    """Returns `function` such that it runs unchanged, whatever mode its caller is in. In a compiled function it is a graph break, as are
+    torch.optim's own methods around step()."""
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
@@ -43,14 +43,14 @@ def plainly(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
 
 
 def _may_be_traced() -> bool:
-    """Whether torch's compiler is there. What hides a function from the compiler imports it at the first call, which takes as long as half
-    of torch: a trainer that comes back after a crash need not wait for that."""
+    """torch's compiler is imported. Hiding a function from the compiler imports it at the first call, which takes half as long as importing
+    torch. A trainer that comes back after a crash should not wait for that."""
     return 'torch._dynamo' in sys.modules
 
 
 def of_torch(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """An object's method that torch hides from its compiler: as it is beneath, as long as there is no compiler. A method that others have
-    put in its place stays."""
+    """Returns the method beneath one that torch hides from its compiler, as long as the compiler is not imported. If others have replaced
+    the method, returns theirs."""
     function = method.__func__ if isinstance(method, types.MethodType) else None
     if not isinstance(method, types.MethodType) or _may_be_traced() or _file_of(function) != _HIDES:
         return method
@@ -66,7 +66,7 @@ _HIDES = _file_of(_disable_dynamo(lambda: None))
 
 
 def methods_plainly(*besides: str) -> Callable[[Class], Class]:
-    """A class decorator: runs the constructor, public methods and properties plainly, but `besides`."""
+    """A class decorator. It runs the constructor, public methods and properties plainly, except `besides`."""
     def decorate(cls: Class) -> Class:
         for name, value in list(vars(cls).items()):
             if name in besides or (name.startswith('_') and name != '__init__'):

@@ -1,8 +1,8 @@
-"""The torch.optim.Optimizer behind all of ballast.torch's: the interface that training loops see. The work is done by a Job (job/) and
-its steps (stepping/).
+"""The torch.optim.Optimizer behind all optimizers of ballast.torch: the interface that training loops see. A Job (job/) and its steps
+(steps/) do the work.
 
-Parameters stay in the trainer; master weights and moments are on state servers. Only step() orders a step: gradients
-and param_groups are read then. It returns when every parameter holds the new version, but with overlap (stepping/overlap.py).
+Parameters stay in the trainer; master weights and moments live on state servers. Only step() orders a step: it reads gradients and
+param_groups, and returns when every parameter holds the new version. With overlap (steps/overlap.py) it returns earlier.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ Loss = TypeVar('Loss')
 
 
 class Resumed(NamedTuple):
+    """How far a job has come."""
     step: int  # calls of step() so far, skipped ones included
     blob: bytes  # what the last of them kept
 
 
 @methods_plainly('step')
 class Optimizer(torch.optim.Optimizer):
-    """The arguments that all optimizers share: options.Arguments.
+    """What all optimizers of ballast.torch share. options.Arguments lists their keyword arguments.
 
-    Attributes after a step, for which they wait: grad_norm (global norm of the gradients as they were taken), last_step_skipped.
-    The attributes `job` and `looks` are Ballast's own.
+    grad_norm and last_step_skipped tell about the last step, and wait until it has ended. The attributes `job` and `looks` are Ballast's
+    own.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, algorithm: Algorithm, **ballast: Unpack[Arguments]) -> None:
@@ -76,7 +77,7 @@ class Optimizer(torch.optim.Optimizer):
             State(self).replace(value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """torch's, which wrappers call with a state or groups of their own."""
+        """As in torch. Wrappers call it with a state or groups of their own."""
         rest = dict(state)
         entries = rest.pop('state', None)
         super().__setstate__(rest)
@@ -84,11 +85,11 @@ class Optimizer(torch.optim.Optimizer):
             self.state = entries
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """torch's. The parameters register with an open job at the next step."""
+        """As in torch. If the job is open, the next step registers the parameters with it."""
         job = self.job
         if job.opened is not None and len(self.param_groups) == job.options.group_count:
-            raise Error(f'the job has room for {job.options.group_count} parameter groups, and has them all: make a new job, with '
-                        'all groups from the start', 'BAD_SPEC')
+            raise Error(f'the job has room for {job.options.group_count} parameter groups, and all are taken; make a new job with all '
+                        'groups from the start', 'BAD_SPEC')
         groups, names = split_named([param_group])
         if len({id(parameter) for parameter in groups[0]['params']}) < len(groups[0]['params']):
             raise ValueError('some parameters appear more than once in a parameter group')
@@ -104,9 +105,9 @@ class Optimizer(torch.optim.Optimizer):
         sharded.adopt(job, names[0], groups[0]['params'])
 
     def attach(self, model: torch.nn.Module) -> Optimizer:
-        """Names of parameters, and units (a block each), from `model`; before the first step. Returns self."""
+        """Takes the names of parameters, and their division into blocks, from `model`. Call it before the first step. Returns self."""
         if self.job.opened is not None:
-            raise Error('attach(model) comes before the first step: the job has its names', 'BAD_REQUEST')
+            raise Error('attach(model) must come before the first step: the job already has its names', 'BAD_REQUEST')
         self.job.buffers.of(model)
         known = {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
         for group in self.param_groups:
@@ -114,54 +115,61 @@ class Optimizer(torch.optim.Optimizer):
         return self
 
     def resume(self) -> Resumed:
-        """Opens the job, if no step did, and tells what the job has done so far: Resumed(step=0, blob=b'') if it is new."""
+        """Opens the job if no step has opened it yet, and returns how far it has come: Resumed(step=0, blob=b'') if it is new. If the job
+        existed before, its parameters replace those of the model."""
         self.job.open()
         return Resumed(self.job.progress.steps, self.job.progress.blob)
 
     def sync_from_params(self) -> None:
-        """Takes over what was written to parameters through `.data`, which their version counters do not tell. All ranks."""
+        """Takes over what the loop wrote to parameters through `.data`, where torch counts no write. All ranks call it."""
         values.sync(self.job)
 
     # --- checkpoints
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise Error('an optimizer whose state is on servers cannot be copied or pickled; copy or save its state_dict(), or '
+        raise Error('an optimizer whose state is on servers cannot be copied or pickled. Copy or save its state_dict(), or its '
                     'full_state_dict() with the moments, or make a second optimizer with a name of its own', 'UNSUPPORTED')
 
     @hooks.around_state_dict
     def state_dict(self) -> dict[str, Any]:
-        """The name of a durable job and its version now, which the servers keep (see kept.Kept). Any one rank may ask, or all. Before
-        the job is open the state names no version. With states='full', and of a job with durability none: torch.optim's format with the
-        moments, those of a DTensor as a DTensor of which this rank reads its own part."""
+        """Returns a state that names the job and its current version; the servers keep that version (see kept.Kept). One rank may call it,
+        or all. Before the job is open, the state names no version.
+
+        With states='full', and with durability='none', it returns torch.optim's format with the moments instead. The moments of a DTensor
+        are a DTensor, and this rank reads only its own part."""
         if self.job.opened is None:
             return checkpoint.unopened(self.job)
         opened = self.job.open(alone=True)
         return checkpoint.full(self.job, whole=False) if self.job.gives_moments else checkpoint.keep(self.job, opened)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """torch.optim's format, with the moments themselves, whole tensors also of DTensors. Any one rank may ask, with memory for all."""
+        """Returns torch.optim's format with the moments, as whole tensors even for DTensors. One rank may call it, and needs memory for all
+        of them."""
         self.job.open(alone=True)
         return checkpoint.full(self.job, whole=True)
 
     @hooks.around_load_state_dict
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the job, parameters included, back to the version that state_dict() named. Or makes moments, step counts and
-        param_groups of a state in torch.optim's format the job's: parameters stay what they are. All ranks."""
+        """Loads a state; all ranks call it.
+
+        A state that names a version takes the job back to that version, parameters included. A state in torch.optim's format replaces
+        moments, step counts and param_groups; parameters stay as they are."""
         loading.load(self.job, state_dict)
 
     def versions(self) -> list[int]:
-        """The versions that rollback() can go back to: those that all servers keep."""
+        """Returns the versions that all servers keep. rollback() can go back to any of them."""
         return checkpoint.versions(self.job)
 
     def rollback(self, version: int) -> None:
-        """Parameters, moments, step counts and blob become those of a version that state_dict() named; all ranks."""
+        """Takes parameters, moments, step counts and blob back to a version that state_dict() named. All ranks call it."""
         checkpoint.rollback(self.job, version)
 
     # --- a step
 
     @contextlib.contextmanager
     def gradient_scale(self, scale: float) -> Iterator[None]:
-        """Within it, step() multiplies gradients by `scale`, and skips without a word where one is not finite."""
+        """Within this context step() multiplies gradients by `scale`. It skips a step with a gradient that is not finite, without a
+        warning."""
         self._stepper.results.scale = scale
         try:
             yield
@@ -169,8 +177,9 @@ class Optimizer(torch.optim.Optimizer):
             self._stepper.results.scale = None
 
     def stats(self) -> dict[str, float]:
-        """The seconds that step() spent so far: taking gradients (push), until the step was decided (seal), until parameters held the
-        new version, its update included (pull). With shard() also its pulls, see sharding.sharded.Sharded.stats()."""
+        """Returns how many steps were made, and how many seconds their parts took in total. push_seconds: servers took the gradients.
+        seal_seconds: ranks waited for the decision. pull_seconds: servers computed the update, and parameters got the new version. shard()
+        adds its own, see sharding.sharded.Sharded.stats()."""
         self.wait()
         seconds = {f'{key}_seconds': value for key, value in self._stepper.results.seconds.items()}
         for feature in self.job.features:
@@ -179,19 +188,22 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
+        """The global norm of the last step's gradients, as the servers took them. None: no step was made yet."""
         self.wait()
         return self._stepper.results.grad_norm
 
     @property
     def last_step_skipped(self) -> bool:
+        """The last step changed nothing, because a gradient was Inf or NaN."""
         self.wait()
         return self._stepper.results.skipped
 
     def wait(self) -> None:
-        """With overlap: returns when the last step has ended and every parameter holds its version. Raises what it raised."""
+        """With overlap, returns when the last step has ended and every parameter holds its version. Raises what that step raised."""
         self.job.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. Gradients that have already gone to the servers are dropped there."""
         if not set_to_none:
             self.wait()  # the step reads them
         for feature in self.job.features:
@@ -205,8 +217,10 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Loss], *, blob: bytes = b'') -> Loss: ...
 
     def step(self, closure: Callable[[], Any] | None = None, *, blob: bytes = b'') -> Any:
-        """torch's step. blob: of the caller (a data cursor), kept with the step: resume() gives the last one back. At most 64 KiB for all
-        ranks together, of which each rank's blob uses 8 bytes itself: 8184 bytes a rank at 8 ranks, 120 at 512."""
+        """Makes one step, as in torch.
+
+        blob: bytes of the caller, such as a position in the data, that the servers keep with the step. resume() returns the last one. All
+        ranks together have 64 KiB, and each blob takes 8 more bytes: at most 8184 bytes a rank with 8 ranks, 120 with 512."""
         if not isinstance(blob, bytes):
             raise TypeError(f'step(blob={type(blob).__name__}): expected bytes, such as json.dumps(...).encode()')
         loss = None
@@ -218,12 +232,13 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def close(self) -> None:
-        """Ends the session. A durable job stays on its servers; another's memory on the embedded one is given back."""
+        """Ends the session with the servers. A durable job stays there. Of any other job, the embedded server frees the memory."""
         self.job.close()
 
 
 def _groups_of(optimizer: Optimizer) -> Callable[[], list[dict[str, Any]]]:
-    """Its param_groups at each call, also where a caller has replaced the list. The job must not keep its optimizer alive."""
+    """Returns a function that gives the current param_groups, even after a caller has replaced the list. The job must not keep its
+    optimizer alive."""
     there = weakref.ref(optimizer)
 
     def groups() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""torch.optim's optimizers by their names and arguments, and Lion. Keyword arguments of Ballast: options.py."""
+"""torch.optim's optimizers with their names and arguments, and Lion. options.py has Ballast's own keyword arguments."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# Groups of torch's Adam tell which kind of weight decay they have, since torch 2.7: Distributed Checkpoint finds no state without it.
+# Since torch 2.7, groups of its Adam say which kind of weight decay they have. Distributed Checkpoint finds no state without that key.
 _TELLS_DECAY = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters
 
 
 def _refuse(optimizer: str, **flags: Any) -> None:
     for name, value in flags.items():
         if value:
-            raise Error(f'{optimizer}({name}=True) is not supported: the update runs on state servers, outside of '
-                        "autograd's sight; leave it out", 'UNSUPPORTED')
+            raise Error(f'{optimizer}({name}=True) is not supported: the update runs on state servers, where autograd does not see it; '
+                        'leave it out', 'UNSUPPORTED')
 
 
 def _check(optimizer: str, **values: tuple[Any, float, float | None]) -> None:
@@ -67,7 +67,7 @@ class _AdamLike(Optimizer):
 
 @shown(Arguments)
 class AdamW(_AdamLike):
-    """torch.optim.AdamW. foreach and fused say how torch computes, and change nothing here."""
+    """torch.optim.AdamW. foreach and fused choose how torch computes; they change nothing here."""
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
@@ -79,8 +79,8 @@ class AdamW(_AdamLike):
 
 @shown(Shared)
 class AdamW8bit(AdamW):
-    """AdamW with moments of 8 bits, one scale per 256 elements (Dettmers et al. 2022): 2 bytes of moments per parameter
-    instead of 8."""
+    """AdamW with 8-bit moments and one scale for each 256 elements (Dettmers et al. 2022): 2 bytes of moments per parameter instead of
+    8."""
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None,
@@ -91,7 +91,8 @@ class AdamW8bit(AdamW):
 
 @shown(Arguments)
 class Adam(_AdamLike):
-    """torch.optim.Adam: weight_decay is an L2 penalty, or with decoupled_weight_decay as AdamW's. foreach and fused change nothing here."""
+    """torch.optim.Adam. weight_decay is an L2 penalty; with decoupled_weight_decay it works as in AdamW. foreach and fused change nothing
+    here."""
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0, amsgrad: bool = False, *, foreach: bool | None = None, maximize: bool = False,
@@ -104,7 +105,8 @@ class Adam(_AdamLike):
 
 @shown(Arguments)
 class SGD(Optimizer):
-    """torch.optim.SGD. momentum_buffer: the job keeps momentum also if all groups begin with a momentum of 0, which a schedule raises."""
+    """torch.optim.SGD. momentum_buffer: the job keeps momentum even if all groups begin with momentum=0. Set it if a schedule raises
+    momentum later."""
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, momentum: float = 0, dampening: float = 0,
                  weight_decay: float = 0, nesterov: bool = False, *, maximize: bool = False, foreach: bool | None = None,
@@ -142,7 +144,7 @@ class Adagrad(Optimizer):
 
 @shown(Arguments)
 class Lion(Optimizer):
-    """Lion (Chen et al. 2023, algorithm 2), with its paper's defaults."""
+    """Lion (Chen et al. 2023, algorithm 2), with the defaults of the paper."""
 
     def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
                  weight_decay: float = 0.0, *, maximize: bool = False, **ballast: Unpack[Arguments]) -> None:

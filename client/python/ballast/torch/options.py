@@ -1,4 +1,4 @@
-"""Ballast's own keyword arguments of an optimizer: their types, defaults and meanings. An argument is added here, and nowhere else: type
+"""Ballast's own keyword arguments of an optimizer: their types, defaults and meanings. Add an argument here, and nowhere else: type
 checkers, help(), the constructor and the README's table (markdown()) read this page."""
 # No `from __future__ import annotations`: the table reads the annotations as objects, on Python 3.9 too.
 
@@ -33,69 +33,70 @@ class Shared(TypedDict, total=False):
     """The arguments of all optimizers."""
     name: Annotated[str, About('default', "the job's name, one per optimizer: 1 to 128 letters, digits, `.`, `_` or `-`")]
     resume: Annotated[Literal['never', 'auto', 'must'], About(
-        'never', "`'never'`: an existing job is an error; `'auto'`: continue or create the job, and say which; `'must'`: a missing job is "
-        'an error')]
-    directory: Annotated[Optional[Path], About(None, "the embedded server's files: jobs on the disk", 'a temporary one')]
+        'never', "`'never'`: an existing job is an error. `'auto'`: continue the job or create it. `'must'`: a missing job is an error")]
+    directory: Annotated[Optional[Path], About(None, "the embedded server's folder, where jobs stay on disk", 'a temporary one')]
     dram: Annotated[Optional[Bytes], About(
         None, "the embedded server's budget of memory: bytes, `'512MiB'`, `'2GB'`", '0.8 of the free memory')]
     nvme: Annotated[Optional[Bytes], About(
-        None, "the embedded server's budget of disk, in the same words", '0.8 of the free disk; nothing without a `directory`')]
+        None, "the embedded server's budget of disk, written the same way", '0.8 of the free disk; nothing without a `directory`')]
     servers: Annotated[Union[str, Sequence[str], None], About(
-        None, "state servers, `'host:port,host:port'` or a list, IPv6 as `[::1]:7070`, or `'etcd://host:port/prefix'`; `BALLAST_SERVERS` "
-        'says the same', 'embedded')]
+        None, "state servers: `'host:port,host:port'` or a list, with IPv6 as `[::1]:7070`; or `'etcd://host:port/prefix'`. "
+        '`BALLAST_SERVERS` sets the same', 'embedded')]
     tls: Annotated[Optional[Mapping[str, Path]], About(
-        None, "`{'ca': path, 'certificate': path, 'key': path}`, PEM: connections to named servers are TLS; the last two show who you are. "
-        'Read again when they change; `BALLAST_CA`, `BALLAST_CERTIFICATE` and `BALLAST_KEY` say the same', 'in the clear')]
+        None, "`{'ca': path, 'certificate': path, 'key': path}`, PEM files: TLS with named servers. The last two show who you are. "
+        'Ballast reads the files again when they change. `BALLAST_CA`, `BALLAST_CERTIFICATE` and `BALLAST_KEY` set the same',
+        'no TLS')]
     token_file: Annotated[Optional[Path], About(
-        None, 'a bearer token for named servers, sent over TLS and on loopback; `BALLAST_TOKEN_FILE` says the same', 'no token')]
+        None, 'a file with a bearer token for named servers. The token goes only over TLS or loopback. `BALLAST_TOKEN_FILE` sets the same',
+        'no token')]
     durability: Annotated[Literal['step', 'every-K', 'none', None], About(
-        None, "`'step'`: every decided step survives any crash; `'every-K'`: every K-th step does; `'none'`: the job lives in memory",
+        None, "`'step'`: every decided step survives any crash. `'every-K'`: every K-th step does. `'none'`: the job lives only in memory",
         "`'step'` with a directory or servers, else `'none'`")]
-    pin_interval: Annotated[int, About(0, "K of `'every-K'`: the newest K-th step is safe once a later step has begun")]
+    pin_interval: Annotated[int, About(0, "K of `'every-K'`. The newest K-th step is safe once a later step has begun")]
     checkpoints: Annotated[int, About(2, 'how many `state_dict()`s stay loadable')]
     max_norm: Annotated[float, About(
         0.0, 'clip gradients to this global norm within the update, instead of `clip_grad_norm_`', 'no clipping')]
     overlap: Annotated[Optional[torch.nn.Module], About(
-        None, 'the model: steps run beside the loop', '`step()` returns when the update is complete')]
+        None, 'the model. Steps then run beside the training loop', '`step()` returns when the update is complete')]
     push_early: Annotated[bool, About(
         False, 'gradients go to the servers, and to their logs, during backward', 'they go within `step()`')]
     tied: Annotated[Optional[Mapping[str, Group]], About(
-        None, "by name, the process group (or mesh of one dimension) over which a parameter's gradients are summed: for stages of a "
-        'pipeline that share one tensor, such as an embedding and its head')]
+        None, "by name of the parameter, the process group (or mesh of one dimension) that sums its gradients, where pipeline stages "
+        'share one tensor')]
     group: Annotated[Optional[Group], About(
-        None, 'the ranks that train the job: a process group, or a mesh of one dimension, that has this rank; a group of one rank is as a '
-        'single rank', 'all ranks')]
+        None, 'the ranks that train the job: a process group, or a mesh of one dimension, that has this rank', 'all ranks')]
     host: Annotated[Optional[str], About(
-        None, "this rank's address or name, by which other ranks reach it; `BALLAST_HOST` says the same",
+        None, "this rank's address or name, by which other ranks reach it. `BALLAST_HOST` sets the same",
         "from `GLOO_SOCKET_IFNAME`, else the address towards the process group's store")]
     threads: Annotated[Optional[int], About(
-        None, 'number of threads that compute an update', 'all processors that the process may use')]
+        None, 'how many threads compute an update', 'all processors that the process may use')]
     states: Annotated[Literal['named', 'full', None], About(
-        None, "`'full'`: `state_dict()` of a durable job has the moments, for other jobs, other optimizers and Distributed Checkpoint",
-        "`'named'` of a durable job, else `'full'`")]
+        None, "`'full'`: `state_dict()` of a durable job has the moments, so that other jobs and optimizers can load it",
+        "`'named'` for a durable job, else `'full'`")]
     master: Annotated[Literal['f32', 'remainder'], About(
-        'f32', "`'remainder'`: servers keep of each fp32 master the bits that the bf16 parameter lacks, 1.875 bytes a parameter less, with "
-        "the same results; for bf16 parameters, `durability='none'` and servers outside the trainer. `'f32'`: fp32 parameters in memory "
-        'alone are their own masters')]
-    seed: Annotated[int, About(0, 'for stochastic rounding; a job keeps its seed')]
+        'f32', "`'remainder'`: servers keep of each fp32 master only the bits that the bf16 parameter lacks: 1.875 bytes less a "
+        "parameter, with the same results. This needs bf16 parameters, `durability='none'` and servers outside the trainer. `'f32'`: whole "
+        'masters; fp32 parameters of a job in memory are their own')]
+    seed: Annotated[int, About(0, 'the seed of stochastic rounding. A job keeps its seed')]
     chunk_elements: Annotated[int, About(
-        1 << 20, 'elements that servers update, log and move at once: a power of two from 2^16 to 2^20; fixed per job', '2^20')]
+        1 << 20, 'how many elements servers update, log and move at once: a power of two from 2^16 to 2^20. A job keeps it', '2^20')]
     step_timeout: Annotated[float, About(
-        120.0, "seconds for servers to answer a call, or a step once all ranks came; also limits ranks' waits for each other")]
+        120.0, 'how many seconds servers may take to answer a call, or to make a step once all ranks came. Ranks also wait this long for '
+        'each other')]
     open_timeout: Annotated[float, About(
-        30.0, "seconds to wait at opening for servers that are down; no limit for a server at work on a large job's Open")]
+        30.0, 'how many seconds to wait at opening for servers that are down')]
     debug: Annotated[Optional[bool], About(
-        None, 'compare all of each parameter at each step, to find writes by `.data`, numpy or DLPack to a few elements, which the sample '
-        'misses; some 0.1 s per GB', 'what the variable `BALLAST_DEBUG` says, 1 or 0; else no')]
+        None, 'compare all of each parameter at each step, some 0.1 s per GB: finds every write by `.data`, numpy or DLPack',
+        'what the variable `BALLAST_DEBUG` says, 1 or 0; else no')]
 
 
 class Arguments(Shared, total=False):
     moments: Annotated[Literal['f32', 'bf16', 'i8', 'f8'], About(
-        'f32', "format of moments on servers: `'f32'`, `'bf16'` (stochastically rounded), `'i8'` (as `AdamW8bit`), `'f8'`")]
+        'f32', "the format of moments on servers: `'f32'`, `'bf16'` (stochastically rounded), `'i8'` (as `AdamW8bit`), `'f8'`")]
 
 
 def complete(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments, with their defaults. Refuses an unknown one as Python does, and names the one that was meant."""
+    """Returns all arguments, with defaults for those not given. Refuses an unknown one as Python does, and suggests a similar name."""
     table = _table(Arguments)
     for name in given:
         if name not in table:
@@ -106,7 +107,7 @@ def complete(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(arguments: type) -> Callable[[Class], Class]:
-    """A class decorator: help() and signature() show the arguments in place of the constructor's **ballast."""
+    """A class decorator. It makes help() and signature() show the arguments instead of the constructor's **ballast."""
     def decorate(cls: Class) -> Class:
         constructor = inspect.getattr_static(cls, '__init__')
         parameters = list(inspect.signature(constructor).parameters.values())
@@ -122,7 +123,7 @@ def shown(arguments: type) -> Callable[[Class], Class]:
 
 
 def markdown() -> str:
-    """The README's table."""
+    """Returns the README's table."""
     rows = [f'| `{name}` | {about.meaning} | {_default(about)} |' for name, about in _table(Arguments).items()]
     return '\n'.join(['| argument | meaning | default |', '|---|---|---|', *rows])
 

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 gradients: torch.amp.GradScaler's interface and defaults, the scale taken out within the update."""
+"""Loss scaling for fp16 gradients, with the interface and defaults of torch.amp.GradScaler. Servers take the scale out in the update."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @methods_plainly('scale')
 class LossScaler:
-    """Scales losses so that small fp16 gradients do not vanish, and looks for the largest scale that does not overflow.
+    """Scales losses so that small fp16 gradients do not vanish, and finds the largest scale that does not overflow.
 
-    The update multiplies by 1 / scale in fp32 and checks for Inf and NaN, so fp16 gradients are never unscaled in place. To clip
-    them, give the optimizer max_norm=; gradients of other types may be unscaled and clipped as with GradScaler."""
+    Servers multiply by 1 / scale in fp32 as they update, and check for Inf and NaN, so nobody unscales fp16 gradients in place. To clip
+    them, give the optimizer max_norm=. Gradients of other types can be unscaled and clipped as with GradScaler."""
 
     def __init__(self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000,
                  enabled: bool = True) -> None:
@@ -65,7 +65,7 @@ class LossScaler:
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Takes the scale out of gradients, before clip_grad_norm_ or a look at them; not of fp16 ones, as GradScaler."""
+        """Divides gradients by the scale, for clip_grad_norm_ or to look at them. As GradScaler, it refuses fp16 gradients."""
         if not self._enabled:
             return
         if id(optimizer) in self._unscaled:
@@ -81,7 +81,7 @@ class LossScaler:
         self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """optimizer.step(), skipped if a gradient overflowed."""
+        """Calls optimizer.step(), which skips the step if a gradient overflowed."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if 'closure' in kwargs or (args and args[0] is not None):
@@ -99,7 +99,7 @@ class LossScaler:
         if new_scale is not None:
             self._scale = float(new_scale)
         elif not self._stepped:
-            raise RuntimeError('LossScaler.update() comes after step()')
+            raise RuntimeError('call step() before LossScaler.update()')
         elif any(self._stepped.values()):
             self._scale *= self._backoff_factor
             self._growth_tracker = 0

@@ -27,16 +27,17 @@ class _Tile(nn.Linear):
 
 
 class TiledLinear(nn.Module):
-    """nn.Linear(in_features, out_features, bias) in in_tiles x out_tiles tiles, which are layers of their own: shard() makes each a unit
-    and gathers one at a time, so no rank needs memory for the whole weight. tiles[o * in_tiles + i] takes the i-th part of the inputs to
-    the o-th part of the outputs; parts are torch.tensor_split's: equal sizes, the first ones larger by one where they do not divide.
+    """nn.Linear(in_features, out_features, bias), cut into in_tiles x out_tiles tiles. Each tile is a layer of its own. shard() gathers one
+    at a time, so no rank needs memory for the whole weight. tiles[o * in_tiles + i] takes the i-th part of the inputs to the o-th part of
+    the outputs. Parts are those of torch.tensor_split: of equal size, and if that does not divide, the first ones are larger by one.
 
-    in_tiles, out_tiles: from 1 up to the number of features. bias, device, dtype: nn.Linear's; a layer on the meta device gets nn.Linear's
-    distribution by reset_parameters(), not its values, which would need the whole.
+    in_tiles, out_tiles: from 1 up to the number of features.
+    bias, device, dtype: as in nn.Linear. On the meta device, reset_parameters() draws from the distribution of nn.Linear, but gives other
+        values, since the same ones would need the whole weight.
 
-    forward: x [..., in_features] to [..., out_features], as nn.Linear but for rounding: products of input tiles are added in float32, in
-    their order. Autograd keeps x, as for nn.Linear, and computes its gradient also where nobody wants it: FSDP2 gives up a unit in
-    backward once it has gradients of the unit's inputs. Threads: any, as nn.Linear. Errors: an Error that names the argument."""
+    forward() takes x [..., in_features] to [..., out_features], as nn.Linear but for rounding: it adds the products of input tiles in
+    float32, in their order. Autograd keeps x, as for nn.Linear. It computes the gradient of x even if nobody wants it, because FSDP2 frees
+    a unit in backward once it has the gradients of the unit's inputs. Threads: any, as nn.Linear. Errors: an Error names the argument."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, in_tiles: int = 1, out_tiles: int = 1,
                  device: Any = None, dtype: Any = None) -> None:
@@ -49,7 +50,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, *, in_tiles: int = 1, out_tiles: int = 1) -> TiledLinear:
-        """A copy of `linear`: its values, dtype, device and requires_grad."""
+        """Returns a tiled copy of `linear`, with its values, dtype, device and requires_grad."""
         if not isinstance(linear, nn.Linear):
             raise Error(f'TiledLinear.of({type(linear).__name__}): expected an nn.Linear', 'BAD_CONFIG')
         weight, bias = linear.weight, linear.bias

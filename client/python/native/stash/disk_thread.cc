@@ -4,8 +4,8 @@
 #include <future>
 
 #include "absl/status/status.h"
-#include "ballast/proto/model/status.h"
-#include "ballast/proto/model/threads.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/base/threads.h"
 
 namespace ballast::stash {
 

@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
-#include "ballast/proto/model/status.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/storage/io/disk.h"
 
 namespace ballast::stash {

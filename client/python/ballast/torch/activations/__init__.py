@@ -1,1 +1,1 @@
-"""What autograd saves for backward, outside the device's memory."""
+"""Keeps what autograd saves for backward outside the device's memory."""

@@ -1,4 +1,4 @@
-"""Bytes of a tensor's memory on their way to the stash and back. Their parts, and the order on the disk, are the native module's
+"""Moves bytes of a tensor's memory to the stash and back. The native module divides them into parts, and orders them on disk
 (client/python/native/stash)."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ballast import _native
 
 
 class Fetched(NamedTuple):
-    """Bytes that came back. The current stream must wait for `arrival` before it uses `buffer`; None: they are there."""
+    """Bytes that came back. The current stream must wait for `arrival` before it uses `buffer`. None: they are already there."""
     buffer: torch.Tensor
     arrival: torch.cuda.Event | None = None
 
@@ -24,7 +24,7 @@ def _pieces(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 class HostBytes:
-    """Bytes of the host's memory: the caller's thread copies them."""
+    """Bytes of the host's memory. The caller's thread copies them."""
 
     def __init__(self, native: _native.Stash, flat: torch.Tensor) -> None:
         """Copies `flat`, a vector of uint8. Errors: Stash::Put's (stash.h)."""
@@ -33,11 +33,11 @@ class HostBytes:
 
     @property
     def comes_without_waiting(self) -> bool:
-        """Never asked for ahead of use: the copy would take the same thread the same time."""
+        """False: nothing fetches these bytes ahead of use, since the copy would take the same thread the same time."""
         return False
 
     def fetch(self, shift: int) -> Fetched:
-        """A new vector of uint8 that has the bytes from `shift` on. Errors: StashedPart::Take's."""
+        """Returns a new vector of uint8 that has the bytes from `shift` on. Errors: StashedPart::Take's."""
         buffer = torch.empty(shift + self._size, dtype=torch.uint8, device='cpu')
         for part, piece in zip(self._parts, _pieces(buffer[shift:])):
             part.take(piece)
@@ -45,17 +45,18 @@ class HostBytes:
 
 
 class DeviceCopies:
-    """Copies between devices and page-locked memory, on a stream of their own for each device. Threads: any."""
+    """Copies between devices and page-locked memory, on a separate stream for each device. Threads: any."""
 
     def __init__(self, native: _native.Stash) -> None:
         self.native = native
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        # Ends copies in their order: whoever waits for staging memory waits for this thread, which waits for devices alone.
+        # Ends copies in their order. Whoever waits for staging memory waits for this thread, which waits only for devices.
         self._behind = concurrent.futures.ThreadPoolExecutor(1, 'ballast-stash')
 
     @contextlib.contextmanager
     def on_side_stream(self, tensor: torch.Tensor) -> Iterator[None]:
-        """Copies made within run beside the current stream, behind what it was given so far. The tensor's memory is theirs, too."""
+        """Runs copies of the block beside the current stream, after what that stream has been given so far. They may use the tensor's
+        memory."""
         if tensor.device.type != 'cuda':
             yield
             return
@@ -68,7 +69,7 @@ class DeviceCopies:
         tensor.record_stream(side)
 
     def end(self, copied: torch.cuda.Event | None, call: Callable[[], None]) -> concurrent.futures.Future[None]:
-        """`call` once the device has passed `copied`."""
+        """Runs `call` once the device has passed `copied`."""
         return self._behind.submit(_call_behind, copied, call)
 
 
@@ -79,7 +80,7 @@ def _call_behind(copied: torch.cuda.Event | None, call: Callable[[], None]) -> N
 
 
 def _event_now(device: torch.device) -> torch.cuda.Event | None:
-    """Behind what the current stream was given so far."""
+    """Returns an event behind what the current stream has been given so far."""
     if device.type != 'cuda':
         return None
     event: torch.cuda.Event = torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
@@ -87,10 +88,10 @@ def _event_now(device: torch.device) -> torch.cuda.Event | None:
 
 
 class DeviceBytes:
-    """Bytes of a device's memory. The caller's thread enqueues copies, and waits for the disk alone."""
+    """Bytes of a device's memory. The caller's thread enqueues copies, and waits only for the disk."""
 
     def __init__(self, copies: DeviceCopies, flat: torch.Tensor) -> None:
-        """As HostBytes. The memory of `flat` may be given back at once."""
+        """As HostBytes. The caller may free the memory of `flat` at once."""
         self._copies, self._device, self._size = copies, flat.device, flat.numel()
         self._parts: list[tuple[_native.StashedPart, concurrent.futures.Future[None]]] = []
         with copies.on_side_stream(flat):

@@ -1,4 +1,4 @@
-"""A tensor that autograd saved, as the stash keeps it: what stays in place, which bytes go, and the tensor that comes back."""
+"""A tensor that autograd saved, as the stash keeps it: whether it stays in place, which bytes go, and the tensor that comes back."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ballast.torch.activations.movement import DeviceBytes, Fetched, HostBytes
 
-# Libraries of linear algebra choose their way by the alignment of an operand: a tensor comes back to the same place within this.
+# Libraries of linear algebra choose a kernel by the alignment of an operand, so a tensor comes back with the same offset within this.
 _ALIGNMENT = 64
-# A tensor with gaps takes its whole storage along, which its neighbours share, up to this many times its own bytes.
+# A tensor with gaps takes its whole storage along if that is at most this many times its own bytes. Its neighbours share the storage.
 _WHOLE_MAX = 4
 
 
 class InPlace:
-    """A tensor that stays where it is. torch leaves the check of versions to the hooks."""
+    """A tensor that stays where it is. torch leaves it to the hooks to check versions."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A copy of the reference without a graph: an output that holds its own graph would never be freed.
+        # A reference without a graph, since an output that holds its own graph would never be freed.
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def restore(self) -> torch.Tensor:
@@ -60,7 +60,7 @@ def layout_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Layout:
 
 
 class Lot:
-    """Bytes of a storage that are put aside once, for all tensors saved over them. Threads: any."""
+    """Bytes of a storage that are put aside once for all tensors that are saved over them. Threads: any."""
 
     def __init__(self, tensor: torch.Tensor, layout: Layout, move: Callable[[torch.Tensor], HostBytes | DeviceBytes]) -> None:
         """Puts the bytes of `tensor` aside. Errors: those of `move`."""
@@ -88,7 +88,7 @@ class Lot:
             self._users += 1
 
     def fetch_ahead(self) -> None:
-        """Begins to bring the bytes back, if that takes no waiting."""
+        """Begins to bring the bytes back, if it need not wait."""
         if not self._bytes.comes_without_waiting or not self._lock.acquire(blocking=False):
             return
         try:
@@ -102,7 +102,7 @@ class Lot:
         return self._fetched
 
     def take(self) -> tuple[torch.UntypedStorage, int]:
-        """Memory with the bytes, and where they begin. All tensors over the lot share the memory until each has taken it once."""
+        """Returns memory with the bytes, and where they begin. All tensors over the lot share the memory until each has taken it once."""
         with self._lock:
             buffer, arrival = self._fetch()
             self._left -= 1
@@ -116,7 +116,7 @@ class Lot:
 
 
 def _bytes_to_go(tensor: torch.Tensor, storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
-    """A vector of uint8: the storage's own memory, or a copy without gaps."""
+    """Returns a vector of uint8: the storage's own memory, or a copy without gaps."""
     if layout.is_packed:
         return tensor.detach().contiguous().view(-1).view(torch.uint8)
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)

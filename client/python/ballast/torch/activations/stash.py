@@ -22,42 +22,42 @@ from ballast.torch.activations.movement import DeviceBytes, DeviceCopies, HostBy
 from ballast.torch.activations.saved import InPlace, Lot, Moved, Wrapped, layout_of
 from ballast.torch.tensors.host_memory import is_elsewhere
 
-# Smaller tensors stay: a transfer's fixed cost would be most of its time.
+# Smaller tensors stay, since the fixed cost of a transfer would be most of its time.
 SMALL_BYTES = 64 << 10
-# DRAM for what is on its way to and from the file. A GPU's copies run ahead of the disk by as much.
+# DRAM for what is on its way to and from the file. Copies of a GPU run ahead of the disk by this much.
 _STAGING, _STAGING_BESIDE_GPU = 32 << 20, 256 << 20
-# Device memory for what comes back ahead of its use, and how many lots to look at for it.
+# How much device memory what comes back ahead of its use may take, and how many lots to look at for it.
 _AHEAD_BYTES, _AHEAD_LOTS = 128 << 20, 16
 
 
 def stash(model: nn.Module | None = None, *, dram: int | str | None = None, nvme: int | str | None = None,
           directory: str | os.PathLike[str] | None = None) -> Stash:
-    """What autograd saves within this context goes out of the trainer's device memory, and comes back ahead of its use in backward:
+    """Moves what autograd saves within this context out of device memory, and brings it back in backward just before it is used:
 
         stash = ballast.torch.stash(model, dram='16GiB', nvme='200GiB', directory='/nvme')
         with stash:
             loss = model(x).square().mean()   # or, for the model alone: stash(x).square().mean()
         loss.backward()
 
-    Gradients have the bits that they have without it. Bytes go to page-locked DRAM until `dram` is spent, then to a file in `directory`
-    that has no name and goes with the process.
+    Gradients have the same bits as without it. Bytes go to page-locked DRAM until `dram` is used up. Then they go to a file in `directory`,
+    which has no name and disappears with the process.
 
-    model: its parameters and buffers stay in place; without it, parameters alone and views of them.
-    dram, nvme: budgets in bytes, '512MiB' or '2GB'. None: 0.8 of the memory that is free with a GPU, 0 without (the model's own memory is
-        DRAM then); 0.8 of the disk that is free with a directory, 0 without. With nvme another 32 MiB of DRAM are in use for transfers
-        (256 MiB with a GPU).
+    model: its parameters and buffers stay in place. Without a model, only parameters and views of them do.
+    dram: a budget in bytes, '512MiB' or '2GB'. None: with a GPU 0.8 of the free memory; without one 0, since the model itself is in DRAM.
+    nvme: a budget in the same words. None: with a directory 0.8 of the free disk, else 0. Transfers take another 32 MiB of DRAM (256 MiB
+        with a GPU).
     directory: None: the system's folder for temporary files.
 
-    What stays in place: tensors below 64 KiB, and any that is not plain memory of the CPU or a GPU (sparse, quantized).
-    Threads: any; each that runs a forward pass enters the context itself. Not for a forked child (UNSUPPORTED).
-    Errors are raised where the bytes are put aside, in forward, and where they are wanted, in backward: BUDGET, DISK_FULL,
-    IO (the disk failed), CHECKSUM (the disk returned other bytes). BAD_CONFIG here: no budget, or one beyond the machine.
+    Tensors below 64 KiB stay in place, and so does any tensor that is not plain memory of the CPU or a GPU (sparse, quantized).
+    Threads: any. Each thread that runs a forward pass enters the context itself. A forked child cannot use it (UNSUPPORTED).
+    Errors: forward raises them as it puts bytes aside, and backward as it brings them back: BUDGET, DISK_FULL, IO (the disk failed),
+    CHECKSUM (the disk returned other bytes). This call raises BAD_CONFIG without a budget, or with one that the machine does not have.
     """
     return Stash(model, dram, nvme, directory)
 
 
 class Stash:
-    """See stash(). Its memory lives until it is closed or dropped, and the last graph with tensors in it is gone."""
+    """See stash(). Its memory is freed once it is closed or dropped, and no graph with tensors in it is left."""
 
     def __init__(self, model: nn.Module | None, dram: int | str | None, nvme: int | str | None,
                  directory: str | os.PathLike[str] | None) -> None:
@@ -91,16 +91,16 @@ class Stash:
         self._entered.hooks.pop().__exit__(*error)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """The model's forward pass, within the context."""
+        """Runs the model's forward pass within the context."""
         if self.model is None:
             raise Error('the stash has no model to call: make it as ballast.torch.stash(model, ...)', 'BAD_REQUEST')
         with self:
             return self.model(*arguments, **keywords)
 
     def stats(self) -> dict[str, float]:
-        """Bytes, but for `waited_seconds`. Now: `dram` and `nvme`, what lies there. Since the beginning: `moved`, what was put aside;
-        `written` to the file and `read` from it; `shared`, what was saved again and is kept once; `weights` and `small`, what stayed in
-        place; `waited_seconds`, how long forward and backward waited for the disk."""
+        """Returns counts of bytes. `dram` and `nvme`: what is there now. All others are totals. `moved`: put aside. `written`:
+        to the file. `read`: from it. `shared`: saved again, but kept once. `weights` and `small`: left in place. `waited_seconds` is
+        how long forward and backward waited for the disk."""
         counters = self._open().native.counters
         with self._lock:
             counts = dict(self._counts)
@@ -109,7 +109,7 @@ class Stash:
                 'waited_seconds': counters.waited_seconds}
 
     def close(self) -> None:
-        """No forward pass may begin any more. Backward passes that wait still may run; then the memory goes."""
+        """No forward pass may begin after this. Backward passes that still wait may run; then the memory is freed."""
         self._copies = None
 
     def _open(self) -> DeviceCopies:
@@ -157,7 +157,7 @@ class Stash:
         return DeviceBytes(copies, flat) if is_elsewhere(flat) else HostBytes(copies.native, flat)
 
     def _came_back(self, lot: Lot) -> None:
-        """Lots saved before this one come next."""
+        """Fetches the lots that were saved before this one, since backward wants them next."""
         if lot.number is None:
             return
         ahead = 0
@@ -176,12 +176,12 @@ def _restore(saved: InPlace | Moved | Wrapped) -> torch.Tensor:
 
 
 def _has_flags(tensor: torch.Tensor) -> bool:
-    """Its memory alone does not say its values."""
+    """The tensor's memory alone does not determine its values."""
     return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested or tensor.data_ptr() == 0
 
 
 def _storages_of(model: nn.Module) -> frozenset[int]:
-    """Identities of the storages of its parameters and buffers."""
+    """Returns the identities of the storages of the model's parameters and buffers."""
     found, tensors = set(), [*model.parameters(), *model.buffers()]
     while tensors:
         tensor = tensors.pop()

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     from ballast import _native
 
-# A parameter in the message of a rank: flags, and a digest of its gradient if that is compared, else of the placements that it is to be
-# brought from.
+# A parameter in the message of a rank: flags, and a digest of its gradient if ranks compare it, or else of the placements that the gradient
+# moves from.
 _EDITED, _PRESENT, _COMPARED, _MOVES = 1, 2, 4, 8
 _ENTRY = struct.Struct('<BI')
-# In front of the entries: new parameters, whether debug is set, the attempt, whether gradients went before the step, and bytes of the
-# digests of gathers, which come next.
+# In front of the entries: the number of new parameters, whether debug is set, the attempt, whether gradients went before the step, and the
+# number of bytes of the digests of gathers, which follow.
 _HEAD = struct.Struct('<I?I?I')
 
 
@@ -45,8 +45,21 @@ class Head(NamedTuple):
     gathers: int  # bytes
 
 
+class Said(NamedTuple):
+    """What a rank tells the others before a step: its message, read."""
+    head: Head
+    orders: list[tuple[list[int], int, int]]  # ranks that gather together: count and digest of the units that this one gathered with them
+    entries: list[tuple[int, int]]  # flags and code, by parameter
+
+    @staticmethod
+    def of(message: bytes) -> Said:
+        head = Head(*_HEAD.unpack_from(message))
+        begin, end = _HEAD.size, _HEAD.size + head.gathers
+        return Said(head, json.loads(message[begin:end]), list(_ENTRY.iter_unpack(message[end:])))
+
+
 class Collected(NamedTuple):
-    """One rank's side of a step, nothing of it done yet."""
+    """One rank's side of a step, before any of it is done."""
     fresh: list[Fresh]
     members: list[Member]  # those included
     gradients: list[torch.Tensor | None]  # of members.gradient_of, by member
@@ -65,8 +78,8 @@ class Collected(NamedTuple):
         return [gradient is not None for gradient in self.gradients]
 
     def settle(self) -> None:
-        """Brings gradients to where their parameters are, and sums those of tied ones. COLLECTIVE: all ranks have told that they have the
-        same ones to bring."""
+        """Brings gradients to where their parameters are, and sums those of tied parameters. COLLECTIVE: all ranks have said that they move
+        the same ones."""
         for i, gradient in enumerate(self.gradients):
             parameter = self.members[i].parameter
             if is_sharded(gradient) and is_sharded(parameter):
@@ -79,7 +92,7 @@ class Collected(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What a rank knows of a step once all have told what they have."""
+    """What a rank knows of a step once all ranks have said what they have."""
     collected: Collected
     roster: Roster  # new parameters included
     registers: bool  # some rank has new parameters
@@ -91,7 +104,7 @@ class Agreed(NamedTuple):
 
 
 def _compared(collected: Collected, roster: Roster | None, debug: bool) -> list[bool]:
-    """By member: whether its gradient is compared in this step. roster: none before new parameters are known to all."""
+    """Returns by member whether this step compares its gradient. roster: None until all ranks know the new parameters."""
     has_replicas = [True] * len(collected.members) if roster is None else [len(places) > 1 for places in roster.replicas]
     return [has and gradient is not None and not is_sharded(gradient) and member.name not in collected.tied
             and member.is_due(collected.steps, debug)
@@ -118,39 +131,39 @@ def _say(collected: Collected, roster: Roster | None, debug: bool) -> bytes:
 
 
 def agree(exchange: Exchange, roster: Roster, collect: Callable[[], Collected]) -> Agreed:
-    """collect() on every rank. An error on one rank is an error on all, which would wait for it else. roster: of the job's members."""
-    collected, said = everyone(exchange, collect, lambda collected: _say(collected, roster, collected.debug))
-    heads = [Head(*_HEAD.unpack_from(each)) for each in said]
-    registers = any(head.fresh for head in heads)
-    _check_orders(exchange, collected, [json.loads(each[_HEAD.size:_HEAD.size + head.gathers]) for each, head in zip(said, heads)])
-    attempt = max(head.attempt for head in heads)
-    torn = next((rank for rank, head in enumerate(heads) if head.went and head.attempt < attempt), None)
+    """Runs collect() on every rank. An error on one rank is an error on all, since the others would wait for it. roster: of the job's
+    members."""
+    collected, messages = everyone(exchange, collect, lambda collected: _say(collected, roster, collected.debug))
+    said = [Said.of(each) for each in messages]
+    _check_orders(exchange, collected, [each.orders for each in said])
+    registers, (attempt, torn) = any(each.head.fresh for each in said), _latest([each.head for each in said])
     if registers:
         roster = rosters.gather(exchange, collected.lines(), roster.group)
-    if len({head.debug for head in heads}) > 1:
-        _, said = everyone(Within('gradients', exchange), lambda: _say(collected, roster, True), bytes)
-    entries = [list(_ENTRY.iter_unpack(each[_HEAD.size + head.gathers:])) for each, head in zip(said, heads)]
+    if len({each.head.debug for each in said}) > 1:
+        _, messages = everyone(Within('gradients', exchange), lambda: _say(collected, roster, True), bytes)
+        said = [Said.of(each) for each in messages]
+    entries = [each.entries for each in said]
     roster.check_lengths([len(each) for each in entries])
-
-    def flags(places: Sequence[Place]) -> int:
-        together = 0
-        for rank, index in places:
-            together |= entries[rank][index][0]
-        return together
     _check_present(roster, entries)
     _check_moves(roster, entries)
     _check_gradients(exchange, collected, roster, entries)
-    of_members = [flags(places) for places in roster.holders]
+    of_members = [_flags(entries, places) for places in roster.holders]
     for member, each in zip(collected.members, of_members):
         member.agreed |= bool(each & _PRESENT)
     return Agreed(collected, roster, registers, any(flag & _EDITED for each in entries for flag, _ in each),
                   [bool(each & _EDITED) for each in of_members], [bool(each & _PRESENT) for each in of_members], attempt, torn)
 
 
+def _latest(heads: Sequence[Head]) -> tuple[int, int | None]:
+    """Returns Agreed's attempt and torn."""
+    attempt = max(head.attempt for head in heads)
+    return attempt, next((rank for rank, head in enumerate(heads) if head.went and head.attempt < attempt), None)
+
+
 def _check_orders(exchange: Exchange, collected: Collected, told: Sequence[Sequence[tuple[Sequence[int], int, int]]]) -> None:
-    """told: by rank, counts and digests of the units that it gathered with others."""
+    """Refuses ranks that gathered different units. told: by rank, counts and digests of the units that it gathered with others."""
     of_rank = [{tuple(together): (count, digest) for together, count, digest in each} for each in told]
-    together = next((ranks for each in of_rank for ranks in each if len({of_rank[rank].get(ranks) for rank in ranks}) > 1), None)
+    together = _differing(of_rank)
     if together is None:
         return
     mine = collected.orders.get(together)
@@ -160,17 +173,31 @@ def _check_orders(exchange: Exchange, collected: Collected, told: Sequence[Seque
     other = next((rank for rank in together if of_rank[rank].get(together) != of_rank[first].get(together)), first)
     pairs = itertools.zip_longest(names[first], names[other], fillvalue='none')
     here, there = next((pair for pair in pairs if pair[0] != pair[1]), ('a late one', 'another'))
-    raise Error(f"ranks {list(together)} gathered different units together since the last step: '{here}' on rank {first} where '{there}' "
-                f'on rank {other}, and computed with a mixture of both; expected the same passes over the same units on all ranks. The '
-                'step was not made: take the gradients back by zero_grad()', 'RANKS_DIFFER')
+    raise Error(f"ranks {list(together)} gathered different units since the last step: rank {first} gathered '{here}' where rank {other} "
+                f"gathered '{there}', so they computed with a mixture of both. Run the same passes over the same units on all ranks. This "
+                'step was not made; drop its gradients with zero_grad()', 'RANKS_DIFFER')
 
 
-_REDUCE = ('ranks take a step with reduced gradients: wrap the model in DistributedDataParallel, shard it by fully_shard, or all-reduce '
-           'the gradients before step(). With DDP, look for parameters that it was told to ignore, and for no_sync() around the last '
-           'backward. Ranks that have another parameter of this name, as stages of a pipeline that number their layers anew, give it a '
-           'name of its own; stages that share one tensor say so by tied=')
+def _differing(of_rank: Sequence[Mapping[tuple[int, ...], tuple[int, int]]]) -> tuple[int, ...] | None:
+    """Returns ranks that gather together, if two of them have gathered different units. of_rank: count and digest of units, by these
+    ranks."""
+    return next((ranks for each in of_rank for ranks in each if len({of_rank[rank].get(ranks) for rank in ranks}) > 1), None)
+
+
+_REDUCE = ('Gradients must be reduced before step(): wrap the model in DistributedDataParallel, shard it with fully_shard, or all-reduce '
+           'the gradients. With DDP, look for parameters that it was told to ignore, and for no_sync() around the last backward. If ranks '
+           'have different parameters of this name, as pipeline stages that each number their layers from 0, give each a name of its own. '
+           'If stages share one tensor, say so with tied=')
 
 _Entries = Sequence[Sequence[tuple[int, int]]]  # flags and code, by rank and parameter
+
+
+def _flags(entries: _Entries, places: Sequence[Place]) -> int:
+    """Returns the flags that at least one of these ranks has."""
+    together = 0
+    for rank, index in places:
+        together |= entries[rank][index][0]
+    return together
 
 
 def _check_present(roster: Roster, entries: _Entries) -> None:
@@ -178,49 +205,57 @@ def _check_present(roster: Roster, entries: _Entries) -> None:
         has = [bool(entries[rank][index][0] & _PRESENT) for rank, index in places]
         if len(set(has)) > 1:
             raise Error(f"parameter '{name}' has a gradient on rank {places[has.index(True)].rank} and none on rank "
-                        f'{places[has.index(False)].rank}, and {_REDUCE}', 'RANKS_DIFFER')
+                        f'{places[has.index(False)].rank}. {_REDUCE}', 'RANKS_DIFFER')
 
 
 def _check_moves(roster: Roster, entries: _Entries) -> None:
-    """Gradients are brought to their parameters' placements by a collective of the ranks that have a part."""
+    """The ranks that have a part of a parameter move its gradient to the parameter's placements in a collective, so all must move it
+    alike."""
     for name, places in roster.parts:
         moves = [(entries[rank][index][0] & _MOVES, entries[rank][index][1] if entries[rank][index][0] & _MOVES else 0)
                  for rank, index in places]
         if len(set(moves)) > 1:
             other = next(i for i, each in enumerate(moves) if each != moves[0])
-            raise Error(f"the gradient of parameter '{name}' is placed otherwise on rank {places[other].rank} than on rank "
-                        f'{places[0].rank}; expected the same on all ranks that have it', 'RANKS_DIFFER')
+            raise Error(f"the gradient of parameter '{name}' has different placements on rank {places[other].rank} and on rank "
+                        f'{places[0].rank}; expected the same on all ranks that have the parameter', 'RANKS_DIFFER')
 
 
 def _check_gradients(exchange: Exchange, collected: Collected, roster: Roster, entries: _Entries) -> None:
-    """Compares numbers where bits differ: clipping on unlike machines leaves the last bit to each."""
+    """Compares numbers if bits differ, because clipping on unlike machines may differ in the last bit."""
     for name, places in roster.classes:
         told = [entries[rank][index] for rank, index in places if entries[rank][index][0] & _COMPARED]
         if len({code for _, code in told}) <= 1:
             continue
-        own = next((i for i, member in enumerate(collected.members) if member.name == name), None)
-        gradient = None if own is None or is_sharded(collected.gradients[own]) else collected.gradients[own]
-        _, said = everyone(Within('sums of gradients', exchange), functools.partial(_sketch, gradient),
+        _, said = everyone(Within('sums of gradients', exchange), functools.partial(_sketch, collected, name),
                            lambda sums: json.dumps(sums).encode())
-        sketches = {rank: json.loads(said[rank]) for rank, _ in places}
-        first = places[0].rank
-        other = next((rank for rank, each in sketches.items() if not near(sketches[first], each)), None)
-        if other is None:
-            continue
-        what = f'another gradient on rank {other} than on rank {first}'
-        if is_finite(sketches[first]) != is_finite(sketches[other]):
-            where, finite = (other, first) if is_finite(sketches[first]) else (first, other)
-            what = f'an Inf or a NaN in its gradient on rank {where} and none on rank {finite}'
-        raise Error(f"parameter '{name}' has {what}, and {_REDUCE}", 'RANKS_DIFFER')
+        what = difference({rank: json.loads(said[rank]) for rank, _ in places})
+        if what is not None:
+            raise Error(f"parameter '{name}' has {what}. {_REDUCE}", 'RANKS_DIFFER')
 
 
-def _sketch(gradient: torch.Tensor | None) -> list[float] | None:
+def _sketch(collected: Collected, name: str) -> list[float] | None:
+    """Returns the sketch of this rank's whole gradient. None: it has none."""
+    gradient = next((gradient for member, gradient in zip(collected.members, collected.gradients) if member.name == name), None)
+    if gradient is None or is_sharded(gradient):
+        return None
     gone = gone_of(gradient)
-    return gone.sketch if gone is not None else None if gradient is None else sketch(gradient)
+    return sketch(gradient) if gone is None else gone.sketch
+
+
+def difference(sketches: Mapping[int, Sequence[float]]) -> str | None:
+    """Says how a gradient differs between ranks by more than rounding. None: it does not. sketches: by rank."""
+    first = next(iter(sketches))
+    other = next((rank for rank, each in sketches.items() if not near(sketches[first], each)), None)
+    if other is None:
+        return None
+    if is_finite(sketches[first]) == is_finite(sketches[other]):
+        return f'different gradients on rank {other} and on rank {first}'
+    where, finite = (other, first) if is_finite(sketches[first]) else (first, other)
+    return f'an Inf or a NaN in its gradient on rank {where} and none on rank {finite}'
 
 
 def check_tied(exchange: Exchange, roster: Roster, collected: Collected) -> None:
-    """After settle(): gradients of tied parameters are the same on all that have the same part. COLLECTIVE."""
+    """Checks after settle() that the gradient of a tied parameter is the same on all ranks that have the same part. COLLECTIVE."""
     gradients = {id(member): gradient for member, gradient in zip(collected.members, collected.gradients) if member.name in collected.tied}
 
     def digest(member: Member) -> int | None:
@@ -229,14 +264,14 @@ def check_tied(exchange: Exchange, roster: Roster, collected: Collected) -> None
     differs = _compare(exchange, roster, collected.members, digest)
     if differs is not None:
         name, first, other = differs
-        raise Error(f"the gradients of tied parameter '{name}' have another sum on rank {other} than on rank {first}; expected as tied= on "
-                    'each rank a group of one rank of every stage that has the parameter', 'RANKS_DIFFER')
+        raise Error(f"the gradient of tied parameter '{name}' differs between rank {other} and rank {first} after it was summed. On each "
+                    'rank, give as tied= a process group with one rank of every stage that has the parameter', 'RANKS_DIFFER')
 
 
 def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Member], members: Iterable[Member], has_values: bool = False,
                  ) -> None:
-    """Those of `members` that other ranks have as well are alike there. COLLECTIVE. all_members: the roster's, on this rank. has_values:
-    parameters that live on the servers alone have their values there."""
+    """Checks that those of `members` that other ranks have too hold the same values there. COLLECTIVE. all_members: the roster's, on this
+    rank. has_values: parameters that live only on the servers already have their values there."""
     checked = {id(member) for member in members if member.here is not None or not has_values}
 
     def digest(member: Member) -> int:
@@ -244,24 +279,25 @@ def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Membe
     differs = _compare(exchange, roster, all_members, lambda member: digest(member) if id(member) in checked else None)
     if differs is not None:
         name, first, other = differs
-        raise Error(f"parameter '{name}' has other values on rank {other} than on rank {first}, and is a plain tensor or a replica, "
-                    'which all ranks that have it hold alike: wrap the model in DistributedDataParallel, which makes them so, or shard it '
-                    'by fully_shard; ranks that keep other parts of a model under one name (stages that number their layers anew, say) '
-                    'give each a name of its own', 'RANKS_DIFFER')
+        raise Error(f"parameter '{name}' has different values on rank {other} and on rank {first}, but ranks that hold the same part of a "
+                    'parameter must hold the same values. Wrap the model in DistributedDataParallel, which makes them equal, or shard it '
+                    'with fully_shard. If ranks have different parameters of this name, as pipeline stages that each number their layers '
+                    'from 0, give each a name of its own', 'RANKS_DIFFER')
 
 
 def check_loaded(exchange: Exchange, roster: Roster, all_members: Sequence[Member], loaded: Mapping[int, int], what: str) -> None:
-    """Replicas load the same. COLLECTIVE. loaded: digests, by id of the member. what: is loaded."""
+    """Checks that replicas load the same. COLLECTIVE. loaded: digests, by id of the member. what: its name in messages."""
     differs = _compare(exchange, roster, all_members, lambda member: loaded.get(id(member)))
     if differs is not None:
         name, first, other = differs
-        raise Error(f"{what} of parameter '{name}' that is loaded on rank {other} is another than on rank {first}, which has the same part "
-                    'of it: load the same state on all ranks', 'RANKS_DIFFER')
+        raise Error(f"{what} of parameter '{name}' differs between rank {other} and rank {first} in the states that they load, though "
+                    'both have the same part of it; load the same state on all ranks', 'RANKS_DIFFER')
 
 
 def _compare(exchange: Exchange, roster: Roster, all_members: Sequence[Member], digest: Callable[[Member], int | None],
              ) -> tuple[str, int, int] | None:
-    """The first parameter of which two ranks with the same part say another digest, and these ranks. digest(): None says nothing."""
+    """Returns the first parameter for which two ranks with the same part have different digests, and these ranks. digest() returns None for
+    a member that is not compared."""
     if not roster.classes:
         return None  # the same on all ranks
 

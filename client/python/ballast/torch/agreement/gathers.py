@@ -1,5 +1,6 @@
-"""Which units ranks have gathered together. A gather has no room to say what it is of, and ranks that gather different units of one size
-would mix them without a word: so each rank notes which units it gathers with other ranks, of all models, and the next step compares."""
+"""Which units ranks have gathered together. A gather cannot say which unit it is for, so ranks that gather different units of one size mix
+them silently. Each rank therefore notes the units that it gathers with other ranks, for all models, and the next step compares the
+notes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from ballast.torch.ranks import groups
 
-# Units that ranks tell each other where their gathers differ.
+# How many units ranks tell each other if their gathers differ.
 _ORDER_TOLD = 4096
 
 
@@ -22,8 +23,8 @@ class Order(NamedTuple):
 
 
 def note(name: str, group: Any) -> None:
-    """This rank gathers the unit of this name with the ranks of a process group. Notes belong to the default group: one that is made again
-    begins without any, since another process may be in it."""
+    """Notes that this rank gathers the unit of this name with the ranks of a process group. Notes belong to the default group. A new
+    default group starts without notes, since other processes may be in it."""
     orders, together = groups.world().gathers, tuple(dist.get_process_group_ranks(group))
     order = orders.get(together, Order(0, 0, []))
     if len(order.first) < _ORDER_TOLD:
@@ -32,7 +33,8 @@ def note(name: str, group: Any) -> None:
 
 
 def take(group: groups.Group) -> dict[tuple[int, ...], Order]:
-    """What was noted since the last step, by the ranks that gather together, where all are in the group; by their numbers in it."""
+    """Returns what was noted since the last step, by the ranks that gather together, for those that are all in the group. Ranks have their
+    numbers in the group."""
     orders, numbers = groups.world().gathers, group.numbers
     taken = {together: orders.pop(together) for together in list(orders) if numbers.keys() >= set(together)}
     return {tuple(numbers[rank] for rank in together): order for together, order in taken.items()}

@@ -23,56 +23,66 @@ class Place(NamedTuple):
 
 
 class Roster:
-    """The lists of all ranks' parameters. Ranks may have different ones: stages of a pipeline, experts."""
+    """The lists of all ranks' parameters. Ranks may have different parameters, as stages of a pipeline or experts do."""
 
     def __init__(self, group: Group, lists: Sequence[Sequence[Line]], groups: Sequence[int]) -> None:
-        """group: of the job's ranks. lists: different ones. groups: by rank, the list that it has."""
+        """group: the job's ranks. lists: the distinct lists. groups: by rank, the number of its list."""
         self.group = group
         self._trained = [[line for line in lines if line.trained] for lines in lists]
         self._groups = groups
         self.is_alike = len(lists) == 1
         self.has_tied = any(line.tied for lines in self._trained for line in lines)
-        where = [{line.name: i for i, line in enumerate(lines)} for lines in self._trained]
-        names = dict.fromkeys(line.name for lines in self._trained for line in lines)
-        # All ranks that have a part of a parameter; and of these, ranks that have the same part, several in number.
-        self.parts: list[tuple[str, list[Place]]] = []
-        self.classes: list[tuple[str, list[Place]]] = []
-        for name in names:
-            places = [Place(rank, where[group][name]) for rank, group in enumerate(groups) if name in where[group]]
-            self.parts.append((name, places))
-            if len(places) > 1:
-                by_box: dict[tuple[tuple[int, int], ...], list[Place]] = {}
-                for place in places:
-                    by_box.setdefault(self._box(place), []).append(place)
-                self.classes += [(name, alike) for alike in by_box.values() if len(alike) > 1]
+        parts = self._parts()
+        self.parts = list(parts.items())  # by name of the parameter: all ranks that have a part of it
+        # Several ranks that have the same part.
+        self.classes = [(name, alike) for name, places in self.parts for alike in self._classes(places) if len(alike) > 1]
         shapes = {line.name: line.shape for lines in self._trained for line in lines}
-        self.sizes = [math.prod(shapes[name]) for name, _ in self.parts]  # elements of the whole parameter
+        self.sizes = [math.prod(shapes[name]) for name in parts]  # elements of the whole parameter
         # Of this rank's parameters, in its order.
-        mine, parts = group.rank, dict(self.parts)
-        own = [line.name for line in self._trained[groups[mine]]]
-        with_me = {name: alike for name, alike in self.classes if any(place.rank == mine for place in alike)}
+        own = [line.name for line in self._trained[groups[group.rank]]]
         self.holders = [parts[name] for name in own]
-        self.replicas = [with_me.get(name, [Place(mine, i)]) for i, name in enumerate(own)]
+        self.replicas = self._replicas(own)
+
+    def _parts(self) -> dict[str, list[Place]]:
+        where = [{line.name: i for i, line in enumerate(lines)} for lines in self._trained]
+        names = dict.fromkeys(name for of_list in where for name in of_list)
+        return {name: [Place(rank, where[group][name]) for rank, group in enumerate(self._groups) if name in where[group]]
+                for name in names}
+
+    def _classes(self, places: list[Place]) -> list[list[Place]]:
+        """places: of one parameter."""
+        if len(places) == 1:
+            return [places]
+        by_box: dict[tuple[tuple[int, int], ...], list[Place]] = {}
+        for place in places:
+            by_box.setdefault(self._box(place), []).append(place)
+        return list(by_box.values())
+
+    def _replicas(self, own: Sequence[str]) -> list[list[Place]]:
+        """By this rank's parameters: the ranks that have its part of it, itself among them."""
+        mine = self.group.rank
+        with_me = {name: alike for name, alike in self.classes if any(place.rank == mine for place in alike)}
+        return [with_me.get(name, [Place(mine, i)]) for i, name in enumerate(own)]
 
     def _box(self, place: Place) -> tuple[tuple[int, int], ...]:
         line = self._trained[self._groups[place.rank]][place.at]
         if line.key is None or not line.shape:
             return tuple((0, extent) for extent in line.shape)
         box = placement.box(line.key, line.shape, place.rank)
-        # Ranks without an element have nothing to compare, each nothing of its own.
+        # A rank without an element has nothing to compare, so it shares a box with no other rank.
         return box if all(begin < end for begin, end in box) else ((-1, place.rank),)
 
     @property
     def places(self) -> bool:
-        """Ranks have parts of parameters, or different parameters; else each has all of them whole."""
+        """Ranks have parts of parameters, or different parameters. Otherwise each rank has all of them whole."""
         return not self.is_alike or any(line.key is not None for line in self._trained[0])
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
-        """Refuses a message with another number of parameters than its rank has."""
+        """Refuses a message whose number of parameters is not that of its rank."""
         for rank, length in enumerate(lengths):
             has = len(self._trained[self._groups[rank]])
             if length != has:
-                raise Error(f'rank {rank} compares {length} parameters, and has {has}; expected one release of ballast on all ranks',
+                raise Error(f'rank {rank} compares {length} parameters, but has {has}; run the same release of ballast on all ranks',
                             'RANKS_DIFFER')
 
 
@@ -87,8 +97,8 @@ def _lines(said: bytes) -> list[Line]:
 
 
 def gather(exchange: Exchange, lines: Sequence[Line], group: Group) -> Roster:
-    """All ranks' lists. COLLECTIVE. Refuses a name that means different tensors on two ranks, or that is trained on one and frozen on
-    another."""
+    """Gathers all ranks' lists. COLLECTIVE. Refuses a name that means different tensors on two ranks, or that one rank trains and another
+    freezes."""
     if not group.several:
         return Roster(group, [list(lines)], [0])
     _, hashes = everyone(Within('parameters', exchange), lambda: hashlib.sha256(_bytes(lines)).digest(), bytes)
@@ -113,28 +123,32 @@ def _check(lists: Sequence[Sequence[Line]], groups: Sequence[int]) -> None:
         for rank in key[0]:
             has = all(begin < end for begin, end in placement.box(key, line.shape, rank))
             if has and line.name not in names[groups[rank]]:
-                raise Error(f"parameter '{line.name}' is a DTensor over the ranks {list(key[0])}, and the optimizer on rank {rank} "
-                            'was not given it; expected the parameter on every rank that has a part of it', 'RANKS_DIFFER')
+                raise Error(f"parameter '{line.name}' is a DTensor over the ranks {list(key[0])}, but the optimizer on rank {rank} was "
+                            'not given it; give it to the optimizer on every rank that has a part of it', 'RANKS_DIFFER')
     known: dict[str, tuple[int, Line]] = {}
     for group, lines in enumerate(lists):
         rank = groups.index(group)
         for line in lines:
-            first, other = known.setdefault(line.name, (rank, line))
-            if other.trained != line.trained:
-                trains, not_there = (first, rank) if other.trained else (rank, first)
-                raise Error(f"rank {trains} has parameter '{line.name}' to train, and rank {not_there} has it without a gradient wanted; "
-                            'expected the same on all ranks that have it', 'RANKS_DIFFER')
-            if other.what != line.what:
-                raise Error(f"parameter '{line.name}' is {other.what} on rank {first} and {line.what} on rank {rank}; expected one tensor "
-                            'of that name: give the parameters of different stages or models different names', 'RANKS_DIFFER')
-            if (other.key is None) != (line.key is None):
-                kinds = {True: 'a plain tensor', False: 'a DTensor'}
-                raise Error(f"parameter '{line.name}' is {kinds[other.key is None]} on rank {first} and {kinds[line.key is None]} on rank "
-                            f'{rank}; expected the same on all ranks that have it', 'RANKS_DIFFER')
+            _check_same(*known.setdefault(line.name, (rank, line)), rank, line)
+
+
+def _check_same(first: int, other: Line, rank: int, line: Line) -> None:
+    """Checks that two ranks' lines of one name mean one tensor."""
+    if other.trained != line.trained:
+        trains, not_there = (first, rank) if other.trained else (rank, first)
+        raise Error(f"rank {trains} trains parameter '{line.name}', but on rank {not_there} it wants no gradient; expected the same on "
+                    'all ranks that have it', 'RANKS_DIFFER')
+    if other.what != line.what:
+        raise Error(f"parameter '{line.name}' is {other.what} on rank {first} and {line.what} on rank {rank}, but a name must mean one "
+                    'tensor. Give the parameters of different stages or models different names', 'RANKS_DIFFER')
+    if (other.key is None) != (line.key is None):
+        kinds = {True: 'a plain tensor', False: 'a DTensor'}
+        raise Error(f"parameter '{line.name}' is {kinds[other.key is None]} on rank {first} and {kinds[line.key is None]} on rank "
+                    f'{rank}; expected the same on all ranks that have it', 'RANKS_DIFFER')
 
 
 def _warn(lists: Sequence[Sequence[Line]], groups: Sequence[int]) -> None:
-    """Plain tensors that some ranks have and others not, beside ones that all have: experts, or a mistake."""
+    """Warns of plain tensors that only some ranks have, while all share others: they are experts, or a mistake."""
     names = [{line.name for line in lines if line.trained} for lines in lists]
     if not set.intersection(*names):
         return
@@ -142,8 +156,8 @@ def _warn(lists: Sequence[Sequence[Line]], groups: Sequence[int]) -> None:
         lacking = sorted(set.union(*names) - there)
         plain = [name for name in lacking if any(line.name == name and line.key is None for lines in lists for line in lines)]
         if plain:
-            more = f' nor {len(plain) - 1} more' if len(plain) > 1 else ''
-            warn(f"rank {groups.index(group)} has no parameter '{plain[0]}'{more}, which other ranks train: right for experts and stages "
-                 'that ranks keep for themselves, wrong where the model is one on all ranks')
+            more = f' and {len(plain) - 1} more' if len(plain) > 1 else ''
+            warn(f"rank {groups.index(group)} has no parameter '{plain[0]}'{more}, which other ranks train. That is right for experts, "
+                 'and for stages that ranks keep for themselves. It is wrong if all ranks train one model')
             return
 

@@ -39,7 +39,6 @@ class Buffers:
         if not names:
             return
         more = f' and {len(names) - _TOLD} more' if len(names) > _TOLD else ''
-        warn(f"job '{job}' goes on after {steps} steps, and buffers of the model are not its own: {', '.join(names[:_TOLD])}{more} are as "
-             'this process made or loaded them. Save them with each checkpoint, as '
-             "torch.save(dict(model.named_buffers()), 'buffers.pt'), and before resume() say "
-             "model.load_state_dict(torch.load('buffers.pt'), strict=False)")
+        warn(f"job '{job}' goes on after {steps} steps, but no server keeps buffers of the model: {', '.join(names[:_TOLD])}{more} are as "
+             "this process made or loaded them. Save them with each checkpoint: torch.save(dict(model.named_buffers()), 'buffers.pt'). "
+             "Load them before resume(): model.load_state_dict(torch.load('buffers.pt'), strict=False)")

@@ -1,4 +1,4 @@
-"""How an optimizer reaches its servers: named ones, a private one of several ranks, or one inside this process that its optimizers
+"""How an optimizer reaches its servers: named ones, a private one that several ranks share, or one inside this process that its optimizers
 share."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Holder(Protocol):
-    """Has parameters that are the masters of a job on this process's server: a Job."""
+    """Holds parameters that are the masters of a job on this process's server. A Job is one."""
 
     @property
     def members(self) -> Sequence[Member]: ...
@@ -48,8 +48,8 @@ class Connection:
         self._access = arguments.access(**access, servers=self._servers)
         given = [key for key, value in budgets.items() if value is not None]
         if self._servers and given:
-            raise Error(f'servers and {", ".join(given)}: budgets and directories of state servers are their own; '
-                        'give one or the other', 'BAD_CONFIG')
+            raise Error(f'servers and {", ".join(given)}: named servers have budgets and directories of their own; give one or the other',
+                        'BAD_CONFIG')
         self._budgets = {**budgets, 'directory': place.parse_directory(budgets['directory'])}
         self._use: embedded.Use | None = None  # of the embedded server
         self._private: PrivateServer | None = None
@@ -65,15 +65,14 @@ class Connection:
         return 'step' if self._servers or stays else 'none'
 
     def shares_process(self, group: Group) -> bool:
-        """The job of an optimizer that has its parameters is, or will be, on a server inside this process that keeps none."""
+        """A job whose parameters are in the trainer is, or will be, on a server inside this process that keeps no parameters."""
         return not self._servers and not group.several and not embedded.keeps_parameters(self._budgets['directory'])
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise Error('this process was forked from the one that made the optimizer; make it after the fork',
-                        'UNSUPPORTED')
+            raise Error('this process was forked from the one that made the optimizer; make the optimizer after the fork', 'UNSUPPORTED')
         if self._use is not None and self._use.is_over:
-            raise Error('the state server inside this process has ended, as at the end of the process: use the optimizer before that',
+            raise Error('the state server inside this process has ended, as it does when the process exits; use the optimizer before that',
                         'SERVER_DOWN')
 
     def lives_apart(self) -> None:
@@ -82,9 +81,9 @@ class Connection:
         embedded.want_apart(self, self._apart)
 
     def open(self, group: Group, options: _native.OpenOptions, look: Callable[[], Fit], apart: bool) -> tuple[_native.Session, Fit, Roster]:
-        """The session, the tensors that the job has, and those of all ranks of the group. Starts a server where none is named. look(): a
-        Fit, or the error that all ranks get before any server is asked. apart: the trainer has no parameters, so that the
-        server keeps them."""
+        """Returns the session, the tensors that the job has, and those of all ranks of the group. Starts a server if none is named. look()
+        returns a Fit. If it raises, all ranks get its error before they ask any server. apart: the trainer has no parameters, so the server
+        keeps them."""
         private, self.was_used = None, False
         embed: contextlib.AbstractContextManager[embedded.Use | None] = contextlib.nullcontext()
         options.rank, options.world_size = group.rank, group.world_size
@@ -115,21 +114,21 @@ class Connection:
         return session, fit, roster
 
     def what_is_left(self, options: _native.OpenOptions) -> str:
-        """Of the job, once its session has ended: a sentence for the user."""
-        again = f"make a new optimizer with name='{options.job}' and resume='auto', which goes on from there"
+        """Tells the user, in a sentence, what is left of the job once its session has ended."""
+        again = f"make a new optimizer with name='{options.job}' and resume='auto', which continues from there"
         if options.durability != 'none':
-            return f'The servers have the job on the disk: {again}'
+            return f'The servers have the job on disk: {again}'
         if self._servers:
             return f'The servers keep the job in memory while they run: {again}'
         if self._use is not None:
-            kept = (f'The server in this process keeps the job in memory until this optimizer is closed or collected: before, {again}. '
-                    'Then the job is gone, and parameters stay as they are')
+            kept = ('The server in this process keeps the job in memory until this optimizer is closed or collected. Until then, '
+                    f'{again}. After that the job is gone, and parameters stay as they are')
             if options.optimizer.master != 'lent':
                 return kept
-            return (f'{kept}. If the new optimizer is refused with STATE_LOST, a step was prepared and not decided: the job is lost, and '
+            return (f'{kept}. If the new optimizer is refused with STATE_LOST, a step was prepared but not decided: the job is lost, and '
                     'parameters are as before that step. Drop the job (ballast.drop), or take another name')
-        return ('The job was in the memory of its private server, which goes with the session: parameters stay as they are, and a new '
-                'optimizer begins with moments of zero. With a directory, or servers, a job outlives its session')
+        return ('The job was in the memory of its private server, which ended with the session. Parameters stay as they are, and a new '
+                'optimizer begins with moments of zero. A job with a directory or named servers outlives its session')
 
     def _entries(self, options: _native.OpenOptions) -> list[tuple[str, str]]:
         servers = f'one of {len(self._servers)}' if self._servers else 'none'
@@ -137,7 +136,7 @@ class Connection:
 
     def _open_session(self, group: Group, options: _native.OpenOptions, fit: Fit, roster: Roster, within: _native.Server | None,
                       exchange: Exchange) -> tuple[_native.Session, Roster]:
-        """within: this process's server; None: options name others."""
+        """within: this process's server. None: options name other servers."""
         while True:
             store = group.store(f"open/{group.count('open')}") if group.several else None
             try:
@@ -146,18 +145,18 @@ class Connection:
                 if error.reason != 'TENSORS_DIFFER':
                     raise
                 refused = error
-            # The same on all ranks but for what is frozen, and for words in front of it.
+            # All ranks get the same error, except for words in front of it and for what is frozen.
             together(exchange, functools.partial(fit.follow, refused))
             roster = fit.agree(exchange)
 
     def hold_masters(self) -> None:
-        """The parameters here are the masters of the job on this process's server."""
+        """From now on the parameters here are the masters of the job on this process's server."""
         if self._use is not None:
             self._use.masters = self._holder
 
     @property
     def masters_holder(self) -> Holder | None:
-        """The one that said so last, while it lives."""
+        """The last one that called hold_masters(), while it lives."""
         masters = None if self._use is None else self._use.masters
         return None if masters is None else masters()
 
@@ -173,7 +172,7 @@ class Connection:
             private.wait()
 
     def leave(self) -> None:
-        """As if it had not been opened: a job that was found stays."""
+        """Closes as if the job had not been opened. A job that existed before stays."""
         if self._use is not None:
             self._use.leaves_job = self._found
         self.close()

@@ -31,37 +31,46 @@ def take(job: OpenJob, members: Iterable[Member], exchange: Exchange) -> None:
     marks.note(members)
 
 
+def over(master: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Returns the master that an edit to `values` leaves: an element whose master rounds to the value keeps its master."""
+    return torch.where(_kept(master, values), master, values.float())
+
+
+def _kept(master: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return same_bits(master.to(values.dtype), values)
+
+
 def put(job: OpenJob, member: Member, values: torch.Tensor, written: Collection[str]) -> None:
-    """values: this rank's. Where the master rounds to them it stays."""
+    """Writes this rank's values to the master, as over() has it."""
     master = read_part(job.session, member, 'master')
-    kept = same_bits(master.to(values.dtype), values)
-    # All ranks write, or none: their parameters are the same, but one of them may have been moved. Where they hold the master's
-    # values once more, another edit may have been written that no step has taken.
+    kept = _kept(master, values)
+    # Either all ranks write, or no rank does. Their parameters are the same, but one of them may have been moved. If the parameter holds
+    # the master's values again, an earlier edit may still be written that no step has taken.
     if job.options.world_size > 1 or member.name in written or not bool(kept.all()):
         job.session.write(member.name, torch.where(kept, master, values.float()).reshape(-1))
 
 
 def pending(job: OpenJob) -> int:
-    """Where some parameter here holds values that no step has taken, and that the job's version is without: a digest of all parameters'
-    values here, see digest(); else 0."""
+    """Returns digest() of all parameters here if one of them holds values that no step has taken, so that the job's version lacks them;
+    else 0."""
     return digest(job) if any(marks.edited(job.members)) or job.session.written else 0
 
 
 def digest(job: OpenJob) -> int:
-    """Of the values of all parameters here; never 0."""
+    """Returns a digest of the values of all parameters here, which is never 0."""
     said = [member.digest_now() for member in job.members if member.here is not None]
     return zlib.crc32(repr(said).encode()) or 1
 
 
 def keep(job: OpenJob, exchange: Exchange) -> None:
-    """Parameters are ahead of the job's version, where they differ from it. COLLECTIVE."""
+    """Takes parameters as they are, as edits of the job's version. COLLECTIVE."""
     members = [member for member in job.members if member.here is not None]
     check_values(exchange, job.roster, job.members, members)
     take(job, members, exchange)
 
 
 def commit_written(job: OpenJob, exchange: Exchange) -> None:
-    """Commits edits that no step has taken, for it was skipped, say, or for one rank could not write what others have. COLLECTIVE."""
+    """Commits edits that no step has taken: the step was skipped, for example, or one rank could not write what others had. COLLECTIVE."""
     written = set(job.session.written)
     _, said = everyone(exchange, lambda: [member.name in written for member in job.members], bytes)
     halfway = [member for member, places in zip(job.members, job.roster.holders) if len({said[rank][i] for rank, i in places}) > 1]
@@ -73,7 +82,7 @@ def commit_written(job: OpenJob, exchange: Exchange) -> None:
 
 
 def edited(job: OpenJob, members: Sequence[Member]) -> list[bool]:
-    """By member: whether it was edited since the last step. With several ranks also where an edit was written before: one of them may not
-    have written it."""
+    """Returns by member whether it was edited since the last step. With several ranks, a member whose edit is already written counts too,
+    because another rank may not have written it."""
     written = set(job.session.written) if job.options.world_size > 1 else ()
     return [is_edited or member.name in written for member, is_edited in zip(members, marks.edited(members))]

@@ -1,4 +1,4 @@
-"""What a job may do beside opening, stepping and closing: each such feature hears of these from the job."""
+"""What a job may do besides opening, stepping and closing. The job tells each such feature of these."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ class Gone(NamedTuple):
 
 
 class Feature:
-    """Hooks, in the order in which they come. A job calls those of all its features, in the order of its list. Threads: the training
-    loop's."""
+    """Hooks, in the order in which a job calls them. The job calls each hook of all its features, in the order of its list. Threads: the
+    training loop's."""
 
     lives_apart = False  # parameters are on the servers alone
 
     def opening(self, parameters: Parameters, group: Group) -> None:
-        """The job is about to open. Raises what speaks against it on this rank."""
+        """The job is about to open. Raises an error if this rank must not open it."""
 
     def opened(self, job: OpenJob, for_step: bool) -> None:
-        """A call wants the open job: the session and the members may be others than before. for_step: the call is a step."""
+        """A call uses the open job, whose session and members may have changed since the last call. for_step: the call is a step."""
 
     def before_step(self, parameters: Parameters) -> None:
-        """Refuses a step before gradients are looked at. The job may not be open."""
+        """May refuse a step before anybody looks at gradients. The job may not be open yet."""
 
     def gathers(self, group: Group) -> Mapping[tuple[int, ...], Order]:
-        """What ranks have gathered since the last step, which the step compares."""
+        """Returns what this rank has gathered since the last step. The step compares it between ranks."""
         return {}
 
     def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Refuses a step with these gradients, by member."""
+        """May refuse a step with these gradients, by member."""
 
     @property
     def went(self) -> bool:
-        """Gradients of the step to come have gone to the servers, and the other ranks must know."""
+        """Gradients of the next step have gone to the servers, and the other ranks must know."""
         return False
 
     def settle(self, gradients: Sequence[torch.Tensor | None], registers: bool) -> None:
-        """All ranks make the step, with these gradients, by member. registers: this rank has new parameters. COLLECTIVE."""
+        """All ranks are going to make the step, with these gradients, by member. registers: this rank has new parameters. COLLECTIVE."""
 
     def take(self) -> Gone | None:
-        """The step begins, and takes what went."""
+        """The step begins. Returns the gradients that went before it."""
         return None
 
     def stepped(self) -> None:
         """The step was made."""
 
     def failed(self, attempt: int | None = None) -> None:
-        """A step was not made, and what went to the servers for it counts no more. attempt: the session's, which it has still where it
-        was not asked for the step, so that it is told now; None: it was told."""
+        """A step was not made, so what went to the servers for it no longer counts. attempt: the session's when the step began. If it is
+        still the same, the session was never asked for the step, and has to be told now. None: it was told."""
 
     def differed(self) -> None:
-        """Ranks were found to differ: they may have mixed what they gathered. COLLECTIVE without a message."""
+        """The ranks differ, and may have mixed what they gathered. COLLECTIVE without a message."""
 
     def discard(self) -> None:
-        """No step will take gradients that went. COLLECTIVE."""
+        """No step will take the gradients that went. COLLECTIVE."""
 
     def zero_grad(self) -> None:
         """The loop lets go of all gradients. COLLECTIVE."""
@@ -74,7 +74,7 @@ class Feature:
         """Returns when no step is under way beside the loop. Raises what that step raised."""
 
     def closing(self) -> object:
-        """The job is about to end. Returns what has to stay until its session has."""
+        """The job is about to end. Returns what must stay in memory until its session has ended."""
         return None
 
     def left(self) -> None:

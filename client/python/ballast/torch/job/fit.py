@@ -20,8 +20,8 @@ from ballast.torch.tensors.remote import part_of
 
 def new_tensors(parameters: Parameters, group: Group, trained: Collection[str] = (), members: Sequence[Member] = (),
                 are_masters: bool = False) -> list[Fresh]:
-    """Parameters that have a gradient or want one, live on the servers alone, or have a name of `trained`, and are not in the job yet.
-    group: of the job's ranks. members: that the job has. are_masters: parameters are their own masters in it."""
+    """Returns the parameters that are not in the job yet, and have a gradient, want one, live only on the servers, or have a name in
+    `trained`. group: the job's ranks. members: those that the job has. are_masters: parameters of this job are their own masters."""
     there = {id(member.parameter): member for member in members}
     names = {member.name for member in members}
     by_size = UnitsBySize()
@@ -32,25 +32,25 @@ def new_tensors(parameters: Parameters, group: Group, trained: Collection[str] =
         name = parameters.name_of(g, i, parameter)
         known = there.get(id(parameter))
         if known is not None and known.group != g:
-            raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}: a job's tensors stay in "
-                        'their groups', 'BAD_SPEC')
-        # torch updates what has a gradient, frozen or not.
-        wanted = parameter.requires_grad or parameter.grad is not None or part_of(parameter) is not None or name in trained
-        if known is not None or not wanted:
-            continue
-        if parameter.numel() == 0:
-            continue  # nothing to train; servers have no empty tensors
+            raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}, but a job keeps each parameter in its "
+                        'group; make a new job for other groups', 'BAD_SPEC')
+        if known is not None or not (name in trained or _wants_state(parameter)) or parameter.numel() == 0:
+            continue  # an empty one has nothing to train, and servers have no empty tensors
         check_parameter(name, parameter, group)
         if name in names:
-            raise Error(f"there are two parameters '{name}', or one took the place of another after the first step; give "
-                        'parameters of several models names of their own, and make a new optimizer for new parameters',
-                        'BAD_SPEC')
+            raise Error(f"two parameters are called '{name}', or one took the place of another after the first step. Give the parameters "
+                        'of several models names of their own, and make a new optimizer for new parameters', 'BAD_SPEC')
         names.add(name)
         found.append(_fresh(parameters, group, name, unit, g, parameter, trained))
         found[-1].member.is_master = are_masters
     if found or any(member.moved for member in members):
         shared_memory.refuse([*members, *(member for member, _, _ in found)])
     return found
+
+
+def _wants_state(parameter: torch.Tensor) -> bool:
+    # torch updates what has a gradient, frozen or not.
+    return parameter.requires_grad or parameter.grad is not None or part_of(parameter) is not None
 
 
 def _fresh(parameters: Parameters, group: Group, name: str, unit: str, g: int, parameter: torch.Tensor,
@@ -73,7 +73,7 @@ def _fresh(parameters: Parameters, group: Group, name: str, unit: str, g: int, p
 
 
 def lines(parameters: Parameters, members: Iterable[Member]) -> list[Line]:
-    """What this rank says of its parameters: of `members`, and which others it has."""
+    """Returns what this rank tells of `members`, and the names of its other parameters."""
     mine = [member.line for member in members]
     names = {line.name for line in mine}
     others = [parameters.name_of(g, i, parameter) for g, i, parameter in parameters.placed() if parameter.numel() > 0]
@@ -81,11 +81,11 @@ def lines(parameters: Parameters, members: Iterable[Member]) -> list[Line]:
 
 
 class Fit:
-    """Which tensors a session names when it opens its job: those that want gradients here, and as the job turns out to have others,
-    those, and without those that it has not got."""
+    """The tensors that a session names when it opens its job. At first they are those that want gradients here. If the job turns out to
+    have others, follow() adds those, and leaves out those that the job lacks."""
 
     def __init__(self, parameters: Parameters, group: Group, options: _native.OpenOptions, trained: Iterable[str]) -> None:
-        """group: of the job's ranks. options: of the session to be. trained: as new_tensors'."""
+        """group: the job's ranks. options: of the session that will be opened. trained: as for new_tensors()."""
         self._parameters, self._group, self._options, self._trained = parameters, group, options, set(trained)
         self._unknown: set[str] = set()
         self._found = new_tensors(parameters, group, self._trained)
@@ -101,7 +101,7 @@ class Fit:
 
     @property
     def unknown(self) -> list[str]:
-        """Names, sorted: they may register with the next step."""
+        """Sorted names of those that the job lacks. They may register with the next step."""
         return sorted(self._unknown)
 
     def agree(self, exchange: Exchange) -> Roster:
@@ -111,9 +111,9 @@ class Fit:
         return roster
 
     def follow(self, refused: Error) -> Fit:
-        """The job has other tensors (TENSORS_DIFFER): takes up those that it has and that are frozen here, and leaves those out that it
-        has not got. Raises `refused` where there are none of the one, or where no others would be left or they could not register
-        later, see late_tensors()."""
+        """The job has other tensors (TENSORS_DIFFER). Adds those that the job has and that are frozen here, and leaves out those that the
+        job lacks. Raises `refused` if that changes nothing, if no tensor would be left, or if the job lets none register later, see
+        late_tensors()."""
         missing, unknown = (set(filter(None, refused.details.get(key, '').split('\0'))) for key in ('missing', 'unknown'))
         is_new = missing - self._trained or unknown - self._unknown
         self._trained |= missing
@@ -124,6 +124,6 @@ class Fit:
         elsewhere = self._roster is not None and not self._roster.is_alike  # other ranks have parameters of their own
         if not is_new or late or (not elsewhere and (not there or not missing <= there)):
             text = str(refused).removesuffix(f' [{refused.reason}]')
-            raise Error(f'{text}. Tensors are parameters, by their names from named_parameters() or attach(model): were modules renamed, '
+            raise Error(f'{text}. Tensors have the names of parameters, from named_parameters() or attach(model). Were modules renamed, '
                         'wrapped or replaced since the job was made?', refused.reason, refused.code, refused.details) from refused
         return self

@@ -1,7 +1,6 @@
 """A job as one rank trains it: from the optimizer that asks for it, through the session with the servers, to its end.
 
-The parts of the package share a Job, and what is open of it, an OpenJob. The optimizer is its face: it makes the Job, and lends it the
-parameter groups.
+The parts of the package share a Job, and its open side, an OpenJob. The optimizer makes the Job, and lends it the parameter groups.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ class Job:
                  servers: str | Sequence[str] | None, access: dict[str, Any], budgets: dict[str, Any], durability: str | None,
                  formats: Mapping[str, str], checkpoints: int, tied: Mapping[str, dist.ProcessGroup],
                  group: dist.ProcessGroup | None, host: str | None) -> None:
-        """options: the job's, as far as they are known before it is opened. param_groups(): the optimizer's as they are now.
-        access: as of Connection. budgets: of an embedded server. durability: None to choose. formats: how servers keep moments and
-        master. tied: by name, the group that a parameter's gradients are summed over. group: of the ranks that train the job; None: the
-        default group. host: this rank's address, see hosts.check()."""
+        """options: the job's, as far as they are known before it opens. param_groups(): returns the optimizer's current ones. access: as
+        for Connection. budgets: of an embedded server. durability: None to choose. formats: how servers keep moments and master. tied: by
+        name, the group that sums a parameter's gradients. group: the ranks that train the job. None: the default group. host: this rank's
+        address, see hosts.check()."""
         self._given_group = group
         self.opened: OpenJob | None = None
         self._origin = f"{'several' if self.group.several else 'one'}/{self.group.count('job')}"
@@ -70,12 +69,12 @@ class Job:
 
     @property
     def group(self) -> groups.Group:
-        """The ranks that train the job: the default group is the one that is there when the job opens."""
+        """The ranks that train the job. The default group is the one that exists when the job opens."""
         return groups.of(self._given_group) if self.opened is None else self.opened.group
 
     @property
     def members(self) -> Sequence[Member]:
-        """The registered parameters, in the session's order; none where the job is not open."""
+        """The registered parameters, in the session's order. The list is empty until the job opens."""
         return [] if self.opened is None else self.opened.members
 
     @property
@@ -84,7 +83,7 @@ class Job:
 
     @property
     def lives_apart(self) -> bool:
-        """The parameters are on the servers alone."""
+        """The parameters live only on the servers."""
         return any(feature.lives_apart for feature in self.features)
 
     @property
@@ -94,34 +93,34 @@ class Job:
 
     @property
     def gives_moments(self) -> bool:
-        """A state_dict() of this job has its moments, and not the name of a version: always where no version outlives the job."""
+        """A state_dict() of this job has its moments, and not the name of a version. It must if no version outlives the job."""
         durability = self.durability_to_be if self.opened is None else self.options.durability
         return durability == 'none' or self.states == 'full'
 
     @property
     def origin(self) -> str:
-        """Tells this optimizer's state_dicts, from before its job is open, from those of others."""
+        """Distinguishes this optimizer's state_dicts from before its job is open from those of other optimizers."""
         return f'{self.group.run()}/{self._origin}'
 
     @property
     def spec(self) -> _native.Optimizer:
-        """The open job's; else the one that the parameters and groups ask for. The server inside this process works on the trainer's own
-        memory, and can leave masters there."""
+        """The open job's. If it is not open, what the parameters and groups ask for. The server inside this process works on the trainer's
+        own memory, and can leave masters there."""
         if self.opened is not None:
             return self.options.optimizer
         shares = not self.lives_apart and self.connection.shares_process(self.group)
         return spec.of(self.algorithm, self._formats, self.parameters, may_lend=shares and self.durability_to_be == 'none')
 
     def check_groups(self, wanted: _native.Optimizer) -> None:
-        """Refuses a group that wants what its job was not made for. wanted: the job's spec."""
+        """Refuses a group that asks for what the job was not made for. wanted: the job's spec."""
         spec.check(self.algorithm, self.param_groups, wanted)
 
     # --- opening and closing
 
     def open(self, partly: bool = False, trained: Iterable[str] = (), for_step: bool = False, alone: bool = False) -> OpenJob:
-        """The open job; opens it at the first call. partly: also a job whose state is not whole, and without its parameters.
-        trained: as new_tensors'. Gradients that were pushed early go back, but for_step. alone: the call may be of one rank, which pulls
-        nothing by itself."""
+        """Returns the open job, and opens it at the first call. partly: accepts a job whose state is not whole, and does not pull its
+        parameters. trained: as for new_tensors(). for_step: the call is a step; any other call takes back gradients that were pushed early.
+        alone: one rank may call by itself, and then pulls nothing."""
         self.check_usable()
         self.wait()
         self._check_session()
@@ -143,7 +142,7 @@ class Job:
             raise Error('the optimizer was closed; make a new one', 'BAD_REQUEST')
 
     def _check_session(self) -> None:
-        """Refuses a session that has ended, with why it did and what is left of the job."""
+        """Refuses a session that has ended, and says why it ended and what is left of the job."""
         why, reason = ('', '') if self.opened is None else self.opened.session.ended
         if why:
             left = self.connection.what_is_left(self.options)
@@ -158,7 +157,7 @@ class Job:
 
     def _start(self, trained: Iterable[str]) -> OpenJob:
         if self._opening:
-            raise Error(f"job '{self.options.job}' is being opened by a call that this one came amid, from a signal's handler say: ask "
+            raise Error(f"job '{self.options.job}' is being opened by a call that this call interrupted, as from a signal handler; call "
                         'again when that call has returned', 'BUSY')
         self._opening = True
         try:
@@ -179,12 +178,12 @@ class Job:
         return opened
 
     def _look(self, group: groups.Group, trained: Iterable[str]) -> Fit:
-        """Completes the options, and finds what the job is opened with. An error here is an error on all ranks."""
+        """Completes the options, and finds the tensors to open the job with. An error here is an error on all ranks."""
         for feature in self.features:
             feature.opening(self.parameters, group)
         fit = Fit(self.parameters, group, self.options, trained)
         if not fit.members and not group.several:
-            raise Error('no parameter requires a gradient: there is nothing to optimize', 'BAD_SPEC')
+            raise Error('no parameter requires a gradient, so there is nothing to optimize', 'BAD_SPEC')
         unknown = self.parameters.tied.keys() - {member.name for member in fit.members}
         if unknown:
             raise Error(f"tied={{'{min(unknown)}': ...}}: this rank trains no parameter of that name", 'BAD_CONFIG')
@@ -195,12 +194,7 @@ class Job:
         return fit
 
     def _begin(self, opened: OpenJob, fit: Fit) -> None:
-        if self.connection.was_used:
-            warn(f"job '{self.options.job}' was open in another optimizer of this process, which can make no more steps from now on; where "
-                 'both train, give each a name of its own')
-        if fit.unknown:
-            warn(f"job '{self.options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them: they begin anew "
-                 'with the next step')
+        self._warn_of_surprises(fit)
         _look_at_members(opened)
         if not opened.lends_masters:
             warn_of_others(opened.members, opened.group)
@@ -210,11 +204,23 @@ class Job:
             self.connection.hold_masters()
         opened.give_values(opened.exchange('the beginning of a job'))
         opened.found = opened.session.version if opened.unpulled else None
-        if self.options.rank == 0 and (self.options.resume != 'never' or self.options.servers):  # else it can only be new
+        if self.options.rank == 0:
+            self._say_where_it_is(opened)
+
+    def _warn_of_surprises(self, fit: Fit) -> None:
+        if self.connection.was_used:
+            warn(f"job '{self.options.job}' was open in another optimizer of this process, which can make no more steps from now on. If "
+                 'both train, give each a name of its own')
+        if fit.unknown:
+            warn(f"job '{self.options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them; the next step "
+                 'starts their state from zero')
+
+    def _say_where_it_is(self, opened: OpenJob) -> None:
+        if self.options.resume != 'never' or self.options.servers:  # else it can only be new
             after = 'a load that did not end' if self.progress.partly else f'step {self.progress.steps}'
             say(f"job '{self.options.job}' " + (
                 'is new' if opened.found is None else f'goes on after {after} (version {opened.found})'))
-        if self.progress.steps > 0 and not self.progress.partly and self.options.rank == 0:
+        if self.progress.steps > 0 and not self.progress.partly:
             self.buffers.warn(self.options.job, self.progress.steps)
 
     def leave(self) -> None:
@@ -248,7 +254,8 @@ class Job:
             feature.wait()
 
     def discard(self, exchange: groups.Exchange) -> None:
-        """No step will take gradients that went before. COLLECTIVE: a rank of which none went does not see that others drop theirs."""
+        """No step will take the gradients that went before. COLLECTIVE: a rank without such gradients does not see that others drop
+        theirs."""
         for feature in self.features:
             feature.discard()
         opened = self.opened or self.open()
@@ -258,12 +265,12 @@ class Job:
     # --- what the servers have of one parameter
 
     def member_of(self, parameter: torch.Tensor) -> Member | None:
-        """None where the parameter is not registered, or the job is not open."""
+        """Returns None if the parameter is not registered, or the job is not open."""
         return None if self.opened is None else self.opened.member_of(parameter)
 
     @plainly
     def state_keys(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """Those of one parameter's entry on the servers, in torch.optim's format; (): it has none."""
+        """Returns the keys of one parameter's entry on the servers, in torch.optim's format. (): it has no entry."""
         if self.opened is None and self.options.resume == 'never':
             return ()  # as torch's: the job will be new
         member = self.open(alone=True).member_of(parameter)
@@ -273,14 +280,14 @@ class Job:
 
     @plainly
     def read_key(self, parameter: torch.Tensor, key: str, whole: bool = False) -> torch.Tensor:
-        """key: of state_keys(). whole: a whole tensor also of a DTensor, of which this rank reads its part otherwise."""
+        """Reads one key of state_keys(). whole: returns a whole tensor even for a DTensor; else this rank reads only its part."""
         session, member = self._registered(parameter)
         start = self.param_groups[member.group].get('initial_accumulator_value', 0)
         names = moments.moment_names(self.algorithm.kind, self.options.optimizer)
         return moments.read(session, member, parameter, names, key, start, whole)
 
     def read_state(self, parameter: torch.Tensor, whole: bool = False) -> dict[str, torch.Tensor]:
-        """One parameter's entry as the servers have it."""
+        """Reads one parameter's entry from the servers."""
         return {key: self.read_key(parameter, key, whole) for key in self.state_keys(parameter)}
 
     @plainly
@@ -293,13 +300,13 @@ class Job:
         opened = self.open(alone=True)
         member = opened.member_of(parameter)
         if member is None:
-            raise Error(f"job '{self.options.job}' has no such parameter of shape {list(parameter.shape)}; expected one that is registered",
-                        'BAD_REQUEST')
+            raise Error(f"this parameter of shape {list(parameter.shape)} is not registered with job '{self.options.job}'; expected one "
+                        'that is', 'BAD_REQUEST')
         return opened.session, member
 
 
 def _look_at_members(opened: OpenJob) -> None:
-    """What is frozen, and whose master is where: as the job has them, which keeps what it was made with."""
+    """Notes which members are frozen, and which are their own masters. The job keeps what it was made with."""
     for member in opened.members:
         member.is_frozen = opened.session.frozen_as(member.name) != ''
         member.is_master = opened.lends_masters
@@ -307,7 +314,7 @@ def _look_at_members(opened: OpenJob) -> None:
 
 
 def _members_of(job: Job) -> Callable[[], Sequence[Member]]:
-    """Those of its open job at each call; none without. What has this must not keep the job alive."""
+    """Returns a function that gives the current members, without keeping the job alive."""
     there = weakref.ref(job)
 
     def members() -> Sequence[Member]:
@@ -317,8 +324,9 @@ def _members_of(job: Job) -> Callable[[], Sequence[Member]]:
 
 
 def made(algorithm: Algorithm, given: Mapping[str, Any], param_groups: Callable[[], list[dict[str, Any]]]) -> Job:
-    """given: of options.complete(). param_groups(): the optimizer's as they are now. Refuses arguments before anything happens."""
-    arguments.check(**given)
+    """Makes a job. Refuses wrong arguments before anything happens. given: of options.complete(). param_groups(): returns the current
+    ones."""
+    arguments.check(given)
     options = _native.OpenOptions()
     options.job, options.resume, options.pin_interval = given['name'], given['resume'], given['pin_interval']
     options.chunk_elements, options.seed = given['chunk_elements'], given['seed']
@@ -330,7 +338,7 @@ def made(algorithm: Algorithm, given: Mapping[str, Any], param_groups: Callable[
               formats=some('moments', 'master'), budgets=some('dram', 'nvme', 'directory', 'threads'), checkpoints=given['checkpoints'],
               tied=arguments.groups('tied', given['tied']), group=arguments.group('group', given['group']), host=given['host'])
     if given['states'] == 'named' and job.durability_to_be == 'none':
-        raise Error("states='named': no version of a job with durability='none' outlives it, and a state cannot name one; expected "
+        raise Error("states='named': a state names a version, but no version of a job with durability='none' outlives the job; expected "
                     "'full', None, or durability='step'", 'BAD_CONFIG')
     job.states = given['states']
     job.parameters.debug = arguments.flag('debug', given['debug'], 'BALLAST_DEBUG')

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 class Kept:
     """Decides which versions the servers keep for state_dicts.
 
-    Nobody tells whether a state_dict was ever saved: its process may have died on the way. Only a state_dict that a later one followed
-    counts as saved, and one that was loaded. So versions go when `count` saved ones newer than they are there, whoever made them;
-    if servers run out of room before that, the oldest go first, but none that is known to be saved. A warning comes before the first
-    version goes."""
+    Nobody says whether a state_dict was ever saved: its process may have died before. A state_dict counts as saved if a later one followed
+    it, or if it was loaded. The servers give up a version once there are `count` newer saved ones, whoever made them. If servers run out of
+    room earlier, the oldest versions go first, but no version that is known to be saved. A warning comes before the first version goes."""
 
     def __init__(self, job: str, count: int) -> None:
         """job: the name."""
@@ -29,7 +28,7 @@ class Kept:
         self._loaded = version
 
     def keep(self, session: _native.Session) -> _native.KeptVersion:
-        """The servers keep the session's version from now on."""
+        """Makes the servers keep the session's current version."""
         version = session.version
         if self._made[-1:] != [version]:
             self._pin(session)
@@ -37,8 +36,8 @@ class Kept:
         kept = {pin.version: pin for pin in session.pins()}
         if version not in kept:
             self._made.pop()
-            raise Error(f"version {version} of job '{self._job}' was given up as this state_dict() named it, by ballastctl or another "
-                        'optimizer; call state_dict() again', 'VERSION_GONE')
+            raise Error(f"version {version} of job '{self._job}' was given up while this state_dict() was naming it, by ballastctl or "
+                        'another optimizer; call state_dict() again', 'VERSION_GONE')
         if len(self._made) > self._count:
             for old in [old for old in kept if old < self._made[0]]:
                 session.unpin(old)
@@ -47,15 +46,15 @@ class Kept:
         return kept[version]
 
     def check(self, session: _native.Session, wanted: _native.KeptVersion) -> None:
-        """Refuses a version that the servers do not keep, or keep of another job or history."""
+        """Refuses a version that the servers do not keep, or that is of another job or another history."""
         try:
             session.check_kept(wanted)
         except Error as error:
             there = [pin.version for pin in session.pins()] if error.reason == 'VERSION_GONE' else [wanted.version]
             if wanted.version in there:
                 raise
-            raise Error(f"the servers do not keep version {wanted.version} of job '{self._job}' (any more); they keep "
-                        f"{', '.join(map(str, there)) or 'none'}, of the newest {self._count + 1} state_dict()s. {_MORE}",
+            raise Error(f"the servers do not keep version {wanted.version} of job '{self._job}' (any more). Of the newest "
+                        f'{self._count + 1} state_dict()s they keep {", ".join(map(str, there)) or "none"}. {_MORE}',
                         'VERSION_GONE') from error
 
     def _pin(self, session: _native.Session) -> None:
@@ -74,17 +73,17 @@ class Kept:
             return
         self._warned = True
         warn(f"job '{self._job}': the servers keep the versions of the newest {self._count + 1} state_dict()s, so the next state_dict() "
-             f'gives up version {oldest}, and a checkpoint that names it can then not be loaded. {_MORE}')
+             f'gives up version {oldest}. A checkpoint that names it can then no longer be loaded. {_MORE}')
 
     def _give_up_oldest(self, session: _native.Session, reason: str) -> bool:
         for pin in session.pins():
             if pin.version not in self._made[-self._count:] and pin.version != self._loaded:
-                warn(f"job '{self._job}': the servers have no room for one more version ({reason}), so version {pin.version} goes; a "
-                     'checkpoint that names it can then not be loaded')
+                warn(f"job '{self._job}': the servers have no room for one more version ({reason}), so they give up version "
+                     f'{pin.version}. A checkpoint that names it can no longer be loaded')
                 session.unpin(pin.version)
                 return True
         return False
 
 
-_MORE = ('To keep more, give the optimizer checkpoints=N, N being how many you want to go back to; for checkpoints that hold the whole '
+_MORE = ('To keep more, give the optimizer checkpoints=N, where N is how many you want to go back to. For checkpoints that hold the whole '
          "state themselves, give it states='full'")

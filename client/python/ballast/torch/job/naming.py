@@ -19,7 +19,7 @@ _UNIT_ELEMENTS = 1 << 24
 
 
 def unwrapped(name: str) -> str:
-    """Without what DistributedDataParallel, torch.compile and checkpoint_wrapper put into names: a job is the same with and without.
+    """Removes what DistributedDataParallel, torch.compile and checkpoint_wrapper put into names. A job is the same with and without them.
 
     >>> unwrapped('module._orig_mod.layers.0._checkpoint_wrapped_module.weight')
     'layers.0.weight'
@@ -31,8 +31,8 @@ def unwrapped(name: str) -> str:
 
 
 class _Mark:
-    """An attribute of a named parameter, which ends when the parameter does. Names refer to it, weakly, and not to the parameter: torch
-    swaps nothing with a tensor that has weak references, and what a framework has replaced must not stay in memory."""
+    """An attribute of a named parameter. It ends when the parameter ends. Names keep a weak reference to the mark, not to the parameter:
+    torch refuses to swap a tensor that has weak references, and a parameter that a framework replaced must not stay in memory."""
     attribute = '_ballast_mark'
 
     def __reduce__(self) -> Any:
@@ -40,37 +40,36 @@ class _Mark:
 
 
 class Names:
-    """Names of a job's parameters. A name follows its parameter when the list of a group is filtered or reordered, and when
-    torch.utils.swap_tensors gives the parameter what another held. A parameter that took the place of one that is in no group any more, as
-    Accelerate's under FSDP2, has that one's name from then on."""
+    """Names of a job's parameters. A name follows its parameter when a group's list is filtered or reordered, and when
+    torch.utils.swap_tensors gives the parameter what another held. If a parameter takes the place of one that has left all groups, as
+    Accelerate does under FSDP2, it takes that one's name."""
 
     def __init__(self, groups: Callable[[], list[dict[str, Any]]], registered: Callable[[], Sequence[Member]]) -> None:
-        """groups(): the optimizer's param_groups as they are now. registered(): the job's members."""
+        """groups(): returns the optimizer's current param_groups. registered(): returns the job's members."""
         self._groups, self._registered = groups, registered
         # By id of the group: the group, and names as it was added; None: no name.
         self._places: dict[int, tuple[dict[str, Any], list[str | None]]] = {}
         # By id of the parameter, while it lives: its mark's weak reference, and its name.
         self._names: dict[int, tuple[weakref.ref[_Mark], str]] = {}
         self._owners: dict[str, int] = {}  # by name: id of the parameter
-        # What _find() goes by: id and length of each list, and by id of the parameter the list's number (-1: the job's members) and its
-        # place there.
+        # What _find() goes by: id and length of each list, and _places() of them.
         self._index: tuple[list[tuple[int, int]], dict[int, tuple[int, int]]] | None = None
 
     def add(self, group: dict[str, Any], names: Sequence[str | None]) -> None:
-        """names: of the group's parameters, in their order; None: the one that it has already, or no name."""
+        """names: of the group's parameters, in their order. None: the parameter keeps its name, if it has one."""
         self._places[id(group)] = group, [self.of(group, i) if name is None else self._own(group['params'][i], name)
                                           for i, name in enumerate(names)]
         if len(self._places) > len(self._groups()):
             self.follow()
 
     def follow(self) -> None:
-        """Takes up the groups as they are now. A group that went is not kept, nor are its parameters."""
+        """Takes up the current groups. Keeps neither a group that is gone nor its parameters."""
         self._index = None
         there = {id(group) for group in self._groups()}
         self._places = {key: place for key, place in self._places.items() if key in there}
 
     def of(self, group: dict[str, Any], i: int) -> str | None:
-        """The name of the i-th parameter that `group` has now; None: it has no name."""
+        """Returns the name of the i-th parameter that `group` has now. None: it has no name."""
         parameter = group['params'][i]
         named = self._names.get(id(parameter))
         if named is not None and named[0]() is parameter.__dict__.get(_Mark.attribute):
@@ -110,45 +109,54 @@ class Names:
         return named[1]
 
     def _ended(self, key: int) -> None:
-        """The mark of a parameter: with it, before another can have its id, or swapped out of it, and then it is still there."""
+        """A mark has ended. Either its parameter has ended too, or a swap took the mark out of a parameter that is still there."""
         name = self._forget(key)
         parameter = self._find(key)
         if parameter is not None and name is not None:
             self._own(parameter, name)
 
     def _find(self, key: int, registered: bool = True) -> torch.Tensor | None:
-        """The parameter of this id that is in a group, or registered; None: there is none. A conversion of a model asks for all, one after
-        another, so it is looked up where each was as long as the lists are the same. The index keeps nothing in memory."""
+        """Returns the parameter of this id that is in a group, or registered. None: there is none. A conversion of a model asks for all
+        parameters, one after another, so an index tells where each is while the lists stay the same. The index keeps no parameter alive."""
         groups: list[list[torch.Tensor]] = [group['params'] for group in self._groups()]
         members = self._registered() or ()  # one object wherever there are none
         known = [(id(each), len(each)) for each in (*groups, members)]
-        for is_stale in (False, True):
-            index = self._index
-            if is_stale or index is None or index[0] != known:
-                where = {id(member.parameter): (-1, i) for i, member in enumerate(members)}
-                where.update((id(parameter), (g, i)) for g, params in enumerate(groups) for i, parameter in enumerate(params))
-                index = self._index = known, where
+        index = self._index  # another thread that lets a parameter go may take the shared one away
+        if index is None or index[0] != known:
+            index = self._index = known, _places(groups, members)
+        place = index[1].get(key)
+        if place is not None and id(_at(place, groups, members)) != key:  # a list has others in their stead
+            index = self._index = known, _places(groups, members)
             place = index[1].get(key)
-            if place is None:
-                return None
-            g, i = place
-            parameter = groups[g][i] if g >= 0 else members[i].parameter
-            if id(parameter) == key:
-                return parameter if g >= 0 or registered else None
-        return None
+        if place is None or (place[0] < 0 and not registered):
+            return None
+        return _at(place, groups, members)
+
+
+def _places(groups: Sequence[Sequence[torch.Tensor]], members: Sequence[Member]) -> dict[int, tuple[int, int]]:
+    """By id of the parameter: the group that it is in, -1 for the members, and its place there."""
+    found = {id(member.parameter): (-1, i) for i, member in enumerate(members)}
+    found.update((id(parameter), (g, i)) for g, parameters in enumerate(groups) for i, parameter in enumerate(parameters))
+    return found
+
+
+def _at(place: tuple[int, int], groups: Sequence[Sequence[torch.Tensor]], members: Sequence[Member]) -> torch.Tensor:
+    """place: one of _places()."""
+    g, i = place
+    return groups[g][i] if g >= 0 else members[i].parameter
 
 
 def _in_order(params: Iterable[Any]) -> list[Any]:
     if isinstance(params, (set, frozenset)):
-        raise TypeError('optimizer parameters came as a set, whose order changes between runs: state would go to other parameters; '
+        raise TypeError('optimizer parameters came as a set, whose order changes between runs, so state would go to the wrong parameters; '
                         'expected a list, or model.named_parameters()')
     return list(params)
 
 
 class Group(dict[str, Any]):
-    """One of an optimizer's param_groups. group['param_names'] gives the names that its parameters have now, as a group of torch.optim has
-    them, and is no key of it: what takes a state apart by the keys of a group (torch.distributed.checkpoint) finds no names to look for. A
-    pickle or copy of it is an OrderedDict."""
+    """One of an optimizer's param_groups. group['param_names'] gives the current names of its parameters, as in torch.optim, but is not
+    one of its keys: torch.distributed.checkpoint takes a state apart by the keys of a group, and must not look for names. A pickle or copy
+    of it is an OrderedDict."""
 
     def __init__(self, values: Mapping[str, Any], names: Names) -> None:
         super().__init__(values)
@@ -167,9 +175,17 @@ class Group(dict[str, Any]):
 
 
 def split_named(params: Any) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
-    """`params` as torch.optim takes them, without names; and the names by group and position (None: no name)."""
+    """Returns `params` as torch.optim takes them, without names; and the names by group and position (None: no name)."""
     groups: list[dict[str, Any]] = []
     names: list[list[str | None]] = []
+    for group in _listed_groups(params):
+        members, mine = _split_group(group)
+        groups.append({**{key: value for key, value in group.items() if key != 'param_names'}, 'params': members})
+        names.append([name if name is None else unwrapped(name) for name in mine])
+    return groups, names
+
+
+def _listed_groups(params: Any) -> list[dict[str, Any]]:
     if isinstance(params, torch.Tensor):
         raise TypeError('params argument given to the optimizer should be an iterable of Tensors or dicts, but got a Tensor: expected '
                         'model.named_parameters(), or a list')
@@ -177,30 +193,26 @@ def split_named(params: Any) -> tuple[list[dict[str, Any]], list[list[str | None
         raise TypeError("params argument given to the optimizer is a dict without 'params': expected model.named_parameters(), or for "
                         "groups [{'params': ...}, ...]")
     params = [params] if isinstance(params, dict) else _in_order(params)
-    if params and not isinstance(params[0], dict):
-        params = [{'params': params}]
-    for group in params:
-        members = group['params']
-        members = [members] if isinstance(members, torch.Tensor) else _in_order(members)
-        mine = list(group.get('param_names') or [])
-        named = [isinstance(each, tuple) for each in members]
-        if any(named):
-            if not all(named):
-                raise ValueError('all optimizer params should be with/without names. Some param names are missing')
-            mine = [name for name, _ in members]
-            members = [parameter for _, parameter in members]
-        if not mine:
-            mine = [None] * len(members)
-        if len(mine) != len(members):
-            raise ValueError(f'{len(mine)} param_names for {len(members)} parameters')
-        mine = [name if name is None else unwrapped(name) for name in mine]
-        groups.append({**{k: v for k, v in group.items() if k != 'param_names'}, 'params': members})
-        names.append(mine)
-    return groups, names
+    return params if not params or isinstance(params[0], dict) else [{'params': params}]
+
+
+def _split_group(group: dict[str, Any]) -> tuple[list[torch.Tensor], list[str | None]]:
+    """The group's parameters, and their names."""
+    members = group['params']
+    members = [members] if isinstance(members, torch.Tensor) else _in_order(members)
+    named = [isinstance(each, tuple) for each in members]
+    if any(named) and not all(named):
+        raise ValueError('all optimizer params should be with/without names. Some param names are missing')
+    if any(named):
+        return [parameter for _, parameter in members], [name for name, _ in members]
+    names = list(group.get('param_names') or [None] * len(members))
+    if len(names) != len(members):
+        raise ValueError(f'{len(names)} param_names for {len(members)} parameters')
+    return members, names
 
 
 def positional_name(group: int, index: int, shape: Sequence[int]) -> str:
-    """The key of a parameter without a name: it must come at the same place with the same shape on every run."""
+    """Names a parameter that has no name. It must come at the same place with the same shape in every run."""
     return f'group{group}.{index}[{"x".join(str(n) for n in shape)}]'
 
 
@@ -235,7 +247,7 @@ class UnitsBySize:
 
 
 class Parameters:
-    """What an optimizer has been given, whether its job is open or not."""
+    """The parameters that an optimizer was given, whether its job is open or not."""
 
     def __init__(self, groups: Callable[[], list[dict[str, Any]]], registered: Callable[[], Sequence[Member]],
                  tied: Mapping[str, dist.ProcessGroup]) -> None:

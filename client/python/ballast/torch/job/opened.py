@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OpenJob:
-    """One rank's side. Ends with its session: a job that opens once more has another. Threads: the training loop's."""
+    """One rank's side. It ends with its session; a job that opens again gets another. Threads: the training loop's."""
 
     def __init__(self, session: _native.Session, members: list[Member], roster: Roster, group: groups.Group, *,
                  options: _native.OpenOptions, parameters: Parameters, connection: Connection, progress: Progress) -> None:
@@ -44,7 +44,7 @@ class OpenJob:
 
     @property
     def lends_masters(self) -> bool:
-        """Parameters are their own masters: the server has their moments alone, and whatever is written to a parameter counts."""
+        """Parameters are their own masters. The server has only their moments, and every write to a parameter counts."""
         return bool(self.options.optimizer.master == 'lent')
 
     def exchange(self, call: str) -> groups.Within:
@@ -52,13 +52,13 @@ class OpenJob:
         return groups.Within(call, self.session.exchange, self.options.rank)
 
     def member_of(self, parameter: torch.Tensor) -> Member | None:
-        """None where the parameter is not registered."""
+        """Returns None if the parameter is not registered."""
         if len(self._by_parameter) < len(self.members):
             self._by_parameter = {id(member.parameter): member for member in self.members}
         return self._by_parameter.get(id(parameter))
 
     def let_go(self) -> None:
-        """Parameters and their memory are nobody's here any more. A step on another thread has what it needs."""
+        """Drops the parameters and their memory. A step on another thread keeps what it needs."""
         self.members, self._by_parameter, self.host = [], {}, HostMemory()
 
     # --- what the servers have
@@ -68,15 +68,15 @@ class OpenJob:
         self.progress.take(self.session.blobs, self.options.rank)
 
     def give_values(self, exchange: groups.Exchange) -> None:
-        """Tensors that have no values on the servers yet get those of their parameters: all of a new job, and those of a registration that
-        was cut off, as the process ended say. What the others have stays. COLLECTIVE."""
+        """Gives tensors without values on the servers the values of their parameters: all tensors of a new job, and those of a registration
+        that was cut off, for example when the process ended. Other tensors keep their values. COLLECTIVE."""
         if not self.session.needs_values:
             return
         check_values(exchange, self.roster, self.members, together(exchange, self._without_values))
         give_values(self.session, self.members, together(exchange, lambda: Memory(self.members, self.host).wait()))
 
     def _without_values(self) -> list[Member]:
-        """Members that may have no values on the servers: none that is left out has none."""
+        """Returns members that may have no values on the servers. All others have values."""
         if self.session.version < 0 or self.options.world_size == 1:
             return self.members
         return [member for member in self.members if self.session.tensor_steps(member.name) == 0
@@ -98,7 +98,7 @@ class OpenJob:
 
     @torch.no_grad()
     def _take_masters(self) -> None:
-        """From the optimizer of this process that had the job before: the server has moments alone."""
+        """Takes masters from the optimizer of this process that had the job before, since the server has only moments."""
         holder = self.connection.masters_holder
         if holder is not None:
             with contextlib.suppress(Error):  # it is the holder's to tell; a step under way brings its values to the parameters
@@ -107,7 +107,8 @@ class OpenJob:
         gone = [member.name for member in self.members if member.name not in held]
         if gone:
             raise Error(f"job '{self.options.job}' has no values of parameter '{gone[0]}': with durability='none' they were in the "
-                        'optimizer that made the job, which is gone. Load a state, or make a job of another name', 'STATE_LOST')
+                        'optimizer that made the job, and that optimizer is gone. Load a state, or make a job with another name',
+                        'STATE_LOST')
         for member in self.members:
             if held[member.name] is not member.parameter:
                 member.parameter.copy_(held[member.name])
@@ -116,6 +117,6 @@ class OpenJob:
     # --- gradients that went before the step
 
     def drop_to(self, attempt: int) -> None:
-        """Takes back what went to the session before a step, until this rank is at this attempt of it. COLLECTIVE without a message."""
+        """Takes back what went to the session before a step, until this rank has reached this attempt. COLLECTIVE without a message."""
         while self.session.attempt < attempt:
             self.session.drop()

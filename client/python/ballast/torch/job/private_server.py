@@ -1,5 +1,5 @@
-"""The state server of several ranks of one host that name none: rank 0 starts a process, and ends it once no rank needs it. Optimizers of
-these ranks and one directory share it."""
+"""The state server of several ranks on one host that name no servers. Rank 0 starts it as a process, and ends it once no rank needs it.
+Optimizers of the same ranks and directory share it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _POLL_SECONDS = 0.02
 
 
 class PrivateServer:
-    """One rank's side of it. Rank 0's ends the server: when every other rank has left it or its process is gone, when `seconds` have
-    passed since rank 0 left, or at once where rank 0 has failed or is interrupted."""
+    """One rank's side of it. Rank 0's side ends the server: when every other rank has left it or has ended, when `seconds` have passed
+    since rank 0 left, or at once if rank 0 has failed or is interrupted."""
 
     def __init__(self, address: str, budgets: dict[str, Any], daemon: embedded_daemon.Daemon | None, processes: Sequence[int], group: Group,
                  seconds: float) -> None:
-        """daemon: rank 0's; None on other ranks. processes: process numbers, in rank order. seconds: step_timeout, which bounds any call
-        that another rank is amid."""
+        """daemon: rank 0's. None: another rank. processes: process numbers, in rank order. seconds: step_timeout, which bounds any call
+        that another rank is making."""
         self.address = address
         self._budgets, self._daemon, self._processes, self._rank, self._seconds = budgets, daemon, processes, group.rank, seconds
         self._pid = os.getpid()
@@ -52,7 +52,7 @@ class PrivateServer:
                      'use it first', 'BAD_CONFIG')
 
     def keep(self) -> bool:
-        """Rank 0: whether it lasts until use()."""
+        """Rank 0: returns whether the server will last until use()."""
         with self._lock:
             if self._is_ending:
                 return False
@@ -61,7 +61,7 @@ class PrivateServer:
             return True
 
     def let_go(self) -> None:
-        """Rank 0: takes back what keep() has promised."""
+        """Rank 0: takes back the promise of keep()."""
         self._leave(self._store)
 
     def use(self, store: Store) -> None:
@@ -72,7 +72,7 @@ class PrivateServer:
             self._left.clear()
 
     def leave(self) -> None:
-        """An optimizer of this rank needs it no more. Waits for no rank, so finalizers may call it."""
+        """An optimizer of this rank no longer needs it. Waits for no rank, so finalizers may call it."""
         if os.getpid() == self._pid:
             self._leave(self._store)
 
@@ -87,8 +87,8 @@ class PrivateServer:
             self._left.set()
 
     def wait(self) -> None:
-        """Rank 0, which has left: returns when the server has ended, unless another optimizer uses it. Ctrl-C ends it, and so does a call
-        while an error is handled: the other ranks cannot go on without this one."""
+        """Rank 0, after it has left: returns when the server has ended, or if another optimizer uses it. Ctrl-C ends the server, and so
+        does a call while an error is handled, because the other ranks cannot go on without this one."""
         if self._daemon is None or os.getpid() != self._pid or not self._left.is_set():
             return
         if sys.exc_info()[0] is not None:
@@ -101,7 +101,7 @@ class PrivateServer:
             raise
 
     def end(self) -> None:
-        """Rank 0: as leave(), and ends the server, whichever rank uses it, unless an optimizer of this rank does."""
+        """Rank 0: leaves, and ends the server even if other ranks use it, unless another optimizer of this rank does."""
         self.leave()
         if self._left.is_set():
             self._hurries.set()
@@ -129,8 +129,9 @@ class PrivateServer:
         until = time.monotonic() + self._seconds
         while self._left.is_set() and (there := self._others()):
             if time.monotonic() >= until:
-                warn(f'rank {there[0]} has not closed its optimizer within {self._seconds:g} s (step_timeout) after rank 0 has: the '
-                     'private server ends, and calls of that rank will fail; close it on all ranks, or name servers, which stay')
+                warn(f'rank {there[0]} has not closed its optimizer within {self._seconds:g} s (step_timeout) after rank 0 has. The '
+                     'private server ends now, and later calls of that rank will fail. Close the optimizer on all ranks, or name servers, '
+                     'which stay')
                 return
             if self._hurries.wait(_POLL_SECONDS):
                 return
@@ -147,7 +148,7 @@ class PrivateServer:
 
 
 def _lives(process: int) -> bool:
-    """Of this host. A zombie does not."""
+    """The process of this number runs on this host. A zombie does not."""
     try:
         with open(f'/proc/{process}/stat', encoding='utf-8', errors='replace') as file:
             return file.read().rpartition(')')[2].split()[0] not in 'ZX'
@@ -156,12 +157,12 @@ def _lives(process: int) -> bool:
 
 
 def start(group: Group, exchange: Exchange, places: list[hosts.Place], asked: dict[str, Any], seconds: float) -> PrivateServer:
-    """A use of the server that the group's ranks have in this directory; starts one if there is none. COLLECTIVE. asked: arguments of an
-    embedded server. places: of the ranks. seconds: see PrivateServer."""
+    """Takes up a use of the server that the group's ranks have in this directory, and starts a server if there is none. COLLECTIVE. asked:
+    arguments of an embedded server. places: where the ranks are. seconds: see PrivateServer."""
     names = hosts.hosts(places)
     if len(names) > 1:
-        raise Error(f'ranks on {len(names)} hosts or containers ({", ".join(names)}) and no state servers: start ballastd beside '
-                    "your trainers and name them all: servers='host:port,...' or BALLAST_SERVERS", 'BAD_CONFIG')
+        raise Error(f'the ranks are on {len(names)} hosts or containers ({", ".join(names)}), and no state servers are named. Start '
+                    "ballastd beside your trainers and name them all: servers='host:port,...' or BALLAST_SERVERS", 'BAD_CONFIG')
     servers, key = world().servers, (tuple(group.numbers), asked['directory'])
     budgets = {**asked, **{key: place.parse_bytes(key, asked[key]) for key in ('dram', 'nvme')}}
     known: PrivateServer | None = servers.get(key)
@@ -169,7 +170,7 @@ def start(group: Group, exchange: Exchange, places: list[hosts.Place], asked: di
     daemon: embedded_daemon.Daemon | None = None
 
     def begin() -> str:
-        """Rank 0's is the one to say whether there is a server: others may have left one that it has not ended yet."""
+        """Rank 0 decides whether there is a server: other ranks may have left one that rank 0 has not ended yet."""
         nonlocal server, daemon
         if group.rank > 0:
             return ''

@@ -33,8 +33,8 @@ class Progress:
         self.skips = 0  # steps in a row that were skipped
 
     def take(self, blobs: Sequence[bytes], rank: int) -> None:
-        """Takes the position from the blobs of a version, one for each rank that made it: this rank's blob, or rank 0's if it sealed
-        none, as where there were fewer ranks."""
+        """Takes the position from the blobs of a version, one for each rank that made it. This is the rank's own blob, or rank 0's if this
+        rank made none, as when there were fewer ranks then."""
         mine = next(filter(None, [*blobs[rank:rank + 1], *blobs[:1], pack(0)]))
         self.steps, self.blob = _HEAD.unpack_from(mine)[0], mine[_HEAD.size:]
         self.partly = self.steps == _UNDER_WAY
@@ -53,7 +53,6 @@ class Progress:
     def check_whole(self, job: str) -> None:
         """Refuses a state that is only partly there. job: the name."""
         if self.partly:
-            raise Error(f"a load into job '{job}' ended before all of its state was there, and what is there is neither the old one nor "
-                        'the new: call load_state_dict() again with the same state, or load_universal() with the same folder, or '
-                        'rollback() to one of versions()',
-                        'INCOMPLETE')
+            raise Error(f"a load into job '{job}' ended before all of its state was there, so its state is neither the old one nor the "
+                        'new one. Call load_state_dict() again with the same state, or load_universal() with the same folder, or '
+                        'rollback() to one of versions()', 'INCOMPLETE')

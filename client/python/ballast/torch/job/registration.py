@@ -20,20 +20,21 @@ def late_tensors(job: OpenJob, trained: Collection[str] = ()) -> list[Fresh]:
     """new_tensors() of a job that is open."""
     fresh = new_tensors(job.parameters, job.group, trained, job.members, job.lends_masters)
     if fresh and job.options.durability == 'every-K':
-        raise Error(f"parameter '{fresh[0].member.name}' came after the first step, and a job with durability='every-K' has all of its "
-                    'tensors from the start: its kept versions would have no state of it', 'UNSUPPORTED')
+        raise Error(f"parameter '{fresh[0].member.name}' came after the first step, but a job with durability='every-K' has all of its "
+                    'parameters from the start, since its kept versions would have no state of a later one. Give the optimizer all '
+                    'parameters before the first step', 'UNSUPPORTED')
     return fresh
 
 
 def register(job: OpenJob, fresh: list[Fresh], exchange: Exchange, roster: Roster, registers: bool) -> None:
-    """Adds parameters to a job that is open. COLLECTIVE. roster: of agree(), with them. registers: some rank has new ones."""
+    """Adds parameters to an open job. COLLECTIVE. roster: of agree(), with the new ones. registers: some rank has new ones."""
     job.give_values(exchange)
     if not registers:
         return
     if roster.places and not job.options.placed:
         late = fresh[0].member.name if fresh else 'of another rank'
-        raise Error(f"parameter '{late}' came after the first step, and not whole on all ranks as those before; give all parameters to the "
-                    'optimizer before the first step', 'UNSUPPORTED')
+        raise Error(f"parameter '{late}' came after the first step, and unlike those before it is not whole on all ranks; give the "
+                    'optimizer all parameters before the first step', 'UNSUPPORTED')
     new = [member for member, _, _ in fresh]
     check_values(exchange, roster, job.members + new, new)
     edits.commit_written(job, exchange)

@@ -17,8 +17,8 @@ from ballast.torch.tensors.remote import working_dtype
 
 
 def of(algorithm: Algorithm, formats: Mapping[str, str], parameters: Parameters, may_lend: bool) -> _native.Optimizer:
-    """What the parameters and groups of a job that is not open ask for. formats: how servers keep moments and master. may_lend: parameters
-    that can be their own masters are."""
+    """Returns what the parameters and groups of a job that is not open ask for. formats: how servers keep moments and master. may_lend:
+    parameters become their own masters if they can."""
     spec = _native.Optimizer()
     spec.kind, spec.moments, spec.master = algorithm.kind, formats['moments'], formats['master']
     for group in parameters.groups:
@@ -34,41 +34,40 @@ def of(algorithm: Algorithm, formats: Mapping[str, str], parameters: Parameters,
 
 
 def own_masters(spec: _native.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether parameters can be their own masters, which a server in their process then keeps no copies of: fp32 masters would be the
-    same numbers. A parameter on a GPU would have to come to the host before each step."""
+    """Parameters can be their own masters: fp32 masters would be the same numbers, so a server in the same process keeps no copies. A
+    parameter on a GPU cannot, since it would have to come to the host before each step."""
     return spec.master == 'f32' and all(parameter.dtype == torch.float32 and parameter.device.type in ('cpu', 'meta')
                                         for parameter in parameters)
 
 
 def _only(dtypes: set[torch.dtype]) -> str:
-    """The dtype that all have; else one that holds them all."""
+    """Returns the dtype that all have, or one that holds them all."""
     return DTYPES.get(next(iter(dtypes)), 'f32') if len(dtypes) == 1 else 'f32'
 
 
 def check(algorithm: Algorithm, groups: Sequence[dict[str, Any]], spec: _native.Optimizer) -> None:
-    """Refuses a group that wants what its job was not made for."""
+    """Refuses a group that asks for what its job was not made for."""
     for g, group in enumerate(groups):
         for key, value in algorithm.spec(group).items():
             if value == getattr(spec, key) or (key == 'momentum' and not value):  # a group without leaves its buffer as it is
                 continue
             if key == 'momentum':
-                raise Error(f"group {g} has momentum={group['momentum']!r}, and the job was made without momentum buffers, for all groups "
-                            'had momentum=0: where a schedule raises it, make the job with momentum_buffer=True', 'BAD_SPEC')
-            raise Error(f'group {g} has {key}={value!r}, and the job was made with {key}={getattr(spec, key)!r}: it is one for '
-                        'all groups and for good', 'BAD_SPEC')
+                raise Error(f"group {g} has momentum={group['momentum']!r}, but the job was made without momentum buffers, since all "
+                            'groups had momentum=0. If a schedule raises momentum, make the job with momentum_buffer=True', 'BAD_SPEC')
+            raise Error(f'group {g} has {key}={value!r}, and the job was made with {key}={getattr(spec, key)!r}. A job has one {key} for '
+                        'all groups, and keeps it', 'BAD_SPEC')
 
 
 def check_dtypes(spec: _native.Optimizer, members: Sequence[Member], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Refuses what would be rounded: a job keeps one dtype of parameters and one of gradients. gradients: by member."""
+    """Refuses a dtype that would be rounded, since a job keeps one dtype of parameters and one of gradients. gradients: by member."""
     for member, gradient in zip(members, gradients):
         dtype = working_dtype(member.parameter)
         if spec.master == 'lent' and dtype != torch.float32:
-            raise Error(f"parameter '{member.name}' is {dtype}, and the job's are float32 and their own masters: it would be rounded at "
-                        'each step; give all parameters to the optimizer before the first step, and change their dtype before it',
-                        'BAD_DTYPE')
+            raise Error(f"parameter '{member.name}' is {dtype}, and the job's are float32 and their own masters, so each step would round "
+                        'it. Give all parameters to the optimizer before the first step, and change their dtype before it', 'BAD_DTYPE')
         if spec.working not in ('f32', DTYPES.get(dtype)):
-            raise Error(f"parameter '{member.name}' is {dtype}, the job's are {spec.working}: it would be rounded; give all parameters to "
-                        'the optimizer before the first step, and change their dtype before it', 'BAD_DTYPE')
+            raise Error(f"parameter '{member.name}' is {dtype}, the job's are {spec.working}, so it would be rounded. Give all parameters "
+                        'to the optimizer before the first step, and change their dtype before it', 'BAD_DTYPE')
         if gradient is not None and spec.gradient not in ('f32', DTYPES.get(gradient.dtype)):
-            raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}, the job's are {spec.gradient}: it would be "
-                        'rounded; leave grad_dtype as it is, or keep parameters in float32 and compute under autocast', 'BAD_DTYPE')
+            raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}, the job's are {spec.gradient}, so it would be "
+                        'rounded. Leave grad_dtype as it is, or keep parameters in float32 and compute under autocast', 'BAD_DTYPE')

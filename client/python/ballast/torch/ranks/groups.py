@@ -24,9 +24,9 @@ Exchange = Callable[[bytes], list[bytes]]
 
 # In front of a message. Those of a session begin otherwise.
 _OURS = b'>'
-# Rank 0 looks so often for ranks that begin late.
+# How often rank 0 looks for ranks that begin late.
 _POLL_SECONDS = 0.005
-# The store may take so long to tell a value that is there.
+# How long the store may take to return a value that is there.
 _STORE_SECONDS = 30.0
 
 
@@ -35,8 +35,8 @@ def _reached() -> Iterator[None]:
     try:
         yield
     except dist.DistNetworkError as error:
-        raise Error("torch.distributed's store, which the first rank's process keeps, does not answer: did that rank end? Start all ranks "
-                    f'again ({str(error).splitlines()[0]})', 'RANK_MISSING') from error
+        raise Error("torch.distributed's store does not answer. The process of the first rank keeps it: did that rank end? Start all "
+                    f'ranks again ({str(error).splitlines()[0]})', 'RANK_MISSING') from error
 
 
 class Store:
@@ -67,11 +67,11 @@ class Store:
 
 
 class Within:
-    """An exchange of ranks that are in one call: messages say which, and where ranks are in different ones, all get an error that names
-    two of them."""
+    """An exchange between ranks that make the same call. Each message names its call. If ranks make different calls, all get an error that
+    names two of them."""
 
     def __init__(self, call: str, exchange: Exchange, rank: int = 0) -> None:
-        """rank: this one; that of `exchange` if it is a Within."""
+        """rank: this one. If `exchange` is a Within, its rank counts."""
         self._call: str = f'{exchange._call}, {call}' if isinstance(exchange, Within) else call
         self._exchange: Exchange = exchange._exchange if isinstance(exchange, Within) else exchange
         self.rank: int = exchange.rank if isinstance(exchange, Within) else rank
@@ -92,8 +92,8 @@ def _parted(message: bytes) -> tuple[str, bytes]:
 
 
 class Group:
-    """The ranks of one process group, as one of them sees it. Numbers of ranks are the group's own. Counters and keys belong to the
-    group: ranks that make it anew, be they processes that stayed or others, begin them anew together. Threads: one at a time."""
+    """The ranks of one process group, as one of them sees it. Numbers of ranks are the group's own. Counters and keys belong to the group.
+    Ranks that make a new group, in the same processes or in others, start them from the beginning together. Threads: one at a time."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         """None: this process alone."""
@@ -117,7 +117,7 @@ class Group:
         return self.world_size > 1
 
     def count(self, what: Hashable) -> int:
-        """How many there were before; the same on all ranks, which make them in one order."""
+        """Returns how many there were before. All ranks get the same number, since they count in one order."""
         return next(self._counts[what])
 
     @property
@@ -126,27 +126,27 @@ class Group:
         there = None if self._process_group is None else self._process_group()
         store = None if there is None else dist.distributed_c10d._world.pg_map.get(there, (None, None))[1]
         if store is None:
-            raise Error('the process group of the optimizer is over (destroy_process_group): close() the optimizer and make another in a '
+            raise Error("the optimizer's process group was destroyed (destroy_process_group); close() the optimizer and make another in a "
                         'new group', 'RANK_MISSING')
         return store
 
     def store(self, place: str) -> Store:
-        """After an exchange of all ranks."""
+        """Returns a store of this start of the group. All ranks must have exchanged something before."""
         if self._start is None:
-            raise Error('ranks have exchanged nothing yet in this process group: call resume() on all of them first', 'BAD_REQUEST')
+            raise Error('the ranks of this process group have exchanged nothing yet; call resume() on all of them first', 'BAD_REQUEST')
         return Store(self.torchs_store, f'{self._start}/{place}')
 
     def run(self) -> str:
-        """A name of this run of the trainers, the same on all ranks; any one may ask. A store may have served an earlier run: torchrun
-        tells them apart."""
+        """Returns a name of this run of the trainers, which is the same on all ranks. One rank may ask. The store may have served an
+        earlier run; torchrun's restart count tells runs apart."""
         mine = f'{self._me}-{os.getpid()}'  # a fork is another run
         if not self.several:
             return mine
         return Store(self.torchs_store, f"run/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}").decide(mine)
 
     def exchange(self, what: str, timeout: float, option: str = 'step_timeout') -> Within:
-        """An exchange where no session is open yet: either all ranks get their bytes, or those that come get an error, however late they
-        are. option: the argument that `timeout` (seconds) came from."""
+        """Returns an exchange that needs no session. Either all ranks get their bytes, or all that come get an error, however late they
+        come. option: the argument that set `timeout` (seconds)."""
         return Within(what, functools.partial(self._exchange, what, timeout, option), self.rank)
 
     def _exchange(self, what: str, timeout: float, option: str, mine: bytes) -> list[bytes]:
@@ -155,8 +155,8 @@ class Group:
         until, place = time.monotonic() + timeout, f"exchange/{self.count('exchange')}"
 
         def missing_text(rank: int) -> str:
-            return (f'{what}: rank {self.rank} waited {timeout:g} s ({option}) for rank {rank}; expected all ranks to come to it, the same '
-                    'number of times')
+            return (f'{what}: rank {self.rank} waited {timeout:g} s ({option}) for rank {rank}; expected all ranks to make this call, the '
+                    'same number of times')
         self._begin(place, until, lambda: missing_text(0))
         store = self.store(place)
         store.set(f'said/{self.rank}', mine)
@@ -167,7 +167,7 @@ class Group:
             except RuntimeError:  # dist.DistStoreError
                 missing = r
                 break
-        # Some ranks may have found all, and others given up: the first of them decides for all.
+        # Some ranks may have found all messages while others gave up. The first rank decides for all.
         decided = store.decide('all' if missing is None else missing_text(missing))
         if decided != 'all':
             raise Error(decided, 'RANK_MISSING')
@@ -176,9 +176,9 @@ class Group:
     # --- the beginning of a group
 
     def _begin(self, place: str, until: float, text: Callable[[], str]) -> None:
-        """Names this start of the group. The store may outlive its ranks, as torchrun's does, and has keys of earlier starts: so each
-        rank asks rank 0 by a name of its own, which no earlier one had, and rank 0's answer under that name is of this start. place: of
-        the exchange that the ranks come to. text(): says that rank 0 did not come."""
+        """Names this start of the group. The store may outlive its ranks, as torchrun's does, and may have keys of earlier starts. So each
+        rank asks rank 0 under a fresh name of its own, and an answer under that name belongs to this start. place: of the exchange that
+        the ranks come to. text(): says that rank 0 did not come."""
         if self.rank == 0:
             self._start = self._me
             self._answer(until)
@@ -193,8 +193,8 @@ class Group:
             self._start = start
 
     def _answer(self, until: float) -> None:
-        """Rank 0: answers the ranks that ask, until all have come or time is over. A question may be of an earlier start, whose rank reads
-        no answer."""
+        """Rank 0: answers the ranks that ask, until all have come or time is over. A question may be left from an earlier start; nobody
+        reads its answer."""
         store = Store(self.torchs_store, 'start')
         if self._late:
             store.set('last', self._me.encode())
@@ -211,7 +211,7 @@ class Group:
             time.sleep(_POLL_SECONDS)
 
     def _given_up(self, store: Store, place: str) -> str:
-        """What the ranks of the newest start have decided of this exchange, without this one; '': nothing is known."""
+        """Returns what the ranks of the newest start decided about this exchange without this rank. '': nothing is known."""
         if not store.has('last'):
             return ''
         start = store.get('last', _STORE_SECONDS).decode()
@@ -224,7 +224,7 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDi
 
 
 def of(process_group: dist.ProcessGroup | None = None) -> Group:
-    """None: torch.distributed's default group, if there is one, as it is now."""
+    """Returns the Group of a process group. None: the current default group of torch.distributed, or this process alone."""
     if process_group is None:
         if not dist.is_available() or not dist.is_initialized():
             return _alone

@@ -1,8 +1,9 @@
 """Where ranks are: the address at which the others reach each of them, and which of them share a host.
 
-A rank's address is the first of: host=, BALLAST_HOST, that of the interface GLOO_SOCKET_IFNAME, and the address that this machine has
-towards the process group's store, or by its own name where that is a file. Ranks of other hosts cannot reach a loopback address: a rank
-that was told no address takes the one that it has towards a rank elsewhere, and else all ranks are told what to set."""
+A rank takes its address from the first of these: host=, BALLAST_HOST, the interface GLOO_SOCKET_IFNAME, and the address that this machine
+uses to reach the process group's store. If the store is a file, it is the address of the machine's own name. Ranks of other hosts cannot
+reach a loopback address. A rank that was told no address then takes the one that it uses to reach a rank elsewhere; if there is none, an
+error tells all ranks what to set."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _SET = ('set host= of the optimizer, or BALLAST_HOST, to an address by which oth
 
 
 class Place(NamedTuple):
-    """What a rank tells the others of where it is."""
+    """What a rank tells the others about where it is."""
     address: str
     is_told: bool  # by host= or a variable
     name: str  # of the host, for people
@@ -43,7 +44,7 @@ class Place(NamedTuple):
 
 
 def check(host: Any) -> str:
-    """host= as it was given, or BALLAST_HOST; '': nothing was said."""
+    """Returns the address of host=, or else of BALLAST_HOST. '': neither is set."""
     name, host = ('host', host) if host is not None else ('BALLAST_HOST', os.environ.get('BALLAST_HOST', ''))
     if not isinstance(host, str) or (name == 'host' and not host):
         raise Error(f"{name}={host!r}: expected this machine's name or address, by which other ranks reach it, such as '10.0.0.5'",
@@ -56,13 +57,13 @@ def check(host: Any) -> str:
         raise Error(f'{name}={host!r}: expected a name or an address of this machine; {error.strerror}', 'BAD_CONFIG') from None
     own = next((str(there[0]) for family, _, _, _, there in found if _is_own(family, there)), None)
     if own is None:
-        raise Error(f'{name}={host!r}: expected an address of this machine, and it has none of {sorted({there[0] for *_, there in found})}',
+        raise Error(f'{name}={host!r}: expected an address of this machine, which has none of {sorted({there[0] for *_, there in found})}',
                     'BAD_CONFIG')
     return own
 
 
 def meet(group: Group, exchange: Exchange, host: Any) -> list[Place]:
-    """Where all ranks are, in rank order. COLLECTIVE. host: see check()."""
+    """Returns where all ranks are, in rank order. COLLECTIVE. host: see check()."""
     _, said = everyone(exchange, lambda: _here(group, host), lambda place: json.dumps(place).encode())
     places = [Place(*json.loads(each)) for each in said]
     if len({place.network for place in places}) > 1 and any(place.is_loopback for place in places):
@@ -72,7 +73,7 @@ def meet(group: Group, exchange: Exchange, host: Any) -> list[Place]:
 
 
 def hosts(places: list[Place]) -> list[str]:
-    """Names of the hosts, one for each set of ranks that see each other's processes and loopback addresses."""
+    """Returns the names of the hosts. Ranks are on one host if they see each other's processes and loopback addresses."""
     return sorted({(place.network, place.processes): place.name for place in places}.values())
 
 
@@ -101,7 +102,7 @@ def _towards_others(rank: int, places: list[Place]) -> str:
 
 
 def _outlives_ranks(group: Group) -> bool:
-    """The process group's store is torchrun's own, and torchrun may start ranks again."""
+    """torchrun keeps the process group's store, and may restart the ranks."""
     torchrun = os.environ.get
     return (torchrun('TORCHELASTIC_USE_AGENT_STORE') == 'True' and torchrun('TORCHELASTIC_MAX_RESTARTS', '0') != '0'
             and str(getattr(_store(group), 'port', '')) == torchrun('MASTER_PORT'))
@@ -109,9 +110,9 @@ def _outlives_ranks(group: Group) -> bool:
 
 @functools.cache
 def _warn_of_restarts() -> None:
-    warn("torchrun --max-restarts keeps its store, and torch's process groups, once they are started again, may read addresses of the "
-         'earlier attempt there and not come together, whatever the optimizer (pytorch/pytorch#135712): set '
-         'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and start it with --standalone or --rdzv-backend=c10d')
+    warn("torchrun --max-restarts keeps its store across restarts. torch's process groups may then read addresses of the earlier attempt "
+         'and not come together, whatever the optimizer (pytorch/pytorch#135712). Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, '
+         'and start it with --standalone or --rdzv-backend=c10d')
 
 
 def _store(group: Group) -> Any:
@@ -122,12 +123,12 @@ def _store(group: Group) -> Any:
 
 
 def _master(group: Group) -> str:
-    """The host of the process group's store as this rank calls it; where the store has none, as a file, this host's own name."""
+    """Returns the host of the process group's store. A store without a host, such as a file, gives this host's own name."""
     return getattr(_store(group), 'host', '') or socket.gethostname()
 
 
 def _towards(host: str) -> str | None:
-    """The address that this machine has on the way to another; no packet is sent."""
+    """Returns the address that this machine uses to reach another. Sends no packet."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
         for family, kind, protocol, _, there in sorted(found, key=lambda each: each[0] == socket.AF_INET6):  # a name may have both
@@ -147,12 +148,12 @@ def _is_own(family: int, there: Any) -> bool:
 
 
 def _text(family: int, there: Any) -> str:
-    """A link-local address is one of an interface."""
+    """Returns the address as text. A link-local one includes its interface."""
     return f'{there[0]}%{socket.if_indextoname(there[3])}' if family == socket.AF_INET6 and there[3] and '%' not in there[0] else there[0]
 
 
 def _of_interfaces(names: str, master: str) -> str:
-    """The first address of interfaces 'eth0,eth1', of the master's family if there is one; '': none are named."""
+    """Returns the first address of interfaces 'eth0,eth1', if possible of the master's family. '': no interface is named."""
     wanted = [name.strip() for name in names.split(',') if name.strip()]
     if not wanted:
         return ''

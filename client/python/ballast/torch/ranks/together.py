@@ -1,5 +1,5 @@
-"""Ranks come together in one call: an error on one rank is an error on all ranks, in the same words, and whatever must be the same on
-all ranks is compared."""
+"""Ranks do one thing together. An error on one rank becomes an error on all ranks, in the same words. What must be the same on all ranks is
+compared."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def _describe(error: Exception) -> bytes:
 
 
 def everyone(exchange: Exchange, act: Callable[[], Result], say: Callable[[Result], bytes]) -> tuple[Result, list[bytes]]:
-    """act() on every rank: returns its result here, and say(result) of all ranks. An error is that of the first rank that has one, on
-    all."""
+    """Runs act() on every rank. Returns its result here, and say(result) of all ranks. If ranks raise, all raise the error of the first."""
     results: list[Result] = []  # act()'s, if it has not raised
     wrong: Exception | None = None
     try:
@@ -55,7 +54,7 @@ def everyone(exchange: Exchange, act: Callable[[], Result], say: Callable[[Resul
 
 
 def together(exchange: Exchange, act: Callable[[], Result]) -> Result:
-    """act() on every rank: returns its result here. An error on one is an error on all."""
+    """Runs act() on every rank, and returns its result here. An error on one rank is an error on all."""
     return everyone(exchange, act, lambda _: b'')[0]
 
 
@@ -64,19 +63,19 @@ def _hash(entries: Sequence[tuple[str, str]]) -> bytes:
 
 
 def _other(said: Sequence[Any]) -> int | None:
-    """The first rank that says something else than rank 0, or None."""
+    """Returns the first rank whose value differs from rank 0's, or None."""
     return next((rank for rank, each in enumerate(said) if each != said[0]), None)
 
 
 def in_parts(exchange: Exchange, mine: bytes) -> list[bytes]:
-    """All ranks' bytes, which may be many, in messages of a bounded length."""
+    """Exchanges bytes, however many, in messages of bounded length. Returns all ranks' bytes."""
     longest = max(int(each) for each in exchange(str(len(mine)).encode()))
     parts = [exchange(mine[begin:begin + _PART_BYTES]) for begin in range(0, longest, _PART_BYTES)]
     return [b''.join(of_rank) for of_rank in zip(*parts)]
 
 
 def _refuse_other(exchange: Within, hashes: Sequence[bytes], entries: Sequence[tuple[str, str]]) -> None:
-    """entries, (what, value) as texts, are the same on all ranks, each of which said a hash of them; else the first difference is told."""
+    """Raises an error that names the first difference, unless all ranks have the same hash. entries: (what, value), as texts."""
     other = _other(hashes)
     if other is None:
         return
@@ -87,17 +86,17 @@ def _refuse_other(exchange: Within, hashes: Sequence[bytes], entries: Sequence[t
         lacking = [what for what in has if what not in not_there]
         if lacking:
             more = f' and {len(lacking) - 1} more' if len(lacking) > 1 else ''
-            raise Error(f'rank {there} has {lacking[0]}{more}, and rank {other - there} has not; expected the same on all ranks',
+            raise Error(f'rank {there} has {lacking[0]}{more}, but rank {other - there} has not; expected the same on all ranks',
                         'RANKS_DIFFER')
     for what, value in first.items():
         if second[what] != value:
             raise Error(f'{what} is {value} on rank 0 and {second[what]} on rank {other}; expected the same on all ranks', 'RANKS_DIFFER')
     here, there = next((one, two) for one, two in zip(first, second) if one != two)
-    raise Error(f'{here} comes where rank {other} has {there}; expected one order on all ranks', 'RANKS_DIFFER')
+    raise Error(f'rank 0 has {here} where rank {other} has {there}; expected the same order on all ranks', 'RANKS_DIFFER')
 
 
 def alike(exchange: Within, act: Callable[[], Result], entries: Callable[[Result], Sequence[tuple[str, str]]]) -> Result:
-    """act() on every rank; entries(result), (what, value) as texts, are the same on all."""
+    """Runs act() on every rank, and returns its result here. entries(result), pairs of (what, value) as texts, must be the same on all."""
     result, said = everyone(exchange, act, lambda result: _hash(entries(result)))
     _refuse_other(exchange, said, entries(result))
     return result

@@ -1,4 +1,4 @@
-"""Which modules shard() gathers one at a time, where it is not told."""
+"""Chooses the modules that shard() gathers one at a time, if the caller names none."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ballast.errors import warn
 from ballast.torch.sharding.unit import Unit
 from ballast.torch.tiled import TiledLinear
 
-# A unit is worth a warning where it has more than half of the model, and so many bytes.
+# A unit is worth a warning if it has more than half of the model, and at least this many bytes.
 _LARGE_BYTES = 64 << 20
 
 
 def chosen(model: nn.Module) -> list[nn.Module]:
-    """Blocks, and tiles wherever they are."""
+    """Returns the blocks of the model, and all tiles."""
     # transformers' models name the classes of their blocks.
     names = {name for module in model.modules() for name in getattr(module, '_no_split_modules', None) or ()}
     owners: collections.Counter[torch.Tensor] = collections.Counter(parameter for module in model.modules()
@@ -32,7 +32,7 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _blocks(module: nn.Module, names: Collection[str], owners: collections.Counter[torch.Tensor]) -> list[nn.Module]:
-    """Outermost ones beneath or at `module`. owners: how many modules have each parameter."""
+    """Returns the outermost blocks at or below `module`. owners: how many modules have each parameter."""
     if type(module).__name__ in names and _is_alone(module, owners):
         return [module]
     members = _members(module, owners) if _is_container(module) else []
@@ -40,7 +40,8 @@ def _blocks(module: nn.Module, names: Collection[str], owners: collections.Count
 
 
 def _members(module: nn.Module, owners: collections.Counter[torch.Tensor]) -> list[nn.Module]:
-    """The blocks of a container: all of a ModuleList; of a Sequential or ModuleDict those that are alike, and more than a layer."""
+    """Returns the blocks of a container: all members of a ModuleList; of a Sequential or ModuleDict those that are alike, and more than a
+    layer."""
     there = [child for child in module.children() if any(True for _ in child.parameters())]
     if isinstance(module, nn.ModuleList):
         return there
@@ -50,14 +51,14 @@ def _members(module: nn.Module, owners: collections.Counter[torch.Tensor]) -> li
 
 
 def _is_alone(module: nn.Module, owners: collections.Counter[torch.Tensor]) -> bool:
-    """It has parameters, and shares none with modules outside, which FSDP2 could not gather with it."""
+    """The module has parameters, and shares none with modules outside. FSDP2 could not gather shared ones with it."""
     inside = collections.Counter(parameter for inner in module.modules() for parameter in inner._parameters.values()
                                  if parameter is not None)
     return bool(inside) and all(owners[parameter] == count for parameter, count in inside.items())
 
 
 def warn_of_large(units: list[Unit]) -> None:
-    """Tells of a unit that has most of a large model: each rank holds all of it at each gather."""
+    """Warns of a unit that has most of a large model, since each rank holds all of it at each gather."""
     sizes = {unit: sum(part.shape.numel() * part.gathered.itemsize for part in unit.parts) for unit in units}
     for unit, size in sizes.items():
         if size <= max(_LARGE_BYTES, sum(sizes.values()) / 2):
@@ -66,6 +67,6 @@ def warn_of_large(units: list[Unit]) -> None:
         for part in unit.parts:
             within[part.name.rpartition('.')[0]] += part.shape.numel() * part.gathered.itemsize
         name, largest = within.most_common(1)[0]
-        warn(f"shard(): unit '{unit.name}' has {size >> 20} of the model's {sum(sizes.values()) >> 20} MiB, and every rank holds all of a "
-             f"unit while it computes with it; the largest module in it is '{name}', {largest >> 20} MiB. Say which modules are gathered "
-             'one at a time: shard(model, units=[*model.layers, ...]); TiledLinear cuts a layer that is large by itself')
+        warn(f"shard(): unit '{unit.name}' has {size >> 20} of the model's {sum(sizes.values()) >> 20} MiB, and every rank holds a whole "
+             f"unit while it computes with it. The largest module in it is '{name}' ({largest >> 20} MiB). Name the modules that are "
+             'gathered one at a time: shard(model, units=[*model.layers, ...]). TiledLinear cuts a layer that is large by itself')

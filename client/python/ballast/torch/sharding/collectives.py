@@ -1,4 +1,4 @@
-"""How units go between ranks: gathers that name the ranks that stay away, and ZeRO++'s gathers and reductions of 8 bits and second
+"""How units go between ranks: gathers that name the ranks that do not come, and ZeRO++'s gathers and reductions in 8 bits and its second
 partition of units within a node.
 
 Source: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training (2023): qwZ, qgZ, hpZ."""
@@ -19,22 +19,22 @@ from ballast.torch.agreement import gathers
 from ballast.torch.ranks import groups
 from ballast.torch.sharding.unit import Unit
 
-# Elements that share a scale: 4 bytes beside as many bytes of values.
+# How many elements share a scale: 4 bytes for this many bytes of values.
 BLOCK = 64
 _MOST = 127
 # Their names since torch 2.13, and before.
 _all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
-# A rank that has waited so long in a gather says so to the others.
+# A rank that has waited this long in a gather tells the others.
 _SAY_SECONDS = 2.0
-# Below it an element of 8 bits may be off by half of it: its block's scale is no smaller.
+# The smallest scale of a block. Elements below it may be off by half of it.
 _TINY = torch.finfo(torch.float32).tiny
 
 
 def quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 [blocks, BLOCK] and scales f32 [blocks, 1] of values [n], zeros behind them. An element comes back with an error of at most
-    1/254 of its block's largest magnitude, or 6e-39. A block with an element that is not finite has NaN as its scale, and comes back
-    as NaN."""
+    """Returns int8 [blocks, BLOCK] and scales f32 [blocks, 1] for values [n], padded with zeros. An element comes back with an error of at
+    most 1/254 of its block's largest magnitude, or 6e-39. A block with an element that is not finite gets the scale NaN, and comes back as
+    NaN."""
     blocks = torch.nn.functional.pad(values.float(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     scales = (blocks.abs().amax(1, keepdim=True) / _MOST).clamp_min(_TINY)
     finite = scales.isfinite()
@@ -43,7 +43,7 @@ def quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def restored(whole: torch.Tensor, scales: torch.Tensor, length: int) -> torch.Tensor:
-    """f32 [length]: the values that quantized() was given, but for its error."""
+    """Returns f32 [length]: the values that quantized() was given, with its error."""
     most = torch.finfo(torch.float32).max  # which rounding of a scale may pass
     return (whole * scales).clamp_(-most, most).view(-1)[:length]
 
@@ -55,29 +55,30 @@ class _Wire:
         self._unit = unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """FSDP2's buffers of the unit's collectives; a rank's part of the reduced gradients stays in one until it is pushed."""
+        """Allocates FSDP2's buffers for the unit's collectives. A rank's part of the reduced gradients stays in one until it is pushed."""
         if torch.device(device).type != 'cpu':
             return torch.empty(*size, dtype=dtype, device=device)
         with torch.inference_mode(False):
             return self._unit.model.memory.take(math.prod(size), dtype).view(*size)
 
     def _count(self, way: str, group: Any, *sent: torch.Tensor) -> None:
-        """sent: by each rank to each other rank."""
+        """sent: what each rank sends to each other rank."""
         self._unit.model.wire[way] += (group.size() - 1) * sum(tensor.numel() * tensor.element_size() for tensor in sent)
 
     def _check(self, tensor: torch.Tensor) -> None:
         if not tensor.dtype.is_floating_point:
-            raise Error(f"unit '{self._unit.name}' has parameters of several dtypes, which FSDP2 gathers as bytes; for 8 bits expected one "
-                        'dtype of all, or a MixedPrecisionPolicy that gives them one', 'UNSUPPORTED')
+            raise Error(f"unit '{self._unit.name}' has parameters of several dtypes, which FSDP2 gathers as bytes. For 8 bits all need "
+                        'one dtype: use a MixedPrecisionPolicy that gives them one', 'UNSUPPORTED')
 
 
 class Gather(_Wire):
     """A unit's all-gather. Threads and streams: those of FSDP2's call; the result is there, in the stream, as the call returns.
 
-    Errors: RANK_MISSING, with their numbers, where ranks do not come within the job's step_timeout, on CPUs; NCCL has its own watchdog."""
+    Errors: RANK_MISSING, with the ranks' numbers, if ranks do not come within the job's step_timeout, on CPUs. NCCL has its own
+    watchdog."""
 
     def __init__(self, unit: Unit, is_quantized: bool = False, node: Any = None) -> None:
-        """node: the group of ranks that keep a second partition together; None: there is none."""
+        """node: the group of ranks that keep a second partition together. None: there is no second partition."""
         super().__init__(unit)
         self._is_quantized, self._node = is_quantized, node
         self._second: torch.Tensor | None = None  # this rank's part of the whole unit, as it was gathered
@@ -85,7 +86,8 @@ class Gather(_Wire):
 
     @property
     def has_second(self) -> bool:
-        """The next gather is within the node, and needs nothing from the servers: the job's version has not moved since the last one."""
+        """The next gather is within the node and needs nothing from the servers, since the job's version has not changed since the last
+        one."""
         return self._second is not None and self._at == self._unit.model.now()
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> None:
@@ -141,7 +143,8 @@ class Gather(_Wire):
         return self._unit.model.group.store(f'gather/{self._unit.model.number}/{self._unit.name}/{self._unit.gathers}/{what}')
 
     def _missing(self, what: str, group: Any, error: RuntimeError) -> Error:
-        """Ranks that came have said so, or will soon: the connection of one may have broken before it waited."""
+        """Returns the error that names the missing ranks. Ranks that came have said so, or will soon: a connection may have broken before
+        its rank waited."""
         store = self._store(what)
         store.set(str(groups.world().rank), b'')
         missing, until = [], time.monotonic() + 2 * _SAY_SECONDS
@@ -152,8 +155,8 @@ class Gather(_Wire):
                 missing.append(rank)
         who = f'ranks {missing} did not come to it' if missing else 'all ranks came to it'
         return Error(f"a gather of unit '{self._unit.name}' ended on rank {groups.world().rank} by a broken connection or after "
-                     f'{self._unit.model.timeout:g} s (step_timeout), and {who}; expected all ranks to run the same passes over the same '
-                     f'units, and to live; start all ranks again ({str(error).splitlines()[0]})', 'RANK_MISSING')
+                     f'{self._unit.model.timeout:g} s (step_timeout), and {who}. All ranks must run the same passes over the same units. '
+                     f'Start all ranks again ({str(error).splitlines()[0]})', 'RANK_MISSING')
 
     def _share(self, output: torch.Tensor) -> int:
         return -(-output.numel() // int(self._node.size()))
@@ -179,13 +182,13 @@ class Reduce(_Wire):
 
 
 class QuantizedReduce(_Wire):
-    """A unit's reduce-scatter: gradients go once, in 8 bits, and are summed in float32. Each rank's part has an error of at most the sum
-    over ranks of 1/254 of their blocks' largest magnitudes, divided by the number of ranks where a mean is taken. Threads: as Gather."""
+    """A unit's reduce-scatter. Gradients go once, in 8 bits, and are summed in float32. The error of each rank's part is at most the sum
+    over ranks of 1/254 of their blocks' largest magnitudes; for a mean, divided by the number of ranks. Threads: as Gather."""
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> None:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise Error(f"shard(reduce='q8'): unit '{self._unit.name}' reduces by {op}; expected a sum or a mean: leave "
-                        "set_gradient_divide_factor() out, or reduce='q8'", 'UNSUPPORTED')
+            raise Error(f"shard(reduce='q8'): unit '{self._unit.name}' reduces by {op}; expected a sum or a mean. Leave out "
+                        "set_gradient_divide_factor(), or reduce='q8'", 'UNSUPPORTED')
         self._check(input_tensor)
         ranks, length = group.size(), output_tensor.numel()
         parts = [quantized(part) for part in input_tensor.view(ranks, length)]

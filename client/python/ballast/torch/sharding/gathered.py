@@ -1,4 +1,4 @@
-"""Whole parameters of a model that shard() has taken, for export, for evaluation on one rank, and to write values."""
+"""Gives whole parameters of a model of shard(): for export, for evaluation on one rank, and to write values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,26 +24,27 @@ from ballast.torch.tensors.remote import Part, part_of
 
 @contextlib.contextmanager
 def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
-    """Within it, `module` (a model that shard() has taken, or a part of one) has whole parameters at the job's version, on the host, in
-    their own dtype, and in memory for all of them: to save state_dict(), say. They are copies. Forward passes need no gathered(): FSDP2
-    gathers for them; within it they take the copies, under torch.no_grad(), and no other rank has to run them. Any one rank may enter, if
-    the job is open; the first use of a job is of all ranks.
+    """Gives `module` whole parameters for the time of the block, for example to save its state_dict(). `module` is a model of shard(), or a
+    part of one. The parameters are copies at the job's version, on the host, in their own dtype; the host needs memory for all of them.
 
-    write: what the block has written to copies (in place, through .data or numpy, or by another Parameter of the same shape and dtype)
-    becomes the parameters' values at its end, in one transaction. All ranks enter, and write the same. requires_grad counts with and
-    without.
+    Forward passes do not need gathered(), since FSDP2 gathers for them. Within the block a forward pass uses the copies. It must run under
+    torch.no_grad(), and no other rank has to run it. If the job is open, one rank may enter alone; the first use of a job is for all ranks.
 
-    Errors: an Error if no parameter of the module was sharded. At the end of the block, with the name of the parameter: one was written
-    to without write; one has another shape or dtype, was taken out or added, or its module was replaced; RANKS_DIFFER if ranks wrote
-    other values. The module is then as it was before the block, attributes included, and so it is if the block raises."""
+    write: at the end of the block, what it wrote to the copies becomes the values of the parameters, in one transaction. The block may
+        write in place, through .data or numpy, or put another Parameter of the same shape and dtype in place. All ranks enter, and write
+        the same. A change of requires_grad counts with write and without.
+
+    Errors: an Error if no parameter of the module was sharded. At the end of the block, an Error names the parameter if it was written to
+    without write; if it has another shape or dtype, was taken out or added; or if its module was replaced. RANKS_DIFFER if ranks wrote
+    different values. After an error, in the block or at its end, the module is as it was before the block, attributes included."""
     models = models_of(module)
     for model in models:
         model.passes.settle()
         model.passes.prepare()
     copies = _Copies(module, {part: (model, unit) for model in models for unit in model.units for part in unit.parts})
     if not copies.places:
-        raise Error('gathered(module): no parameter of it lives on the servers; was shard() called, does no forward pass run, and is the '
-                    'module the model, or a part of it?', 'BAD_REQUEST')
+        raise Error('gathered(module): no parameter of this module lives on the servers. Call shard() first, give gathered() that model '
+                    'or a part of it, and enter it outside of forward passes', 'BAD_REQUEST')
     refused: Exception | None = None
     changed: dict[Part, torch.Tensor] = {}
     try:
@@ -50,9 +52,9 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         yield module
         changed = copies.changed()
         if changed and not write:
-            raise Error(f"parameter '{next(iter(changed)).name}' was written to within gathered(): that was a copy, and the servers have "
-                        'their own values still; say gathered(module, write=True), on all ranks, or load a state_dict() that has the new '
-                        "values by the model's load_state_dict(), outside gathered()", 'UNSUPPORTED')
+            raise Error(f"parameter '{next(iter(changed)).name}' was written to within gathered(), but that was a copy, and the servers "
+                        'still have their own values. Use gathered(module, write=True), on all ranks, or load a state_dict() that has the '
+                        "new values by the model's load_state_dict(), outside gathered()", 'UNSUPPORTED')
         copies.carry()
     except BaseException as error:
         copies.restore()
@@ -67,7 +69,7 @@ def gathered(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
 
 def _give(model: Sharded, changed: dict[Part, torch.Tensor], refused: Exception | None) -> None:
-    """COLLECTIVE. refused: what the block raised on this rank, which is an error on all."""
+    """Gives the servers what the block wrote. COLLECTIVE. refused: what the block raised on this rank, which becomes an error on all."""
     job = model.open()
 
     def act() -> dict[str, int | None]:
@@ -80,8 +82,8 @@ def _give(model: Sharded, changed: dict[Part, torch.Tensor], refused: Exception 
         for name, digest in digests.items():
             first, other = written.setdefault(name, (rank, digest))
             if digest != other:
-                raise Error(f"gathered(write=True): ranks {first} and {rank} wrote other values to parameter '{name}', or one of them did "
-                            'not write to it; write the same on all ranks', 'RANKS_DIFFER')
+                raise Error(f"gathered(write=True): ranks {first} and {rank} wrote different values to parameter '{name}', or one of them "
+                            'did not write to it; write the same on all ranks', 'RANKS_DIFFER')
     if any(digest is not None for _, digest in written.values()):
         give(job, {id(model.parameters[part]): part.of(value) for part, value in changed.items()})
 
@@ -94,10 +96,10 @@ class _Place(NamedTuple):
 
 
 class _Copies:
-    """Copies in the place of the parameters of a module, and all that the module was before."""
+    """Copies that take the place of a module's parameters, and what is needed to restore the module."""
 
     def __init__(self, module: nn.Module, owners: Mapping[Part, tuple[Sharded, Unit]]) -> None:
-        """owners: of each part, at least of those of the module."""
+        """owners: the model and unit of each part, at least for those of the module."""
         self._module, self._owners = module, owners
         self.places = [_Place(inner, leaf, part, parameter) for inner in module.modules()
                        for leaf, parameter in inner._parameters.items()
@@ -115,10 +117,10 @@ class _Copies:
         self._before = [_kept(each) for each in (*self._leaves, *configs.values())]
         parameters = {part: parameter for _, _, part, parameter in self.places}
         digests = {}
-        with concurrent.futures.ThreadPoolExecutor(1, 'ballast-gathered') as digesting:
+        with _digesting() as threads:
             for part, values in _read(parameters, self._owners):
                 self._copies[part] = nn.Parameter(values, requires_grad=parameters[part].requires_grad)
-                digests[part] = digesting.submit(digest_of, values)
+                digests[part] = threads.submit(digest_of, values)
             self._digests = {part: digest.result() for part, digest in digests.items()}
         for inner, leaf, part, _ in self.places:
             model, unit = self._owners[part]
@@ -135,7 +137,7 @@ class _Copies:
                 vars(wrapped).pop('_apply', None)
 
     def carry(self) -> None:
-        """What was said of a copy's requires_grad is said of the parameter's."""
+        """Gives each parameter the requires_grad of its copy."""
         for _, _, part, parameter in self.places:
             parameter.requires_grad_(self._there[part].requires_grad)
 
@@ -144,37 +146,47 @@ class _Copies:
             restore()
 
     def changed(self) -> dict[Part, torch.Tensor]:
-        """The values that the block has written."""
+        """Returns the values that the block has written."""
         inside = set(self._module.modules())
         there: dict[Part, nn.Parameter] = {}
         memory: dict[int, Part] = {}
         for inner, leaf, part, _ in self.places:
-            now = inner._parameters.get(leaf)
             if inner not in inside:
                 raise _refused(part.name, 'its module was replaced or taken out')
-            if now is None:
-                raise _refused(part.name, 'it was taken out of its module')
-            if now.shape != part.shape or now.dtype != self._copies[part].dtype:
-                raise _refused(part.name, f'it has shape {list(now.shape)} and {now.dtype} now, and had {list(part.shape)} and '
-                                          f'{self._copies[part].dtype}')
+            now = self._checked(part, inner._parameters.get(leaf))
             if there.setdefault(part, now) is not now:
                 raise _refused(part.name, 'it is shared by modules, one of which has another Parameter now')
             if now.numel() > 0 and memory.setdefault(now.data_ptr(), part) is not part:
                 raise _refused(part.name, f"it shares memory with '{memory[now.data_ptr()].name}' now")
-            if now.grad is not None:
-                raise _refused(part.name, 'a backward pass gave the copy a gradient, which no step takes')
+        self._check_added()
+        self._there = there
+        with _digesting() as threads:
+            digests = dict(zip(there, threads.map(digest_of, there.values())))
+        return {part: now.detach().cpu() for part, now in there.items() if digests[part] != self._digests[part]}
+
+    def _checked(self, part: Part, now: nn.Parameter | None) -> nn.Parameter:
+        """Checks what the block has left in the place of a copy, and returns it."""
+        if now is None:
+            raise _refused(part.name, 'it was taken out of its module')
+        if now.shape != part.shape or now.dtype != self._copies[part].dtype:
+            raise _refused(part.name, f'it has shape {list(now.shape)} and {now.dtype} now, and had {list(part.shape)} and '
+                                      f'{self._copies[part].dtype}')
+        if now.grad is not None:
+            raise _refused(part.name, 'a backward pass gave the copy a gradient, which no step takes')
+        return now
+
+    def _check_added(self) -> None:
         for path, inner in self._module.named_modules():
-            added = next((leaf for leaf, now in inner._parameters.items() if now is not None and leaf not in self._leaves.get(inner, ())),
-                         None)
+            before = self._leaves.get(inner, ())
+            added = next((leaf for leaf, now in inner._parameters.items() if now is not None and leaf not in before), None)
             if added is not None:
                 raise _refused(f'{path}.{added}' if path else added, 'it was added')
-        self._there = there
-        return {part: now.detach().cpu() for part, now in there.items() if digest_of(now) != self._digests[part]}
 
 
 def _read(parameters: Mapping[Part, nn.Parameter], owners: Mapping[Part, tuple[Sharded, Unit]],
           ) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Whole parameters in their own dtype: by pulls, or read one by one and rounded where gathers have another."""
+    """Yields whole parameters in their own dtype. They come by pulls; if gathers have another dtype, masters are read one by one and
+    rounded."""
     pulled: dict[Sharded, list[Part]] = {}
     for part, parameter in parameters.items():
         model, _ = owners[part]
@@ -182,16 +194,21 @@ def _read(parameters: Mapping[Part, nn.Parameter], owners: Mapping[Part, tuple[S
         if DTYPES[parameter.dtype] == job.options.optimizer.working:
             pulled.setdefault(model, []).append(part)
             continue
-        values = torch.empty(part.shape.numel(), dtype=torch.float32, device='cpu')
+        values = model.pulls.whole_memory.take(part.shape.numel(), torch.float32)
         job.session.read(model.tensors[part], 'master', values)
         yield part, values.to(parameter.dtype).view(part.shape)
     for model, parts in pulled.items():
         yield from model.pulls.whole(parts)
 
 
+def _digesting() -> concurrent.futures.ThreadPoolExecutor:
+    """Returns threads for digests of copies. More would only wait for memory."""
+    return concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1), 'ballast-gathered')
+
+
 def _refused(name: str, what: str) -> Error:
-    return Error(f"parameter '{name}' within gathered(): {what}. A job has the modules and shapes that shard() took: change those "
-                 'before shard(), in a new job, and write values alone, within gathered(model, write=True). The model is as it was before '
+    return Error(f"parameter '{name}' within gathered(): {what}. A job keeps the modules and shapes that shard() took. Change those "
+                 'before shard(), in a new job, and write only values within gathered(model, write=True). The model is as it was before '
                  'the block', 'UNSUPPORTED')
 
 
@@ -200,7 +217,7 @@ def _refuse_apply(part: Part, *_: Any, **__: Any) -> NoReturn:
 
 
 def _kept(of: Any) -> Callable[[], None]:
-    """Returns what brings back the class and attributes of an object, and what lists and dicts among these had."""
+    """Returns a function that restores the class and attributes of an object, and the contents of lists and dicts among these."""
     kind, before = type(of), dict(vars(of))
     contents = [(value, value.copy()) for value in before.values() if isinstance(value, (dict, list, set))]
 

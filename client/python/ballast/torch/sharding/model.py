@@ -1,4 +1,4 @@
-"""A model that shard() has taken, as its units see it."""
+"""A model of shard(), as its units see it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Model(abc.ABC):
     """What units of a model share on one rank. Threads: the training loop's and autograd's, one at a time."""
 
     def __init__(self, seed: int, frozen: str, how: str) -> None:
-        """Arguments of shard(). frozen: '' for 'state'. how: those that ranks must have alike, as a text."""
+        """seed: of shard(). frozen: of shard(), with '' for 'state'. how: a text of the arguments that must be alike on all ranks."""
         self.parameters: dict[Part, nn.Parameter] = {}
         self.places: dict[Part, list[tuple[nn.Module, str, str]]] = {}  # module, its name, the parameter's name in it
         self.copies: dict[Part, nn.Parameter] = {}  # that are in the places now, within gathered()
@@ -32,7 +32,7 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def now(self) -> tuple[int, int, int] | None:
-        """Names the values that the job has now; None: no session is open."""
+        """Returns a name of the values that the job has now. None: no session is open."""
 
     @property
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a model that shard() has taken, and what they leave: units that FSDP2 keeps gathered, and its state of a
+"""Forward and backward passes of a model of shard(), and what they leave behind: units that FSDP2 keeps gathered, and FSDP2's state of a
 pass that an exception has cut off."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Passes:
 
     def __init__(self, model: nn.Module, sharded: Model, units: Sequence[Unit], open_job: Callable[[], object],
                  drop_pushed: Callable[[], None]) -> None:
-        """model: with Remotes in the place of its parameters, all of which are in the units of sharded. open_job(): opens the job where it
-        is not open. drop_pushed(): no step will take gradients that went."""
+        """model: it has Remotes instead of parameters, and the units of `sharded` have all of them. open_job(): opens the job if it is not
+        open. drop_pushed(): drops gradients that went, since no step will take them."""
         self.model, self._sharded, self._units = model, sharded, units
         self._open_job, self._drop_pushed = open_job, drop_pushed
         self._is_prepared = False  # FSDP2 has made its memory
@@ -69,13 +69,13 @@ class Passes:
                 self._spoilt = False  # recover() has dropped them
 
     def prepare(self) -> None:
-        """FSDP2 looks over the parameters, as it does in its first forward pass: they have to be in their places."""
+        """Lets FSDP2 look over the parameters, as it does in its first forward pass. They must be in their places."""
         with torch.inference_mode(False), torch.no_grad():
             for module in self._outermost:
                 module._get_fsdp_state()._lazy_init()
 
     def _make_memory(self, module: nn.Module) -> None:
-        """FSDP2 makes its memory at the first gathers, and what is made in inference mode it could not use for training."""
+        """Lets FSDP2 make its memory, which it does at the first gathers. Memory made in inference mode would be useless for training."""
         with torch.inference_mode(False), torch.no_grad():
             for inner in module.modules():
                 if is_wrapped(inner):
@@ -95,17 +95,17 @@ class Passes:
                     tensor.register_hook(hook)
 
     def _left(self, module: nn.Module, *_: Any) -> None:
-        """Behind _end(), or in its place where the pass has raised an exception."""
+        """Runs after _end(), or instead of it if the pass has raised an exception."""
         if module in self._inside and not _in_backward():
             self._inside.discard(module)
             self._is_cut_off = True
 
     def _before_backward(self, at: object, begun: list[bool], _: torch.Tensor) -> None:
-        """at: Sharded.now() of the forward pass. begun: its outputs whose gradients have come. Recomputation runs modules once more."""
+        """at: Sharded.now() of the forward pass. begun: has an element for each output whose gradient has come. Recomputation runs modules
+        again."""
         if at != self._sharded.now():
-            raise Error(f"parameter '{self._units[0].parts[0].name}' and others have other values since the forward pass of this "
-                        'backward pass, by a step, a load or a rollback, and its gradients would be of both: run the forward pass again',
-                        'BAD_REQUEST')
+            raise Error(f"parameter '{self._units[0].parts[0].name}' and others changed after the forward pass of this backward pass, by "
+                        'a step, a load or a rollback, so its gradients would mix two versions; run the forward pass again', 'BAD_REQUEST')
         for unit in self._units if not begun else ():
             unit.check()
             unit.show()
@@ -127,15 +127,15 @@ class Passes:
     # --- between passes
 
     def recover(self) -> None:
-        """Where an exception has cut off a pass, FSDP2 forgets that pass, which it would go on with: gradients of a backward pass that was
-        cut off count no more."""
+        """If an exception has cut off a pass, makes FSDP2 forget that pass, which it would otherwise go on with. Gradients of a backward
+        pass that was cut off no longer count."""
         states = [module._get_fsdp_state() for module in self._outermost]
         in_backward = any(state._state_ctx.post_backward_final_callback_queued for state in states)
         if _in_backward() or not (in_backward or self._is_cut_off):
             return
         if not hasattr(torch.distributed.fsdp.FSDPModule, 'reset_iter_state'):
-            raise Error(f'an exception has cut off a pass of the model, and FSDP2 of torch {torch.__version__} cannot forget it: expected '
-                        'torch 2.13 or later to go on after it; start all ranks again', 'UNSUPPORTED')
+            raise Error(f'an exception has cut off a pass of the model, and FSDP2 of torch {torch.__version__} cannot forget that pass. '
+                        'Start all ranks again; with torch 2.13 or later a model can go on', 'UNSUPPORTED')
         kept = [(group, group._partial_reduce_output) for unit in self._units for group in unit.groups if not in_backward]
         for state in states:
             if state._is_root:
@@ -155,28 +155,28 @@ class Passes:
         self._drop_pushed()
         for parameter in self._sharded.parameters.values():
             parameter.grad = None
-        warn('an exception has cut off a backward pass of a model of shard(): no gradient of that pass counts')
+        warn('an exception has cut off a backward pass of a model of shard(), so no gradient of that pass counts')
 
     def settle(self) -> None:
-        """Parameters are in their places, and none is gathered. Errors: as Unit.check()."""
+        """Puts parameters in their places, and frees what is gathered. Errors: as Unit.check()."""
         self.recover()
         for unit in self._units:
             unit.check()
             unit.reshard()
 
     def check(self) -> None:
-        """Refuses a step of a model that was changed otherwise than by it, or with gradients of a pass that was cut off."""
+        """Refuses a step if somebody else has changed the model, or if gradients are from a pass that was cut off."""
         if self._sharded.copies:
-            raise Error('step() within gathered(): the copies would be of the version before it; make the step outside', 'BAD_REQUEST')
+            raise Error('step() within gathered() would leave the copies at the version before it; make the step outside', 'BAD_REQUEST')
         self.recover()
         if self._spoilt:
-            raise Error('a backward pass was cut off by an exception, and the gradients that there are since the last step are not whole: '
-                        'call zero_grad() of the optimizer, and run forward and backward again, on all ranks', 'BAD_REQUEST')
+            raise Error('a backward pass was cut off by an exception, so the gradients since the last step are not whole. Call '
+                        'zero_grad() of the optimizer, then run forward and backward again, on all ranks', 'BAD_REQUEST')
         for unit in self._units:
             unit.check(self.model)
 
     def forget(self) -> None:
-        """The gradients that there are count no more."""
+        """The gradients so far no longer count."""
         self.recover()
         self._spoilt = False
 

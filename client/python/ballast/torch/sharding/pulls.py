@@ -16,9 +16,9 @@ from ballast.torch.sharding.memory import Memory, held
 from ballast.torch.sharding.unit import Unit
 from ballast.torch.tensors.remote import Part
 
-# Gathers of one step, or of passes without a step, that are remembered.
+# How many gathers of one step, or of passes without a step, are remembered.
 _GATHERS_MAX = 1 << 16
-# Pulls of whole parameters that are under way together.
+# How many pulls of whole parameters are under way together.
 _BATCHES = 4
 _DTYPES = {'f32': torch.float32, 'bf16': torch.bfloat16, 'f16': torch.float16}
 
@@ -35,7 +35,7 @@ class _Pull(NamedTuple):
         self.session.await_pull(self.number)
 
     def drop(self) -> None:
-        """The version is not wanted any more, or the session is over: nobody reads what comes."""
+        """Waits for a pull that nobody reads: its version is out of date, or the session is over."""
         try:
             self.end()
         except Error:
@@ -43,14 +43,14 @@ class _Pull(NamedTuple):
 
 
 class Pulls:
-    """The order of a step's gathers is that of the step before, until it changes: then the gather that was not foreseen waits for its
+    """Expects the gathers of a step in the order of the step before. When a gather comes that it did not expect, that gather waits for its
     pull, and the order goes on from there. Threads: one at a time."""
 
     def __init__(self, job: Callable[[], OpenJob], bytes_max: int, memory: Memory) -> None:
-        """job(): the open job. bytes_max: bound on the memory of pulls ahead of use; one unit is always pulled ahead. memory: for
+        """job(): returns the open job. bytes_max: bounds the memory of pulls ahead of use, but one unit is always pulled ahead. memory: for
         pulls."""
         self._job, self._bytes_max = job, bytes_max
-        self._memory = memory
+        self._memory, self.whole_memory = memory, Memory(seldom=True)
         self._indices: dict[Unit, list[int]] = {}  # of the session's tensors
         self._under_way: dict[Unit, list[_Pull]] = {}  # oldest first: a unit may be gathered again soon, as forward's last one is
         self._order: list[Unit] = []  # expected gathers: those of the last step
@@ -63,12 +63,12 @@ class Pulls:
         self.wait_seconds = 0.0
 
     def place(self, indices: dict[Unit, list[int]]) -> None:
-        """indices: of the units' parts among the session's tensors. A session begins."""
+        """Begins a session. indices: of the units' parts among the session's tensors."""
         self.forget()
         self._indices = indices
 
     def take(self, unit: Unit) -> list[torch.Tensor]:
-        """The unit's pieces, by part, at the job's version."""
+        """Returns the unit's pieces, by part, at the job's version."""
         job = self._job()
         self._drop_stale(job)
         there = self._under_way.get(unit)
@@ -86,7 +86,7 @@ class Pulls:
         return pull.pieces
 
     def whole(self, parts: Sequence[Part]) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Whole parameters at the job's version, in the job's working dtype, as they come: also those of which other ranks have parts.
+        """Yields whole parameters at the job's version, in the job's working dtype, as they come, even if other ranks have parts of them.
         Several are under way at a time."""
         job = self._job()
         session, dtype = job.session, _DTYPES[job.options.optimizer.working]
@@ -99,7 +99,7 @@ class Pulls:
                 batch, size = [], 0
                 while waiting and size < self._bytes_max // _BATCHES:
                     part = waiting.popleft()
-                    batch.append((part, torch.empty(part.shape or (1,), dtype=dtype, device='cpu')))
+                    batch.append((part, self.whole_memory.take(part.shape.numel(), dtype).view(part.shape or (1,))))
                     size += batch[-1][1].nbytes
                 indices = [index[part] for part, _ in batch]
                 under_way.append((session.start_pull(indices, [values for _, values in batch], whole=True), batch))
@@ -111,7 +111,7 @@ class Pulls:
                 yield part, values.view(part.shape)
 
     def stepped(self) -> None:
-        """The job has a new version: its first units are pulled as the servers make it."""
+        """The job has a new version. Pulls its first units while the servers make it."""
         if self._made:
             self._order, self._made, self._is_step = self._made, [], True
         self._at = 0
@@ -127,7 +127,7 @@ class Pulls:
         self._under_way, self._made, self._at = {}, [], 0
 
     def _drop_stale(self, job: OpenJob) -> None:
-        """Of other versions, as a step or a rollback leaves them."""
+        """Drops pulls of other versions, which a step or a rollback leaves behind."""
         version = job.session.version
         for unit, pulls in self._under_way.items():
             for pull in pulls:
@@ -146,7 +146,7 @@ class Pulls:
         return _Pull(job.session, version, job.session.start_pull(self._indices[unit], places), pieces, held(size, unit.is_pinned))
 
     def _follow(self, unit: Unit) -> None:
-        """The order goes on behind this gather: at its place that is the nearest to the expected one."""
+        """Goes on in the order after this gather, at the place of this unit that is nearest to the expected one."""
         is_over = self._at >= len(self._order)
         places = [i for i, each in enumerate(self._order) if each is unit]
         if places:
@@ -155,8 +155,8 @@ class Pulls:
             self._repeat()
 
     def _repeat(self) -> None:
-        """Behind a step's order no step came, as in passes without gradients: the order goes on as it did when the last two gathers came
-        one after the other before."""
+        """No step came at the end of a step's order, as in passes without gradients. Expects what followed when the last two gathers came
+        in this order before."""
         made = self._made = self._made[-_GATHERS_MAX:]
         again = next((i for i in range(len(made) - 2, 0, -1) if made[i - 1:i + 1] == made[-2:]), None)
         if again is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ballast.torch.sharding.wrapped import Wrapped
 
-# FSDP2 of 2.6 does not run on CPUs, so that it could not be tried. Before 2.9 nothing can replace FSDP2's collectives.
+# FSDP2 of 2.6 does not run on CPUs, so it was never tested. Before 2.9 FSDP2's collectives cannot be replaced.
 _TORCH = 2, 7
 _PREFETCH_BYTES = 256 << 20
 
@@ -38,38 +38,41 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
           reshard_after_forward: bool | None = None, prefetch_bytes: int = _PREFETCH_BYTES, push_early: bool = True, backwards: int = 1,
           seed: int = 0, gather: str | None = None, reduce: str | None = None, second: Any = None, frozen: str = 'working',
           offload_policy: None = None) -> nn.Module:
-    """Parameters of `model` live on the state servers from now on: FSDP2's gathers pull this rank's parts of a unit just ahead of use, and
-    gradients go to the servers in backward. Give an optimizer of ballast.torch model.named_parameters(), all of them, before the first
-    forward pass, which opens the job (so do resume() and step()). A model in which nothing wants a gradient needs no optimizer: it has a
-    job of its own, in memory, while it lives. Returns `model`.
+    """Moves the parameters of `model` to the state servers. FSDP2's gathers pull this rank's parts of a unit just before it is used, and
+    backward sends gradients to the servers. Returns `model`.
 
-    model: on the meta device (a new job's values come from each module's reset_parameters(), under a seed from the parameter's name and
-    `seed`), or with values, which are a new job's and are freed. An existing job's values are its own. Not wrapped, or wrapped by
-    fully_shard, and then without mesh, units, mp_policy and reshard_after_forward, which are fully_shard's. Parameters may be DTensors of
-    parallelize_module or of experts before. A stage of a pipeline is a model: give it reshard_after_forward=False and the schedule
-    scale_grads=False (the loss divides), and call resume() on all ranks before the first pass, for stages' passes do not begin together.
-    mesh: of data parallelism; None: one of all ranks.
-    units: modules that are gathered one at a time; None: the members of each ModuleList that is in no other, those of a Sequential or
-    ModuleDict that are alike and have modules of their own, classes of transformers' _no_split_modules, and the tiles of each TiledLinear.
-    The rest is one more unit. A warning names a unit that has more than half of the model and 64 MiB.
-    prefetch_bytes: memory of the host for pulls ahead of use, at least one unit's.
-    push_early: gradients leave the trainer in backward, so nobody else can read or clip them (the optimizer's max_norm does).
+    Give all of model.named_parameters() to an optimizer of ballast.torch before the first forward pass, which opens the job (so do resume()
+    and step()). A model in which nothing wants a gradient needs no optimizer: it has a job of its own, in memory, while it lives.
+
+    model: on the meta device, or with values. On the meta device a new job takes its values from each module's reset_parameters(), under a
+        seed from the parameter's name and `seed`. Values that the model has become those of a new job, and their memory is freed. An
+        existing job keeps its own values. The model may be wrapped by fully_shard already; then leave out mesh, units, mp_policy and
+        reshard_after_forward, which fully_shard has. Parameters may already be DTensors of parallelize_module or of experts. A stage of a
+        pipeline is a model: give it reshard_after_forward=False, give the schedule scale_grads=False (the loss divides), and call resume()
+        on all ranks before the first pass, since the passes of stages do not begin together.
+    mesh: the mesh of data parallelism. None: a mesh of all ranks.
+    units: the modules that are gathered one at a time. None: the members of each ModuleList that is in no other; the members of a
+        Sequential or ModuleDict that are alike and have modules of their own; the classes of transformers' _no_split_modules; and the tiles
+        of each TiledLinear. The rest is one more unit. A warning names a unit that has more than half of the model and 64 MiB.
+    prefetch_bytes: memory of the host for pulls ahead of use. There is always room for one unit.
+    push_early: backward takes gradients out of the trainer, so nobody else can read or clip them. max_norm of the optimizer clips them.
     backwards: how many backward passes with gradient sync make a step.
-    gather, reduce: 'q8' moves parameters (ZeRO++'s qwZ), or gradients (qgZ), between ranks as 8-bit integers with a scale for each 64 of
-    them: 1/3.8 of float32's bytes. A parameter that a pass computes with is off by at most 1/254 of the largest magnitude among its 64,
-    and the rounding to the dtype of gathers; a gradient by the mean of that over ranks. Masters on the servers stay exact.
-    frozen: what servers keep of a parameter that wants no gradient when a new job opens. 'working': its value in the dtype of gathers
-    alone, 2 bytes in 16 bits, to which it is rounded for good. 'q8': 8-bit integers and a scale for each 256, 1.016 bytes: an element is
-    off by at most 1/254 of the largest magnitude among its 256, and the rounding to the dtype of gathers. Neither can be trained in that
-    job. 'state': its master and moments, as of a trained one, so that it may be unfrozen later. A value that is infinite in the dtype of
-    gathers is refused, as Inf and NaN are.
-    second: a mesh of the ranks of this rank's node, or another part of those that gather together. Each unit is pulled once a version;
-    its later gathers, as in backward, stay within the node, bit for bit the same (hpZ). Costs memory for 1/N of all units on each of its
-    N ranks.
+    gather, reduce: 'q8' moves parameters (ZeRO++'s qwZ) or gradients (qgZ) between ranks as 8-bit integers, with a scale for each 64 of
+        them: 1/3.8 of the bytes of float32. A parameter that a pass computes with is off by at most 1/254 of the largest magnitude among
+        its 64, plus the rounding to the dtype of gathers. A gradient is off by the mean of that over ranks. Masters on the servers stay
+        exact.
+    frozen: what servers keep of a parameter that wants no gradient when a new job opens. 'working': only its value in the dtype of gathers
+        (2 bytes in 16 bits), to which it is rounded for good. 'q8': 8-bit integers and a scale for each 256 (1.016 bytes); an element is
+        off by at most 1/254 of the largest magnitude among its 256, plus the rounding to the dtype of gathers. Neither can be trained in
+        that job. 'state': its master and moments, as for a trained parameter, so that you can unfreeze it later. Servers refuse a value
+        that is infinite in the dtype of gathers, as they refuse Inf and NaN.
+    second: a mesh of the ranks of this rank's node, or of another part of the ranks that gather together. Each unit is pulled once for each
+        version. Its later gathers, as in backward, stay within the node, with the same bits (hpZ). Each of the N ranks needs memory for 1/N
+        of all units.
 
-    Threads: the training loop's. Errors: an Error that names the parameter or the argument; the model is as it was but for fully_shard.
-    In passes: RANK_MISSING where ranks do not come to a gather within the optimizer's step_timeout, on CPUs. Local: no rank waits for
-    another."""
+    Threads: the training loop's. No rank waits for another. Errors: an Error names the parameter or the argument, and the model is as
+    before, except that fully_shard may have wrapped it. In passes on CPUs: RANK_MISSING if ranks do not come to a gather within the
+    optimizer's step_timeout."""
     _check(model, offload_policy, reshard_after_forward, prefetch_bytes, backwards)
     _check_collectives(gather, reduce, second)
     if frozen not in ('working', 'q8', 'state'):
@@ -78,7 +81,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         given = {'mesh': mesh, 'units': units, 'mp_policy': mp_policy, 'reshard_after_forward': reshard_after_forward}
         extra = [name for name, value in given.items() if value is not None]
         if extra:
-            raise Error(f'shard({extra[0]}=): the model is wrapped by fully_shard, which has it already; leave it out', 'BAD_CONFIG')
+            raise Error(f'shard({extra[0]}=): fully_shard has already wrapped the model with one; leave it out', 'BAD_CONFIG')
         is_chosen = False
     else:
         is_chosen = units is None
@@ -104,32 +107,32 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
 def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, prefetch_bytes: Any, backwards: Any) -> None:
     version = tuple(int(part) for part in re.findall(r'\d+', torch.__version__)[:2])
     if version < _TORCH:
-        raise Error(f'shard() needs torch {_TORCH[0]}.{_TORCH[1]} or later, and this is {torch.__version__}; optimizers of ballast.torch '
-                    'work with fully_shard as it is', 'UNSUPPORTED')
+        raise Error(f'shard() needs torch {_TORCH[0]}.{_TORCH[1]} or later, and this is {torch.__version__}; without shard(), optimizers '
+                    'of ballast.torch work with fully_shard', 'UNSUPPORTED')
     if offload_policy is not None:
-        raise Error(f'shard(offload_policy={type(offload_policy).__name__}): parameters live on the servers, and there is nothing to '
+        raise Error(f'shard(offload_policy={type(offload_policy).__name__}): parameters live on the servers, so there is nothing to '
                     'offload; leave it out', 'UNSUPPORTED')
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise Error(f'shard(reshard_after_forward={reshard_after_forward!r}): expected True, False or None: FSDP2 keeps no smaller shards '
-                    'of parameters that it does not hold', 'UNSUPPORTED')
+        raise Error(f'shard(reshard_after_forward={reshard_after_forward!r}): expected True, False or None, since FSDP2 holds no '
+                    'parameters that it could keep in smaller shards', 'UNSUPPORTED')
     for name, value in (('prefetch_bytes', prefetch_bytes), ('backwards', backwards)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise Error(f'shard({name}={value!r}): expected an integer of at least 1', 'BAD_CONFIG')
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        raise Error('shard() is for ranks of torch.distributed, one or several: call init_process_group() before', 'BAD_REQUEST')
+        raise Error('shard() needs torch.distributed, for a single rank too; call init_process_group() before it', 'BAD_REQUEST')
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise Error(f"buffer '{name}' is on the meta device, and no server keeps buffers: give it values before shard()", 'BAD_SPEC')
+            raise Error(f"buffer '{name}' is on the meta device, and no server keeps buffers; give it values before shard()", 'BAD_SPEC')
     for name, parameter in model.named_parameters():
         if part_of(parameter) is not None:
-            raise Error(f"parameter '{name}' lives on the servers already: shard() was called before", 'BAD_REQUEST')
+            raise Error(f"parameter '{name}' already lives on the servers, since shard() was called before; call it once", 'BAD_REQUEST')
 
 
 def _check_collectives(gather: Any, reduce: Any, second: Any) -> None:
     from torch.distributed.fsdp import FSDPModule
     if not hasattr(FSDPModule, 'set_custom_all_gather') and (gather, reduce, second) != (None, None, None):
         raise Error('shard(gather=, reduce=, second=) replaces collectives of FSDP2, which needs torch 2.9 or later, and this is '
-                    f'{torch.__version__}: leave them out', 'UNSUPPORTED')
+                    f'{torch.__version__}; leave them out', 'UNSUPPORTED')
     for name, value in (('gather', gather), ('reduce', reduce)):
         if value not in (None, 'q8'):
             raise Error(f"shard({name}={value!r}): expected None or 'q8'; dtypes of gathers and reductions are mp_policy's", 'BAD_CONFIG')
@@ -139,39 +142,49 @@ def _check_collectives(gather: Any, reduce: Any, second: Any) -> None:
 
 
 def _check_wrapped(model: nn.Module, gather: Any, reduce: Any, second: Any) -> None:
-    """Refuses, before anything changes, what fully_shard or the caller has set otherwise than shard() needs."""
+    """Refuses a model, before anything changes, if fully_shard or the caller has set it up in a way that shard() cannot use."""
     compresses = gather is not None or reduce is not None
     for name, module in model.named_modules():
         if not is_wrapped(module):
             continue
         first = next((own for own, _ in module.named_parameters(name)), name)
         for parameter, known in _fsdp_params(module):
-            if known.offload_to_cpu:
-                raise Error(f"parameter '{first}' is under CPUOffloadPolicy, and with shard() there is nothing to offload: leave the "
-                            'policy out of fully_shard', 'UNSUPPORTED')
-            if not hasattr(known.mesh_info, 'shard_process_group'):
-                raise Error(f"parameter '{first}' is replicated and not sharded; expected fully_shard", 'UNSUPPORTED')
-            together = set(torch.distributed.get_process_group_ranks(known.mesh_info.shard_process_group))
-            if second is not None and not together.issuperset(second.mesh.tolist()):
-                raise Error(f"shard(second=): ranks {second.mesh.tolist()} are not all among ranks {sorted(together)}, which gather "
-                            f"parameter '{first}' together; expected ranks of one gather", 'BAD_CONFIG')
-            if compresses and is_sharded(parameter) and parameter.device_mesh.mesh.numel() > known.mesh_info.mesh.mesh.numel():
-                raise Error(f"shard(gather=, reduce=): parameter '{first}' is over {parameter.device_mesh}, fully_shard over less; "
-                            'beside tensor or expert parallelism 8 bits would round replicas differently: leave them out', 'UNSUPPORTED')
+            _check_known(first, parameter, known, compresses, second)
         if (compresses or second is not None) and _has_own_meshes(module):
-            raise Error(f"shard(gather=, reduce=, second=): parameters gathered with '{first}' are over several meshes; expected one",
+            raise Error(f"shard(gather=, reduce=, second=): parameters gathered with '{first}' are over several meshes; expected one mesh",
                         'UNSUPPORTED')
         for group in _fsdp_groups(module):
-            for kind in ('_all_gather_comm', '_reduce_scatter_comm'):
-                comm = getattr(group, kind, None)
-                if comm is not None and not type(comm).__name__.startswith('Default'):
-                    raise Error(f"the module of parameter '{first}' has a {type(comm).__name__} of its own, and shard() sets one: leave "
-                                'out set_custom_all_gather, set_custom_reduce_scatter and '
-                                'set_allocate_memory_from_process_group_for_comm', 'UNSUPPORTED')
+            _check_collectives_of(first, group)
+
+
+def _check_known(first: str, parameter: torch.Tensor, known: Any, compresses: bool, second: Any) -> None:
+    """first: the name of the first parameter that is gathered with this one. known: what FSDP2 knows of this one."""
+    if known.offload_to_cpu:
+        raise Error(f"parameter '{first}' is under CPUOffloadPolicy, but with shard() there is nothing to offload; leave the policy out "
+                    'of fully_shard', 'UNSUPPORTED')
+    if not hasattr(known.mesh_info, 'shard_process_group'):
+        raise Error(f"parameter '{first}' is replicated and not sharded; wrap it with fully_shard", 'UNSUPPORTED')
+    together = set(torch.distributed.get_process_group_ranks(known.mesh_info.shard_process_group))
+    if second is not None and not together.issuperset(second.mesh.tolist()):
+        raise Error(f'shard(second=): expected ranks that gather together, but ranks {second.mesh.tolist()} are not all among ranks '
+                    f"{sorted(together)}, which gather parameter '{first}'", 'BAD_CONFIG')
+    if compresses and is_sharded(parameter) and parameter.device_mesh.mesh.numel() > known.mesh_info.mesh.mesh.numel():
+        raise Error(f"shard(gather=, reduce=): parameter '{first}' is spread over {parameter.device_mesh}, of which fully_shard covers "
+                    'only a part. Beside tensor or expert parallelism, 8 bits would round replicas differently; leave them out',
+                    'UNSUPPORTED')
+
+
+def _check_collectives_of(first: str, group: Any) -> None:
+    for kind in ('_all_gather_comm', '_reduce_scatter_comm'):
+        comm = getattr(group, kind, None)
+        if comm is not None and not type(comm).__name__.startswith('Default'):
+            raise Error(f"the module of parameter '{first}' has its own {type(comm).__name__}, and shard() sets one; leave out "
+                        'set_custom_all_gather, set_custom_reduce_scatter and set_allocate_memory_from_process_group_for_comm',
+                        'UNSUPPORTED')
 
 
 def _has_own_meshes(wrapped: Wrapped) -> bool:
-    """shard_placement_fn has given parameters of the unit meshes of their own; nothing can replace the gathers of several."""
+    """shard_placement_fn has given parameters of the unit meshes of their own. Gathers over several meshes cannot be replaced."""
     return len({known.mesh_info.shard_process_group for _, known in _fsdp_params(wrapped)}) > 1
 
 
@@ -192,8 +205,8 @@ def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_pol
 
 
 def _replace(model: nn.Module, sharded: Sharded, dtype: torch.dtype | None) -> dict[Wrapped, Unit]:
-    """Parameters become Remotes, and those of a module of fully_shard a unit, which is returned by module. A parameter belongs to the
-    innermost such module that holds it. dtype: of gathers, if known."""
+    """Replaces parameters by Remotes. Makes a unit of the parameters of each module of fully_shard, and returns units by module. A
+    parameter belongs to the innermost such module that holds it. dtype: of gathers, if known."""
     owner: dict[torch.Tensor, tuple[str, Wrapped]] = {}
     wrapped_by: dict[Any, tuple[str, list[Wrapped]]] = {}  # by FSDP2's state: several modules may be gathered as one
     known: dict[torch.Tensor, Any] = {}
@@ -214,7 +227,7 @@ def _replace(model: nn.Module, sharded: Sharded, dtype: torch.dtype | None) -> d
         module, path, leaf = there[0]
         name = f'{path}.{leaf}' if path else leaf
         if parameter not in owner:
-            raise Error(f"parameter '{name}' is in no module that fully_shard has wrapped: wrap the model itself too", 'BAD_SPEC')
+            raise Error(f"parameter '{name}' is in no module that fully_shard has wrapped; wrap the model itself too", 'BAD_SPEC')
         its = known.get(parameter)
         part, made = _remote(unwrapped(name), parameter, None if its is None else its.padded_sharded_param_size, dtype)
         sharded.places[part], known_of[part] = there, its
@@ -235,12 +248,13 @@ def _replace(model: nn.Module, sharded: Sharded, dtype: torch.dtype | None) -> d
 
 
 def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype: torch.dtype | None) -> tuple[Part, nn.Parameter]:
-    """padded: what FSDP2 gathers from every rank; None: FSDP2 left the parameter out."""
+    """Makes the part and the parameter that replaces a parameter. padded: the shape that FSDP2 gathers from every rank. None: FSDP2 left
+    the parameter out."""
     from torch.distributed.tensor import DTensor
     rank, key = groups.world().rank, placement.key_of(name, parameter)
     if key is None or padded is None or not is_sharded(parameter):
         what = 'a plain tensor' if not is_sharded(parameter) else f'a DTensor placed as {parameter.placements}'
-        raise Error(f"parameter '{name}' is {what}, and fully_shard has not sharded it: leave ignored_params out", 'UNSUPPORTED')
+        raise Error(f"parameter '{name}' is {what}, and fully_shard has not sharded it; leave out ignored_params", 'UNSUPPORTED')
     placement.check(name, parameter, key, rank)
     box = placement.box(key, tuple(parameter.shape), rank)
     part = Part(name, parameter.shape, box, padded, dtype or parameter.dtype, key[0])
@@ -254,14 +268,15 @@ def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype
 
 
 def _fsdp_params(module: Wrapped) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Parameters of a module that fully_shard has wrapped, each with what FSDP2 knows of it."""
+    """Yields the parameters of a module that fully_shard has wrapped, each with what FSDP2 knows of it."""
     for group in _fsdp_groups(module):
         for fsdp_param in group.fsdp_params:
             yield fsdp_param.sharded_param, fsdp_param
 
 
 def _fsdp_groups(module: Wrapped) -> list[Any]:
-    """Nothing of FSDP2's public interface tells its offload policy, its collectives, nor the shape of a gather."""
+    """Returns FSDP2's own objects. Its public interface tells neither the offload policy, nor the collectives, nor the shape of a
+    gather."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, '_fsdp_param_groups', None)
     if groups is None:  # earlier than torch 2.13

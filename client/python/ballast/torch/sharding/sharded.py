@@ -1,4 +1,4 @@
-"""A model that shard() has taken: its units, and the job that trains it."""
+"""A model of shard(): its units, and the job that trains it."""
 
 from __future__ import annotations
 
@@ -55,33 +55,33 @@ class Sharded(Model, Feature):
 
     def add(self, name: str, parameters: dict[Part, nn.Parameter], device: torch.device, modules: Sequence[Wrapped],
             known: Mapping[Part, Any], groups: Sequence[Any]) -> Unit:
-        """parameters: a unit's, by part. The rest: as Unit's."""
+        """Adds a unit. parameters: the unit's, by part. The rest: as for Unit."""
         self.units.append(Unit(name, list(parameters), device, self, self.pulls.take, modules, known, groups))
         self.parameters.update(parameters)
         _of_part.update(dict.fromkeys(parameters, weakref.ref(self)))
         return self.units[-1]
 
     def watch(self, model: nn.Module) -> None:
-        """model: the one that shard() has taken, all of whose units are there."""
+        """Hooks the passes of the model that shard() was given. All of its units are there."""
         self._passes = Passes(model, self, self.units, self.open, self._pushes.discard)
 
     @property
     def passes(self) -> Passes:
         if self._passes is None:
-            raise Error('shard() has not ended: expected a model that it has returned', 'BAD_REQUEST')
+            raise Error('shard() has not returned yet; use the model that it returns', 'BAD_REQUEST')
         return self._passes
 
     def now(self) -> tuple[int, int, int] | None:
-        """Names the values that the job has now; None: no session is open."""
+        """Returns a name of the values that the job has now. None: no session is open."""
         return None if self._session is None else (self._sessions, self._mixtures, self._session.version)
 
     def differed(self) -> None:
-        """Nothing that was gathered counts: ranks may have mixed units."""
+        """Nothing that was gathered counts, since ranks may have mixed units."""
         self._mixtures += 1
 
     @property
     def holders(self) -> set[int]:
-        """Those that have parts of the model, by number in the default group."""
+        """The ranks that have parts of the model, by number in the default group."""
         return set().union(*(part.ranks for part in self.parameters))
 
     @property
@@ -97,18 +97,18 @@ class Sharded(Model, Feature):
         return job.options.step_timeout if job is not None else 0.0
 
     def adopt(self, job: Job, name: str) -> None:
-        """An optimizer has been given a parameter of this name."""
+        """Takes the job of an optimizer that was given a parameter of this name."""
         known = None if self._job is None else self._job()
         if known is not None and known is not job and self._holder is not None and known is self._holder and not known.is_closed:
-            raise Error(f"parameter '{name}' is of a model that was evaluated before it had an optimizer, when nothing of it wanted a "
-                        'gradient, and its values are in a job of their own: make the optimizer before the first forward pass',
+            raise Error(f"parameter '{name}' is of a model that was evaluated before it had an optimizer, while nothing in it wanted a "
+                        'gradient, so its values are in a job of their own. Make the optimizer before the first forward pass',
                         'UNSUPPORTED')
         if known is not None and known is not job and not known.is_closed:
-            raise Error(f"parameter '{name}' is of a model that shard() gave to one optimizer, and another has parameters of it: one job "
-                        'keeps all of them; close() that optimizer before another is made', 'UNSUPPORTED')
+            raise Error(f"parameter '{name}' is of a model of shard() that another optimizer trains, and one job keeps all parameters of "
+                        'such a model; close() that optimizer before another is made', 'UNSUPPORTED')
         if any(feature.lives_apart and feature is not self for feature in job.features):
-            raise Error(f"parameter '{name}' is of one model that shard() has taken, and the optimizer has parameters of another: shard() "
-                        'one module that holds both, or give each an optimizer', 'UNSUPPORTED')
+            raise Error(f"parameter '{name}' is of one model of shard(), but the optimizer has parameters of another. Call shard() on one "
+                        'module that holds both, or give each an optimizer', 'UNSUPPORTED')
         self._job = weakref.ref(job)
         if self not in job.features:
             job.features += [self._pushes, self]
@@ -122,14 +122,14 @@ class Sharded(Model, Feature):
         return None if job is None or job.opened is None or job.is_closed else job
 
     def open(self) -> Job:
-        """The job, opened by the first call. COLLECTIVE."""
+        """Returns the job, which the first call opens. COLLECTIVE."""
         job = None if self._job is None else self._job()
         if job is None and not any(parameter.requires_grad for parameter in self.parameters.values()):
             job = self._hold()
         if job is None:
             name = self.units[0].parts[0].name
-            raise Error(f"parameter '{name}' lives on Ballast's servers, and no optimizer says which: make one, as "
-                        'ballast.torch.AdamW(model.named_parameters()), before the first forward pass', 'BAD_REQUEST')
+            raise Error(f"parameter '{name}' lives on Ballast's servers, but no optimizer has it. Make one before the first forward pass, "
+                        'as ballast.torch.AdamW(model.named_parameters())', 'BAD_REQUEST')
         if job.opened is None:
             self._check_together()
             job.open()
@@ -137,13 +137,13 @@ class Sharded(Model, Feature):
         return job
 
     def open_job(self) -> OpenJob:
-        """What is open of it. COLLECTIVE where it is not."""
+        """Returns the open job. COLLECTIVE if it is not open yet."""
         job = self.open()
         return job.opened or job.open()
 
     def _hold(self) -> Job:
-        """A model that nothing trains, as a reference of DPO or a teacher, has a job of its own while this object lives: it needs no
-        optimizer."""
+        """Makes a job for a model that nothing trains, such as a reference of DPO or a teacher. The job lasts as long as this object, and
+        needs no optimizer."""
         needed = sum(part.shape.numel() for part in self.parameters) * _HELD_BYTES
         budgets = {} if arguments.addresses(None) else {'dram': max(_HELD_BYTES_MIN, needed)}
         first = next(iter(self.parameters.values()))
@@ -161,13 +161,14 @@ class Sharded(Model, Feature):
         return job
 
     def _check_together(self) -> None:
-        """Refuses to open a job amid a pass that other ranks do not make: they wait for what the pass gives, and this rank for them."""
+        """Refuses to open a job in a pass that other ranks do not make. They wait for the results of the pass, and this rank would wait for
+        them."""
         here = self.holders
         elsewhere = sorted(self.group.numbers.keys() - here)
         if elsewhere:
-            raise Error(f'parameters of this model are on ranks {sorted(here)}, and ranks {elsewhere} have others, as stages of a pipeline '
-                        'do, whose first passes do not begin together: call resume() of the optimizer on all ranks before the first pass',
-                        'BAD_REQUEST')
+            raise Error(f'parameters of this model are on ranks {sorted(here)}, and ranks {elsewhere} have others, as stages of a '
+                        'pipeline do. First passes of stages do not begin together: call resume() of the optimizer on all ranks before '
+                        'the first pass', 'BAD_REQUEST')
 
     # --- hooks of the job
 
@@ -178,20 +179,21 @@ class Sharded(Model, Feature):
         there = {part_of(parameter) for parameter in parameters.all()}
         missing = next((part for part in self.parameters if part not in there), None)
         if missing is not None:
-            raise Error(f"parameter '{missing.name}' lives on the servers alone, by shard(), and is in no group of the optimizer: give the "
-                        'optimizer all of model.named_parameters(), not only those that want gradients, or the rest of them by '
-                        'add_param_group(); servers keep the value alone of one that is frozen, and no step changes it', 'BAD_SPEC')
+            raise Error(f"parameter '{missing.name}' lives only on the servers, by shard(), but is in no group of the optimizer. Give the "
+                        'optimizer all of model.named_parameters(), not only those that want gradients, or add the rest by '
+                        'add_param_group(). Of a frozen parameter servers keep only the value, and no step changes it', 'BAD_SPEC')
 
     def opened(self, job: OpenJob, for_step: bool) -> None:
-        """Takes up the session and members that the job has now."""
+        """Takes up the job's current session and members."""
         if self._session is not job.session:
             self.values.forget()  # the servers have them
             index = {part_of(member.parameter): i for i, member in enumerate(job.members)}
             self.tensors = {part: job.members[i].name for part, i in index.items() if part is not None}
             missing = next((part for part in self.parameters if part not in index), None)
             if missing is not None:
-                raise Error(f"parameter '{missing.name}' lives on the servers alone, by shard(), and job '{job.options.job}' was made "
-                            'without it: such a job has all parameters from the start; give the job of this model another name', 'BAD_SPEC')
+                raise Error(f"parameter '{missing.name}' lives only on the servers, by shard(), but job '{job.options.job}' was made "
+                            'without it, and such a job has all parameters from the start; give the job of this model another name',
+                            'BAD_SPEC')
             self.pulls.place({unit: [index[part] for part in unit.parts] for unit in self.units})
             self._session = job.session
             self._sessions += 1
@@ -214,15 +216,16 @@ class Sharded(Model, Feature):
             self.pulls.stepped()
 
     def stats(self) -> dict[str, float]:
-        """Pulls so far, their bytes on this rank, gathers whose pull was not ahead of them, and the seconds that gathers waited; bytes that
-        this rank received from others in gathers and in reductions of 8 bits."""
+        """Returns totals. unit_pulls and unit_pull_bytes: pulls and their bytes on this rank. unit_pulls_late: gathers whose pull had not
+        begun. unit_pull_wait_seconds: how long gathers waited. gather_bytes, node_bytes, reduce_bytes: what this rank received from others
+        in gathers, in gathers within the node, and in 8-bit reductions."""
         pulls = self.pulls
         return {**self.wire, 'unit_pulls': pulls.count, 'unit_pull_bytes': pulls.bytes, 'unit_pulls_late': pulls.waits,
                 'unit_pull_wait_seconds': pulls.wait_seconds}
 
 
 def adopt(job: Job, names: Sequence[str | None], parameters: Sequence[torch.Tensor]) -> None:
-    """The optimizer of `job` has been given parameters, some of them sharded perhaps."""
+    """The optimizer of `job` was given parameters, and some of them may be sharded."""
     for name, parameter in zip(names, parameters):
         part = part_of(parameter)
         sharded = None if part is None else _of_part[part]()
@@ -231,12 +234,12 @@ def adopt(job: Job, names: Sequence[str | None], parameters: Sequence[torch.Tens
 
 
 def note(model: nn.Module, sharded: Sharded) -> None:
-    """`model` is the one that shard() has taken."""
+    """Notes which model shard() was given."""
     for module in model.modules():
         _of[module] = weakref.ref(sharded)
 
 
 def models_of(module: nn.Module) -> list[Sharded]:
-    """The models that shard() has taken and that the module has a part of, or all; the same order on all ranks."""
+    """Returns the models of shard() that are in the module, or that it is a part of, in the same order on all ranks."""
     found = {_of[inner]() for inner in module.modules() if inner in _of}
     return sorted((sharded for sharded in found if sharded is not None), key=lambda sharded: sharded.number)

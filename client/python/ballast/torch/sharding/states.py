@@ -1,4 +1,4 @@
-"""state_dict() and load_state_dict() of a model that shard() has taken: DTensors whose parts come from the servers and go there."""
+"""state_dict() and load_state_dict() of a model of shard(): DTensors whose parts come from the servers and go there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class States:
     """Hooks of the model's modules. Threads: the training loop's."""
 
     def __init__(self, model: nn.Module, sharded: Sharded) -> None:
-        """model: with Remotes in the place of its parameters."""
+        """model: it has Remotes instead of parameters."""
         self._sharded = sharded
         self._load: _Load | None = None  # the one that is under way
         model.register_state_dict_pre_hook(self._settle)
@@ -37,8 +37,8 @@ class States:
 
     @plainly
     def _give(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Each parameter at the job's version, in its own dtype: this rank's part, in memory of the host. COLLECTIVE where it opens the
-        job."""
+        """Gives the state this rank's part of each parameter at the job's version, in its own dtype, in memory of the host. COLLECTIVE if
+        it opens the job."""
         for leaf, parameter in module._parameters.items():
             if parameter is not None and part_of(parameter) is not None and prefix + leaf in state:
                 state[prefix + leaf] = self._sharded.open().read_master(parameter, whole=False).to(parameter.dtype)
@@ -51,8 +51,8 @@ class States:
     def _begin(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any,
                errors: list[str]) -> None:
         if self._sharded.copies:
-            raise Error(f"load_state_dict() within gathered(), of a model with parameter '{next(iter(self._sharded.copies)).name}': load "
-                        'outside, where the servers take the values', 'UNSUPPORTED')
+            raise Error(f"load_state_dict() within gathered(), of a model with parameter '{next(iter(self._sharded.copies)).name}'; load "
+                        'it outside, where the servers take the values', 'UNSUPPORTED')
         self._give_up()
         self._settle()
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -68,8 +68,9 @@ class States:
             if part is None or parameter is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                 continue  # torch tells what is wrong
             if self._load is None:
-                raise Error(f"load_state_dict() of a module below the one that shard() was given, with parameter '{part.name}': load the "
-                            'state into that model, with strict=False where it has no more', 'UNSUPPORTED')
+                raise Error(f"load_state_dict() of a module below the one that shard() was given, with parameter '{part.name}'; load the "
+                            'state into the model that shard() was given, with strict=False if it has no more than this module',
+                            'UNSUPPORTED')
             try:
                 if part_of(value) is not part:
                     self._load.given[part] = _own(parameter, part, value)
@@ -79,15 +80,15 @@ class States:
 
     @plainly
     def _give_up(self) -> None:
-        """An exception of others ended the load that was under way, and no hook told."""
+        """Gives up a load that somebody else's exception ended, without a hook that tells."""
         if self._load is not None:
             self._load.restore()
             self._load = None
 
     @plainly
     def _end(self, model: nn.Module, keys: Any) -> None:
-        """The values become a new job's, or those of the servers in one transaction; where any of them is refused, on any rank, the model
-        stays as it was. COLLECTIVE where the job is open."""
+        """Ends a load. The values become those of a new job, or go to the servers in one transaction. If one is refused, on any rank, the
+        model stays as it was. COLLECTIVE if the job is open."""
         load, self._load = self._load, None
         if load is None:
             return
@@ -106,7 +107,7 @@ class States:
 
 
 class _Load(NamedTuple):
-    """A load_state_dict() of the model that is under way."""
+    """A load_state_dict() of the model, while it is under way."""
     call: FrameType | None  # of torch's method
     given: dict[Part, torch.Tensor]  # values so far: this rank's
     errors: list[str]  # torch's, which it raises at the end
@@ -114,7 +115,7 @@ class _Load(NamedTuple):
     buffers: list[tuple[torch.Tensor, torch.Tensor]]  # of the model, with their values before
 
     def restore(self) -> None:
-        """Buffers become what they were."""
+        """Restores the buffers."""
         for buffer, before in self.buffers:
             buffer.copy_(before)
 
@@ -131,7 +132,7 @@ class _Load(NamedTuple):
 
 
 def _call() -> FrameType | None:
-    """The load_state_dict() that is under way: torch tells no hook of it."""
+    """Returns the frame of the load_state_dict() that is under way. torch does not tell hooks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
         frame = frame.f_back
@@ -139,13 +140,13 @@ def _call() -> FrameType | None:
 
 
 def _is_strict() -> bool:
-    """Whether it wants all keys."""
+    """The load_state_dict() under way wants all keys."""
     call = _call()
     return call is not None and bool(call.f_locals.get('strict'))
 
 
 def _own(parameter: torch.Tensor, part: Part, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `value`, in memory of its own on the host, in the parameter's dtype."""
+    """Returns this rank's part of `value`, in memory of its own on the host, in the parameter's dtype."""
     if not is_sharded(value) or not is_sharded(parameter):
         mine = part.of(value)
     elif value.device_mesh == parameter.device_mesh and value.placements == parameter.placements:

@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 gathers together: one pull brings this rank's parts of all of them."""
+"""Parameters that FSDP2 gathers together. One pull brings this rank's parts of all of them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class Gathers(Protocol):
-    """What gathers the unit: see collectives.Gather."""
+    """What gathers a unit. See collectives.Gather."""
 
     @property
     def has_second(self) -> bool: ...
 
 
 class Unit:
-    """The Home of its parts. Threads: one at a time, as FSDP2 gathers."""
+    """A unit, and the Home of its parts. Threads: one at a time, as FSDP2 gathers."""
 
     def __init__(self, name: str, parts: Sequence[Part], device: torch.device, model: Model, pull: Callable[[Unit], list[torch.Tensor]],
                  modules: Sequence[Wrapped], known: Mapping[Part, Any], groups: Sequence[Any]) -> None:
-        """device: where gathers take place. pull(unit): its pieces, by part, at the job's version. modules: that fully_shard has wrapped
-        together. known, groups: FSDP2's objects, of each parameter and of all of them."""
+        """device: where gathers take place. pull(unit): returns its pieces, by part, at the job's version. modules: those that fully_shard
+        has wrapped together. known, groups: FSDP2's objects, for each parameter and for all of them."""
         self.name, self.parts, self.device, self.model = name, list(parts), device, model
         self.modules, self.known, self.groups = list(modules), dict(known), list(groups)
         self._pull = pull
@@ -64,22 +64,22 @@ class Unit:
 
     @property
     def is_pinned(self) -> bool:
-        """A pull comes into page-locked memory, on its way to a GPU."""
+        """Pulls go into page-locked memory, on their way to a GPU."""
         return self.device.type == 'cuda'
 
     def bytes(self, width: int) -> int:
-        """Of one pull. width: of an element."""
+        """Returns the bytes of one pull. width: the bytes of an element."""
         return width * sum(part.padded.numel() for part in self.parts)
 
     def pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """memory: of the host, for one pull. A padded piece of it for each part, end to end, zero behind a part's elements."""
+        """Divides memory of the host, for one pull, into a padded piece for each part. Pieces are zero behind the part's elements."""
         pieces = list(memory.split([part.padded.numel() for part in self.parts]))
         for part, piece in zip(self.parts, pieces):
             piece[part.elements:].zero_()
         return pieces
 
     def take(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
-        """The part at the job's version, in their padded shape; the first part that a gather takes pulls all."""
+        """Returns the part at the job's version, in its padded shape. The first part that a gather takes pulls all parts."""
         with torch.inference_mode(False), torch.no_grad():
             if not self._asked or part in self._asked:
                 self._asked = set()
@@ -104,21 +104,21 @@ class Unit:
         return any(group.is_unsharded for group in self.groups)
 
     def hide(self) -> None:
-        """Gathered parameters stay in memory for the next pass, and modules have Remotes meanwhile: a write to gathered ones would be
+        """Gives modules Remotes while gathered parameters stay in memory for the next pass, because a write to gathered ones would be
         lost."""
         if self.is_gathered:
             for part, known in self.known.items():
                 known._setattr_on_modules(self.model.parameters[part])
 
     def show(self) -> None:
-        """Modules have the parameters that FSDP2 believes them to have."""
+        """Gives modules the parameters that FSDP2 expects them to have."""
         if self.is_gathered:
             for part, known in self.known.items():
                 part.requires_grad = self.model.parameters[part].requires_grad
                 known.to_unsharded()
 
     def note(self) -> None:
-        """What was gathered is as FSDP2 wrote it."""
+        """Notes that what was gathered is as FSDP2 wrote it."""
         for part, known in self.known.items():
             whole = _whole(known)
             if part.version is None and whole is not None:
@@ -130,7 +130,7 @@ class Unit:
                    getattr(_whole(known), 'grad', None) is not None for part, known in self.known.items())
 
     def forget_whole_gradients(self) -> None:
-        """Those that were not reduced."""
+        """Drops gradients that were not reduced."""
         for known in self.known.values():
             known.unsharded_accumulated_grad = None
             whole = _whole(known)
@@ -138,35 +138,41 @@ class Unit:
                 whole.grad = None
 
     def check(self, model: nn.Module | None = None) -> None:
-        """Refuses, by the parameter's name, what would be lost: another Parameter in its place, and a write to what was gathered; the
-        parameter is in its place again then. requires_grad that was set on a gathered one becomes the parameter's. model: looks also
-        whether the parameter's module is in it."""
+        """Refuses changes that would be lost: another Parameter in a parameter's place, or a write to gathered values. The error names the
+        parameter, which is in its place again. A requires_grad that was set on a gathered one becomes the parameter's. model: also checks
+        that the parameter's module is still in it."""
         inside = set() if model is None else set(model.modules())
         for part, known in self.known.items():
             parameter, whole = self.model.parameters[part], _whole(known)
             for module, path, leaf in self.model.places[part]:
                 now = module._parameters.get(leaf)
                 if now is None or (now is not parameter and now is not whole):
-                    module._parameters[leaf] = parameter
-                    for other in [other for other, there in module._parameters.items() if there is parameter]:
-                        if all((module, other) != (place[0], place[2]) for place in self.model.places[part]):
-                            del module._parameters[other]  # as torch.nn.utils.prune gives it another name
+                    self._put_back(part, module, leaf)
                     raise part.lost('it was taken out of its module' if now is None else 'another Parameter took its place')
                 if model is not None and module not in inside:
                     parent, _, name = path.rpartition('.')
                     with contextlib.suppress(AttributeError):  # others may have wrapped modules since
                         model.get_submodule(parent)._modules[name] = module
                     raise part.lost(f"module '{path}' was replaced or taken out")
-            if whole is None:
-                continue
-            is_moved = _memory(whole).untyped_storage()._cdata != known._unsharded_inner_tensors[0].untyped_storage()._cdata
-            if is_moved or part.version not in (None, _version(whole)):
-                part.version = None
-                self.reshard()
-                del known._unsharded_param  # the next gather makes another
-                raise part.lost('its gathered values were written to')
-            if self.is_gathered and whole.requires_grad != part.requires_grad:
-                parameter.requires_grad_(whole.requires_grad)
+            if whole is not None:
+                self._check_gathered(part, known, whole)
+
+    def _put_back(self, part: Part, module: nn.Module, leaf: str) -> None:
+        parameter = self.model.parameters[part]
+        module._parameters[leaf] = parameter
+        for other in [other for other, there in module._parameters.items() if there is parameter]:
+            if all((module, other) != (place[0], place[2]) for place in self.model.places[part]):
+                del module._parameters[other]  # as torch.nn.utils.prune gives it another name
+
+    def _check_gathered(self, part: Part, known: Any, whole: nn.Parameter) -> None:
+        is_moved = _memory(whole).untyped_storage()._cdata != known._unsharded_inner_tensors[0].untyped_storage()._cdata
+        if is_moved or part.version not in (None, _version(whole)):
+            part.version = None
+            self.reshard()
+            del known._unsharded_param  # the next gather makes another
+            raise part.lost('its gathered values were written to')
+        if self.is_gathered and whole.requires_grad != part.requires_grad:
+            self.model.parameters[part].requires_grad_(whole.requires_grad)
 
     # --- within gathered()
 
@@ -175,7 +181,7 @@ class Unit:
         return any(part in self.model.copies for part in self.parts)
 
     def lend(self) -> None:
-        """A forward pass takes the copies: FSDP2 believes that it has gathered them."""
+        """Lets a forward pass use the copies, by making FSDP2 believe that it has gathered them."""
         copies = self.model.copies
         for part in self.parts:
             copy = copies.get(part)
@@ -200,12 +206,12 @@ class Unit:
 
 
 def _whole(known: Any) -> nn.Parameter | None:
-    """FSDP2's gathered parameter, which it makes at the first gather, and fills again at each."""
+    """Returns FSDP2's gathered parameter, which it makes at the first gather and fills again at each."""
     return getattr(known, '_unsharded_param', None)
 
 
 def _memory(whole: torch.Tensor) -> torch.Tensor:
-    """What is here of it: under tensor parallelism it is a DTensor still."""
+    """Returns the memory of a gathered parameter. With tensor parallelism it is still a DTensor."""
     return getattr(whole, '_local_tensor', whole)
 
 

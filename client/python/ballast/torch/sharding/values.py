@@ -1,4 +1,4 @@
-"""The values that parameters of a new job begin with."""
+"""The values that parameters of a new job start with."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _RESETS = ('reset_parameters', '_reset_parameters')
 
 
 class Values:
-    """Of a model: those that it had before shard(), or where it was made on the meta device, those of each module's reset_parameters()
-    under a seed from the parameter's name, so that they depend neither on the number of ranks nor on the order of modules."""
+    """A model's first values. They are those that it had before shard(). If it was made on the meta device, they come from each module's
+    reset_parameters(), under a seed from the parameter's name, so they depend neither on the number of ranks nor on the order of
+    modules."""
 
     def __init__(self, seed: int, places: Mapping[Part, list[tuple[nn.Module, str, str]]]) -> None:
         """places: of each parameter: its module, the module's name, and the parameter's name in it."""
@@ -32,18 +33,18 @@ class Values:
         self._given[part] = values
 
     def forget(self) -> None:
-        """The servers have values: memory of those that were given is free."""
+        """Frees the memory of given values, since the servers have them."""
         self._gone.update(self._given)
         self._given.clear()
         self._made.clear()
 
     def of(self, part: Part, unit: Iterable[Part]) -> torch.Tensor:
-        """Values of the part, on the host. unit: parts that are made with it, in memory for whole parameters."""
+        """Returns values of the part, on the host. unit: the parts that are made with it, in memory for whole parameters."""
         if part in self._given:
             return self._given[part]
         if part in self._gone:
-            raise Error(f"parameter '{part.name}' has its values on the servers of an earlier job, and a new job cannot begin with them: "
-                        "continue that one by resume='auto', or make the model again", 'BAD_REQUEST')
+            raise Error(f"parameter '{part.name}' has its values on the servers of an earlier job, and a new job cannot begin with them. "
+                        "Continue that job with resume='auto', or make the model again", 'BAD_REQUEST')
         if part not in self._made:
             self._made = {}
             self._make(unit)
@@ -62,11 +63,11 @@ class Values:
                 if bool(parameter.isnan().any()):
                     kind = type(self._places[part][0][0]).__name__
                     raise Error(f"parameter '{part.name}' was made on the meta device, and no reset_parameters() of {kind} gives it "
-                                'values: add one, or make the model with its values before shard()', 'UNSUPPORTED')
+                                'values; add one, or make the model with its values before shard()', 'UNSUPPORTED')
                 self._made[part] = part.of(parameter)
 
     def _modules(self, parts: list[Part]) -> list[tuple[nn.Module, str]]:
-        """Modules that own a part, inner ones first, each with the name of its first parameter."""
+        """Returns modules that own a part, inner ones first, each with the name of its first parameter."""
         first: dict[nn.Module, tuple[int, str]] = {}
         for part in parts:
             module, path, _ = self._places[part][0]
@@ -75,7 +76,7 @@ class Values:
 
     @contextlib.contextmanager
     def _whole(self, parts: list[Part]) -> Iterator[dict[Part, nn.Parameter]]:
-        """Meanwhile the modules have whole parameters in the place of parts, not a number in every element."""
+        """Gives modules whole parameters for the time of the block. Every element is NaN."""
         whole = {}
         kept = [(module, leaf, module._parameters[leaf]) for part in parts for module, _, leaf in self._places[part]]
         try:

@@ -1,5 +1,5 @@
-"""A job's state_dicts, and the way back to a version. A state_dict names the job and a version that its servers keep, or has torch's own
-format."""
+"""A job's state_dicts, and the way back to a version. A state_dict either names the job and a version that its servers keep, or is in
+torch's own format."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Packed(dict[str, Any]):
-    """One of torch's param_groups. Where torch.distributed.checkpoint's functions put names for numbers, param_names go: a group of
-    torch.optim's has none mostly, and Distributed Checkpoint reads a state only if it finds every key of this one. A pickle or copy of a
+    """One of torch's param_groups. When torch.distributed.checkpoint replaces numbers by names, param_names disappears: a group of
+    torch.optim mostly has none, and Distributed Checkpoint reads a state only if it finds every key of this group. A pickle or copy of a
     group is an OrderedDict."""
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -44,13 +44,13 @@ class _Packed(dict[str, Any]):
         return collections.OrderedDict, (), None, None, iter(self.items())
 
 
-# torch looks into dicts, and not into classes of them.
+# torch looks into dicts, but not into subclasses of dict.
 _pytree.register_pytree_node(_Packed, lambda group: (list(group.values()), list(group)),
                              lambda values, keys: _Packed(zip(keys, values)))
 
 
 def _packed(job: Job, said: marker.Marker | None = None) -> list[dict[str, Any]]:
-    """torch's param_groups: numbers in the parameters' stead, and names where all of a group have one."""
+    """Returns torch's param_groups, with numbers instead of parameters, and with names if all parameters of a group have one."""
     packed: list[dict[str, Any]] = []
     count = 0
     for group, names in zip(job.param_groups, matching.names(job.parameters)):
@@ -64,13 +64,13 @@ def _packed(job: Job, said: marker.Marker | None = None) -> list[dict[str, Any]]
 
 
 def unopened(job: Job) -> dict[str, Any]:
-    """The state_dict of a job that is not open: it names no version."""
+    """Returns the state_dict of a job that is not open. It names no version."""
     said = marker.Marker(job.options.job, origin=job.origin, begins=job.options.resume == 'never')
     return {'state': _extras(job), 'param_groups': _packed(job, said)}
 
 
 def keep(job: Job, opened: OpenJob) -> dict[str, Any]:
-    """The state_dict of the job's version now, which the servers keep. opened: the job's."""
+    """Returns a state_dict that names the job's current version, and makes the servers keep that version. opened: the job's."""
     kept = job.kept.keep(opened.session)
     said = marker.Marker(job.options.job, kept.version, job.progress.steps, life=kept.life, decided_by=kept.decided_by,
                          edited=edits.pending(opened))
@@ -78,9 +78,9 @@ def keep(job: Job, opened: OpenJob) -> dict[str, Any]:
 
 
 def full(job: Job, whole: bool) -> dict[str, Any]:
-    """The state in torch's format: what torch.optim's optimizer of the same name would give. A job that has made no steps gives its
-    moments nevertheless, since Distributed Checkpoint reads only what the state_dict that it is given has. whole: as Job.read_state()'s;
-    else a DTensor that Distributed Checkpoint would mistake is refused."""
+    """Returns the state as torch.optim's optimizer of the same name would. A job without steps gives its moments too, because Distributed
+    Checkpoint reads only the keys of the state_dict that it is given. whole: as for Job.read_state(). Otherwise a DTensor whose parts
+    Distributed Checkpoint would mistake is refused."""
     parameters = list(job.parameters.all())
     if not whole:
         for g, i, parameter in job.parameters.placed():
@@ -97,18 +97,18 @@ def full(job: Job, whole: bool) -> dict[str, Any]:
 
 
 def _extras(job: Job) -> dict[int, dict[str, Any]]:
-    """What others keep beside our state, by torch's number of the parameter."""
+    """Returns what others keep beside our state, by torch's number of the parameter."""
     found = {i: job.extras.get(parameter) for i, (_, _, parameter) in enumerate(job.parameters.placed())}
     return {i: dict(extras) for i, extras in found.items() if extras}
 
 
 def check_options(job: Job, groups: Sequence[dict[str, Any]]) -> None:
-    """groups: of matching.matched(). Refuses one without options, as Distributed Checkpoint makes of the stages of a pipeline."""
+    """Refuses a group without options, which Distributed Checkpoint makes from stages of a pipeline. groups: of matching.matched()."""
     for g, saved in enumerate(groups):
         if 'lr' not in saved:
             name = job.parameters.name_of(g, 0, job.param_groups[g]['params'][0])
-            raise Error(f"the state's group of parameter '{name}' has no 'lr', nor what else belongs to group {g}: where ranks have "
-                        'different parameters, as stages of a pipeline, torch saves the groups of one rank alone; save and load with '
+            raise Error(f"the state's group of parameter '{name}' has no 'lr', nor other options of group {g}. If ranks have different "
+                        'parameters, as stages of a pipeline do, torch saves only the groups of one rank: save and load with '
                         'StateDictOptions(flatten_optimizer_state_dict=True)', 'BAD_SPEC')
 
 
@@ -121,13 +121,13 @@ def load_groups(job: Job, groups: Sequence[dict[str, Any]]) -> None:
 def check_job(said: marker.Marker, mine: str) -> None:
     """mine: this job's name."""
     if said.job != mine:
-        raise Error(f"the state_dict is of job '{said.job}' at version {said.version}, this optimizer of '{mine}'; give it "
+        raise Error(f"the state_dict is of job '{said.job}' at version {said.version}, but this optimizer is of job '{mine}'; give it "
                     f"name='{said.job}'", 'BAD_SPEC')
 
 
 def before_torchs(job: Job) -> None:
-    """torch.distributed.checkpoint's functions look whether there is state before they take a state_dict or load one. When they load
-    flattened ones, they read the keys that the optimizer's param_groups have, and no others; and moments only where there are some."""
+    """Prepares a job for functions of torch.distributed.checkpoint, which look for state before they take a state_dict or load one. To
+    load a flattened state they read only the keys of the optimizer's param_groups, and moments only if the optimizer has some."""
     if job.gives_moments:
         job.open(alone=True)
     for group in job.param_groups:
@@ -138,7 +138,7 @@ def before_torchs(job: Job) -> None:
 
 
 def versions(job: Job) -> list[int]:
-    """The versions that all servers keep."""
+    """Returns the versions that all servers keep."""
     was_open = job.opened is not None
     opened = job.open(partly=True)
     opened = opened if job.progress.partly else job.open(alone=was_open)
@@ -146,8 +146,8 @@ def versions(job: Job) -> list[int]:
 
 
 def rollback(job: Job, version: int, said: marker.Marker | None = None) -> None:
-    """Takes the job, parameters included, back to a version that a state_dict named. said: by that state_dict; where it was edited, on any
-    rank, parameters stay as they are, as edits of that version. COLLECTIVE."""
+    """Takes the job, parameters included, back to a version that a state_dict named. said: what that state_dict says. If parameters had
+    edits when it was taken, on any rank, they now stay as they are, as edits of that version. COLLECTIVE."""
     was_open = job.opened is not None
     if not was_open:  # ranks that make another call would be in its opening
         _agree_version(job, version, job.check_usable)
@@ -160,7 +160,7 @@ def rollback(job: Job, version: int, said: marker.Marker | None = None) -> None:
 
 
 def _agree_version(job: Job, version: int, act: Callable[[], Result]) -> Result:
-    """act() on every rank: returns its result here. Ranks that give other versions are told so."""
+    """Runs act() on every rank, and returns its result here. Refuses ranks that name different versions."""
     return alike(job.exchange('rollback()'), act, lambda _: [('the version', str(version))])
 
 
@@ -202,8 +202,8 @@ def _keep_edits(opened: OpenJob, exchange: Exchange, said: marker.Marker | None,
     edits.keep(opened, exchange)
     opened.unpulled = False
     if opened.options.rank == 0 and said is not None and said.edited != edits.digest(opened):
-        warn(f"the state of version {version} was taken while parameters held values that no step had taken, and only the model's own "
-             'state_dict() has them: parameters stay as they are, and they are others. Load the state of the model, too')
+        warn(f"the state of version {version} was taken while parameters held values that no step had taken. Only the model's own "
+             'state_dict() has those values, and the parameters here hold others. Load the state of the model, too')
 
 
 def _pull_over_edits(opened: OpenJob, version: int) -> None:

@@ -1,5 +1,5 @@
-"""The job and version that a state_dict() names, in each of its param_groups: functions of torch that take states apart and put
-them together (torch.distributed.checkpoint.state_dict) keep nothing beside `state` and `param_groups`."""
+"""The job and version that a state_dict() names. They stand in each of its param_groups, because functions of torch that take states apart
+and put them together (torch.distributed.checkpoint.state_dict) keep only `state` and `param_groups`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ballast.errors import Error
 
 KEY = 'ballast'
-# The same for every job and version: Distributed Checkpoint reads a tensor into one of its size.
+# The same for every job and version, since Distributed Checkpoint reads a tensor into one of the same size.
 _BYTES = 1024
 
 
@@ -34,7 +34,7 @@ class Marker(NamedTuple):
         return f"job '{self.job}'{life} at version {self.version}{epoch}"
 
     def tensor(self) -> torch.Tensor:
-        """A tensor, since a state_dict of which none is a tensor has no device that torch could broadcast it on."""
+        """Returns the marker as a tensor, because torch cannot broadcast a state_dict without any tensor."""
         text = json.dumps(self._asdict(), ensure_ascii=False).encode()
         return torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
 
@@ -50,7 +50,7 @@ def _read(value: Any) -> Marker:
 
 
 def of(groups: Sequence[Mapping[str, Any]]) -> Marker | None:
-    """The one of saved param_groups; None where they are torch.optim's."""
+    """Returns the marker of saved param_groups. None: they are torch.optim's."""
     there = [KEY in group for group in groups]
     if not any(there):
         return None

@@ -1,26 +1,27 @@
-"""Which parameter an entry of a saved state belongs to: the one of its name, where both sides have names of its group; else, as in
-torch.optim, the one at its place."""
+"""Which parameter an entry of a saved state belongs to. If both sides have names for its group, it is the parameter of that name.
+Otherwise it is the one at its place, as in torch.optim."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Optional
 
 from ballast.errors import Error, warn
 from ballast.torch.job.naming import Parameters, unwrapped
 
 Groups = Sequence[dict[str, Any]]
+_Names = Sequence[Optional[Sequence[str]]]  # by group; None: its parameters have no names, or not all
 
 
 def _given(parameters: Parameters) -> list[list[str | None]]:
-    """By group: names of parameters, None for those that have none."""
+    """Returns names of parameters by group, with None for a parameter without a name."""
     parameters.names.follow()
     return [[parameters.names.of(group, i) for i in range(len(group['params']))] for group in parameters.groups]
 
 
 def names(parameters: Parameters) -> list[list[str] | None]:
-    """By group: names of parameters as torch.optim (>= 2.6) keeps them, None where some have none."""
+    """Returns names of parameters by group, as torch.optim (>= 2.6) keeps them. None: some parameter of the group has no name."""
     return [_all_or_none(given) for given in _given(parameters)]
 
 
@@ -30,7 +31,8 @@ def _all_or_none(names: list[str | None]) -> list[str] | None:
 
 
 def _saved_names(group: dict[str, Any]) -> list[str] | None:
-    """torch.distributed.checkpoint's functions give names for numbers; they go first, since they bring numbers alone into order."""
+    """Returns names of a saved group. Functions of torch.distributed.checkpoint replace numbers by names; these count first, since those
+    functions reorder only the numbers."""
     found = group['params'] if all(isinstance(each, str) for each in group['params']) else group.get('param_names')
     if found is None or len(found) != len(group['params']) or not all(isinstance(each, str) for each in found):
         return None
@@ -38,48 +40,61 @@ def _saved_names(group: dict[str, Any]) -> list[str] | None:
 
 
 def matched(parameters: Parameters, saved: Groups, tells: bool = True) -> list[dict[str, Any]]:
-    """For each group here, the saved one that it takes its options from, whose `params` are keys of the state in the order of this group's
-    parameters. `saved`: param_groups of a state. tells: the state has entries, so that a warning is due where they go by place."""
+    """Returns for each group here the saved group that it takes its options from. Its `params` are keys of the state, in the order of this
+    group's parameters. saved: param_groups of a state. tells: the state has entries, so warn if they go by place."""
     groups, given, there = parameters.groups, _given(parameters), [_saved_names(group) for group in saved]
-    here: list[list[str] | None]
-    here = [[parameters.name_of(g, i, parameter) for i, parameter in enumerate(group['params'])] for g, group in enumerate(groups)]
-    all_here, all_there = ([name for names in side if names for name in names] for side in (here, there))
+    here: _Names = [[parameters.name_of(g, i, parameter) for i, parameter in enumerate(group['params'])] for g, group in enumerate(groups)]
     lacking = 'the state has no names of parameters'
-    if len(set(all_there)) < len(all_there):
+    if len(set(_listed(there))) < len(_listed(there)):
         lacking, there = 'the state has a name of parameters twice, so none,', [None] * len(saved)
-    if None in there or set(all_there) != set(all_here):
+    if None in there or set(_listed(there)) != set(_listed(here)):
         if None not in there and all(any(names) for names in given):
-            _refuse(all_here, all_there)
+            _refuse(_listed(here), _listed(there))
         here = [names if any(named) else None for names, named in zip(here, given)]
     _check_count(groups, saved)
-    both, found = set(all_here) & set(all_there), []
-    by_place: dict[str, list[str]] = {}
-    for g, k in enumerate(_pairs(here, there)):
+    both, pairs, found = set(_listed(here)) & set(_listed(there)), _pairs(here, there), []
+    for g, k in enumerate(pairs):
         mine, its = here[g], there[k]
         if mine is not None and its is not None:
             found.append(_in_order(g, mine, its, saved[k], both))
-            continue
-        _check_size(g, groups[g], saved[k])
-        if (mine is None) != (its is None) and _has_twins(groups[g]):
-            by_place.setdefault('this optimizer has no names of parameters' if mine is None else lacking, []).append(str(g))
-        found.append(saved[k])
-    for which, numbers in by_place.items() if tells else ():
-        warn(f'load_state_dict: {which} in group {", ".join(numbers)}, so its entries went to parameters by their places, as in '
-             'torch.optim, though several have one shape: their order must be the one of then. Optimizers made from named_parameters() '
-             'keep names')
+        else:
+            _check_size(g, groups[g], saved[k])
+            found.append(saved[k])
+    if tells:
+        _warn_of_places(groups, here, [there[k] for k in pairs], lacking)
     return found
 
 
-def _pairs(here: Sequence[Sequence[str] | None], there: Sequence[Sequence[str] | None]) -> list[int]:
-    """For each group here, the number of a saved one: one that has a name of the group, else the next that no group takes by name."""
+def _listed(names: _Names) -> list[str]:
+    """Returns the names of all groups that have names."""
+    return [name for of_group in names if of_group for name in of_group]
+
+
+def _warn_of_places(groups: Groups, here: _Names, there: _Names, lacking: str) -> None:
+    """Warns if entries of a group go by place though one side has names, and parameters could be mistaken for each other. here, there:
+    names by group. lacking: why the state has none."""
+    by_place: dict[str, list[str]] = {}
+    for g, (mine, its) in enumerate(zip(here, there)):
+        if (mine is None) != (its is None) and _has_twins(groups[g]):
+            by_place.setdefault('this optimizer has no names of parameters' if mine is None else lacking, []).append(str(g))
+    for which, numbers in by_place.items():
+        warn(f'load_state_dict: {which} in group {", ".join(numbers)}, so its entries went to parameters by their places, as in '
+             'torch.optim. Several parameters have one shape, so their order must be the one they had when the state was saved. '
+             'Optimizers made from named_parameters() keep names')
+
+
+def _pairs(here: _Names, there: _Names) -> list[int]:
+    """Returns for each group here the number of a saved one: one that has a name of the group, or else the next that no group takes by
+    name."""
     group_of = {name: k for k, names in enumerate(there) for name in names or ()}
     found = [next((group_of[name] for name in names or () if name in group_of), None) for names in here]
     rest = (k for k in range(len(there)) if k not in found)
     return [next(rest) if k is None else k for k in found]
 
 
-def _in_order(g: int, here: list[str], there: list[str], saved: dict[str, Any], both: set[str]) -> dict[str, Any]:
-    """The saved group of group `g`. here, there: their names. both: names of all groups that both sides have."""
+def _in_order(g: int, here: Sequence[str], there: Sequence[str], saved: dict[str, Any], both: set[str]) -> dict[str, Any]:
+    """Returns the saved group of group `g`, in this group's order. here, there: their names. both: names that both sides have, of all
+    groups."""
     apart = sorted(set(here) ^ set(there))
     if both.intersection(apart):
         raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group, or has other "
@@ -91,19 +106,19 @@ def _in_order(g: int, here: list[str], there: list[str], saved: dict[str, Any], 
     return {**saved, 'params': [keys[name] for name in here]}
 
 
-def _refuse(all_here: list[str], all_there: list[str]) -> NoReturn:
+def _refuse(all_here: Sequence[str], all_there: Sequence[str]) -> NoReturn:
     missing, more = sorted(set(all_here) - set(all_there)), sorted(set(all_there) - set(all_here))
     said = [f"the state has no parameter '{missing[0]}', which this optimizer has"] if missing else []
-    said += [f"the state has a parameter '{more[0]}', which this optimizer has not"] if more else []
+    said += [f"the state has a parameter '{more[0]}', which this optimizer lacks"] if more else []
     text = ', and '.join(said) + (f' ({len(missing)} and {len(more)} such)' if len(missing) + len(more) > 2 else '')
     if len(all_here) != len(all_there):
         raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group: " + text)
-    raise Error(f'{text}; give parameters the names that they had, or delete param_names from the groups of the state that are to go by '
+    raise Error(f'{text}. Give parameters the names that they had, or delete param_names from those groups of the state that are to go by '
                 'place', 'BAD_SPEC')
 
 
 def _check_count(mine: Groups, saved: Groups) -> None:
-    """As torch's, and its words."""
+    """As torch checks, in its words."""
     if len(mine) != len(saved):
         raise ValueError(f'loaded state dict has a different number of parameter groups: {len(saved)}, here {len(mine)}')
 
@@ -115,6 +130,6 @@ def _check_size(g: int, mine: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def _has_twins(group: dict[str, Any]) -> bool:
-    """It has parameters that could be mistaken for each other."""
+    """The group has parameters that could be mistaken for each other."""
     shapes = collections.Counter(tuple(parameter.shape) for parameter in group['params'])
     return max(shapes.values(), default=0) > 1

@@ -1,8 +1,9 @@
-"""Copies of what servers hold: a write to a copy raises an error that tells how to write to the servers instead."""
+"""Copies of what servers hold. A write to a copy raises an error that says how to write to the servers instead."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,8 +16,9 @@ from ballast.torch.tensors.kinds import is_sharded, local, type_of_dtensors
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_HOW = ("optimizer.state[p] is a copy of what the servers hold, and writing to it changes nothing there; write optimizer.state[p] = "
-        "{**optimizer.state[p], 'exp_avg': ...}, or {} for a state without steps, or optimizer.state.clear() for all parameters")
+_HOW = ("optimizer.state[p] is a copy of what the servers hold, and writing to it changes nothing there. To write there, write "
+        "optimizer.state[p] = {**optimizer.state[p], 'exp_avg': ...}. For a state without steps, write {}, or call optimizer.state.clear() "
+        'for all parameters')
 
 _SET_DATA = vars(torch._C.TensorBase)['data'].__set__
 _TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
@@ -27,7 +29,7 @@ def refuse() -> NoReturn:
 
 
 def has_bits(copy: torch.Tensor, value: Any) -> bool:
-    """`value` is the same tensor, or another of its bits: on another device, say."""
+    """`value` is the same tensor, or one with the same bits, for example on another device."""
     if not isinstance(value, torch.Tensor) or is_sharded(value) != is_sharded(copy):
         return False
     if is_sharded(copy) and is_sharded(value) and value.placements != copy.placements:
@@ -40,33 +42,42 @@ def has_bits(copy: torch.Tensor, value: Any) -> bool:
 
 
 def _set_data(copy: torch.Tensor, value: Any) -> None:
-    """copy.data = value, which moves no version counter."""
+    """Carries out `copy.data = value`, which moves no version counter."""
     with torch._C.DisableTorchFunctionSubclass():
         if not has_bits(copy, value):
             refuse()
 
 
+def _run(cls: type[torch.Tensor], func: Any, args: Any, kwargs: Any, plain: type[torch.Tensor],
+         copied: Callable[[Any], torch.Tensor]) -> Any:
+    """Runs an operation of torch, and refuses one that writes to a copy of this class. Results that share memory with a copy become copies:
+    copied() makes one of a `plain` tensor."""
+    copies = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, cls)]
+    if func == _SET_DATA and isinstance(args[0], cls):
+        return _set_data(args[0], args[1])
+    with torch._C.DisableTorchFunctionSubclass():
+        before = [each._version for each in copies]
+        result = func(*args, **kwargs)
+        if before != [each._version for each in copies]:
+            refuse()
+        if func in _TO_NUMPY:
+            result.flags.writeable = False  # a write by numpy moves no version counter
+        memory = set(filter(None, map(_address, copies)))
+        return _pytree.tree_map(lambda each: copied(each) if type(each) is plain and _address(each) in memory else each, result)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Returns the address of the memory that this rank has. 0: it has none."""
+    here = local(tensor)
+    return here.untyped_storage().data_ptr() if here.numel() else 0
+
+
 class Copy(torch.Tensor):
-    """A tensor whose in-place operations raise, those of its views too. Any other operation gives plain tensors."""
+    """A tensor whose in-place operations raise, as do those of its views. Other operations return plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        copies = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, cls)]
-        if func == _SET_DATA and isinstance(args[0], cls):
-            return _set_data(args[0], args[1])
-        with torch._C.DisableTorchFunctionSubclass():
-            before = [each._version for each in copies]
-            result = func(*args, **kwargs)
-            if before != [each._version for each in copies]:
-                refuse()
-            if func in _TO_NUMPY:
-                result.flags.writeable = False  # a write by numpy moves no version counter
-            memory = {each.untyped_storage().data_ptr() for each in copies if each.numel()}
-
-            def kept(tensor: torch.Tensor) -> torch.Tensor:
-                return tensor.as_subclass(cls) if tensor.numel() and tensor.untyped_storage().data_ptr() in memory else tensor
-            return _pytree.tree_map(lambda each: kept(each) if type(each) is torch.Tensor else each, result)
+        return _run(cls, func, args, kwargs or {}, torch.Tensor, lambda each: each.as_subclass(cls))
 
     def _plain(self) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -81,7 +92,7 @@ class Copy(torch.Tensor):
 
 @functools.cache
 def _sharded_copy() -> type[DTensor]:
-    """The class of a DTensor's copies: made once torch has DTensors, see tensor_module()."""
+    """Returns the class of copies of DTensors. It is made once torch has DTensors, see tensor_module()."""
     if TYPE_CHECKING:
         from torch.distributed.tensor import DTensor
     else:
@@ -92,25 +103,13 @@ def _sharded_copy() -> type[DTensor]:
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs, name = kwargs or {}, getattr(func, '__name__', '')
+            name = getattr(func, '__name__', '')
             if name.endswith('_') and not name.endswith('__'):
                 refuse()  # torch._foreach_* of DTensors move no version counter
-            copies = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, cls)]
-            if func == _SET_DATA and isinstance(args[0], cls):
-                return _set_data(args[0], args[1])
-            with torch._C.DisableTorchFunctionSubclass():
-                before = [each._version for each in copies]
-                result = func(*args, **kwargs)
-                if before != [each._version for each in copies]:
-                    refuse()
-                memory = {each._local_tensor.untyped_storage().data_ptr() for each in copies if each._local_tensor.numel()}
 
-                def kept(each: Any) -> Any:
-                    here = each._local_tensor if type(each) is DTensor else None
-                    if here is None or not here.numel() or here.untyped_storage().data_ptr() not in memory:
-                        return each
-                    return cls(here.as_subclass(Copy), each._spec, requires_grad=each.requires_grad)
-                return _pytree.tree_map(kept, result)
+            def copied(each: Any) -> torch.Tensor:
+                return cls(each._local_tensor.as_subclass(Copy), each._spec, requires_grad=each.requires_grad)
+            return _run(cls, func, args, kwargs or {}, DTensor, copied)
 
         def _plain(self) -> torch.Tensor:
             memory = self._local_tensor

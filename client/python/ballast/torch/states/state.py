@@ -1,4 +1,4 @@
-"""optimizer.state: moments and step counts, read from the servers when they are asked for."""
+"""optimizer.state: moments and step counts, which are read from the servers on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ballast.torch.states.read_only import copy_of, has_bits, refuse
 
 
 class Looks:
-    """What all looks at a job's state share."""
+    """What all views of a job's state share."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     _Dict = dict[str, Any]
 else:
     class _Dict(MutableMapping, dict):
-        """A dict whose methods are those of a mapping: all go by __getitem__ and the like."""
+        """A dict whose methods all go through __getitem__ and the like, as those of a mapping do."""
 
         def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
             return {**self, **other}
@@ -52,13 +52,13 @@ else:
 
 
 class Entry(_Dict):
-    """One parameter's state as it is now: moments and step count, of which each look reads a copy from the servers, once the job is open;
-    and what others have put beside them, which is in the trainer. To write what servers hold is refused, but for the values that they
-    have already, as when a framework moves state to another device. A pickle or copy of it is an OrderedDict of tensors like others.
+    """One parameter's current state. Once the job is open, each look at a moment or a step count reads a copy from the servers. Other keys
+    are the caller's, and stay in the trainer. A write of a moment or step count is refused, unless the servers already have that value, as
+    when a framework moves state to another device. A pickle or copy of an entry is an OrderedDict of plain tensors.
 
-    An entry that was taken away, or that another took the place of, is a dict of the values that it had, as torch's.
+    An entry that was deleted or replaced becomes a dict of the values that it had, as in torch.
 
-    The dict beneath stays empty: a class of dicts is what loops over torch's state look for."""
+    The dict beneath stays empty. Loops over torch's state look for dicts, so this is one."""
 
     def __init__(self, looks: Looks, parameter: torch.Tensor) -> None:
         super().__init__()
@@ -78,13 +78,13 @@ class Entry(_Dict):
         return key in OURS and self._had is None
 
     def leaving(self, parameters: set[int]) -> dict[str, Any] | None:
-        """What it has, if it is the entry of one of these parameters, by id, which are given others."""
+        """Returns what the entry has, if its parameter is one of these, by id, which are about to get other entries."""
         if self._had is None and id(self._parameter) in parameters:
             return {**self._job.read_state(self._parameter), **self._extras()}
         return None
 
     def keep(self, had: dict[str, Any]) -> None:
-        """From now on it has these values: the parameter has others."""
+        """Gives the entry values of its own, since the parameter has others now."""
         self._had = had
 
     def __iter__(self) -> Iterator[str]:
@@ -110,7 +110,7 @@ class Entry(_Dict):
         return -1 if self._job.opened is None else self._job.opened.session.version
 
     def holds(self, key: str, value: Any) -> bool:
-        """The servers have this value of one of their keys."""
+        """The servers have this value for one of their keys."""
         if key not in self:
             return False
         last = self._read.get(key)
@@ -123,7 +123,7 @@ class Entry(_Dict):
         self.update({key: value})
 
     def update(self, *others: Any, **more: Any) -> None:
-        """All of it or, with an error, nothing."""
+        """Writes all, or nothing with an error."""
         given = dict(*others, **more)
         if self._had is not None:
             self._had.update(given)
@@ -157,10 +157,10 @@ class Entry(_Dict):
 
 
 class State(MutableMapping[torch.Tensor, Any]):
-    """Entries by parameter, those that had no step yet included. What is assigned to parameters, or taken away, is so on the servers when
-    the assignment returns; all ranks assign the same. Keys that are not the servers' stay in the trainer.
+    """Entries by parameter, including parameters without a step. When an assignment or a deletion returns, the servers have carried it out;
+    all ranks assign the same. Keys that servers do not hold stay in the trainer.
 
-    Never empty, also before the job is open: torch's checkpointing makes a step of its own where it finds no state."""
+    It is never empty, even before the job is open: torch's checkpointing would make a step of its own if it found no state."""
 
     def __init__(self, optimizer: Owner) -> None:
         self._optimizer = optimizer  # which lives while its state is used
@@ -182,7 +182,7 @@ class State(MutableMapping[torch.Tensor, Any]):
         return iter(self._parameters())
 
     def __contains__(self, parameter: object) -> bool:
-        # As in torch's, one that has left its group is there still.
+        # As in torch, a parameter that has left its group is still there.
         known = isinstance(parameter, torch.Tensor) and self._job.member_of(parameter) is not None
         return known or any(parameter is each for each in self._parameters())
 
@@ -212,12 +212,12 @@ class State(MutableMapping[torch.Tensor, Any]):
         self._put({parameter: {} for parameter in self._parameters()})
 
     def replace(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """As assigning `states` to torch's optimizer.state: parameters that are not in it begin anew."""
+        """As assigning `states` to torch's optimizer.state. Parameters that are not in it start without state."""
         if isinstance(states, State) and states._looks is self._looks:
             if states._life != self._looks.lives:
-                raise Error('optimizer.state = one that another took the place of: it is a view of what the servers hold now, and has '
-                            'nothing of what they held then; keep copies, {p: dict(entry) for p, entry in optimizer.state.items()}, and '
-                            'assign those', 'BAD_REQUEST')
+                raise Error('optimizer.state was assigned a state that another has replaced since. It is a view of what the servers hold '
+                            'now, and has nothing of what they held then. Keep copies, {p: dict(entry) for p, entry in '
+                            'optimizer.state.items()}, and assign those', 'BAD_REQUEST')
             return
         if not isinstance(states, Mapping):
             raise Error(f'optimizer.state = {type(states).__name__}: expected a dict of dicts by parameter', 'BAD_CONFIG')
@@ -235,22 +235,30 @@ class State(MutableMapping[torch.Tensor, Any]):
         ours: dict[torch.Tensor, Any] = {}
         extras: dict[torch.Tensor, dict[str, Any]] = {}
         for parameter, entry in states.items():
-            is_entry = isinstance(entry, Mapping)  # else put() says what it is
-            ours[parameter] = {key: value for key, value in entry.items() if key in OURS} if is_entry else entry
-            extras[parameter] = {key: value for key, value in entry.items() if key not in OURS} if is_entry else {}
+            ours[parameter], extras[parameter] = _split(entry)
         is_there = job.opened is not None and all(self._has(parameter, entry) for parameter, entry in ours.items())
-        had = []
-        if not is_there and job.opened is not None:
-            had = [(each, each.leaving(set(map(id, states)))) for each in list(self._looks.entries.values())]
+        had = [] if is_there or job.opened is None else self._leaving(set(map(id, states)))
         if job.options.world_size > 1 or not is_there:
             loading.put(job, {id(parameter): entry for parameter, entry in ours.items()})
         for each, values in had:
-            if values is not None:
-                each.keep(values)
+            each.keep(values)
         job.extras.update(extras)
 
+    def _leaving(self, parameters: set[int]) -> list[tuple[Entry, dict[str, Any]]]:
+        """Returns the entries in use of these parameters, by id, with what each has."""
+        found = [(each, each.leaving(parameters)) for each in list(self._looks.entries.values())]
+        return [(each, had) for each, had in found if had is not None]
+
     def _has(self, parameter: torch.Tensor, entry: Any) -> bool:
-        """The servers have just this."""
+        """The servers have exactly this entry."""
         mine = Entry(self._looks, parameter)
         return (isinstance(entry, Mapping) and entry.keys() == set(mine._ours())
                 and all(mine.holds(key, value) for key, value in entry.items()))
+
+
+def _split(entry: Any) -> tuple[Any, dict[str, Any]]:
+    """Splits an entry into what servers hold and the rest. If it is not an entry, the servers' side gets it, and refuses it by its type."""
+    if not isinstance(entry, Mapping):
+        return entry, {}
+    return ({key: value for key, value in entry.items() if key in OURS},
+            {key: value for key, value in entry.items() if key not in OURS})

@@ -1,4 +1,4 @@
-"""Values that come into a job from parameters, or from the state_dict() of a model whose parameters live on the servers."""
+"""Brings values into a job: from parameters, or from the state_dict() of a model whose parameters live on the servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ballast.torch.tensors.kinds import digest_of
 
 
 def sync(job: Job) -> None:
-    """Takes over the values of all parameters, whether their marks tell of edits or not. COLLECTIVE."""
+    """Takes over the values of all parameters, whether or not their marks show edits. COLLECTIVE."""
     there = job.opened or job.open()
     if there.lends_masters:
         return
@@ -29,9 +29,9 @@ def sync(job: Job) -> None:
 
 @torch.no_grad()
 def give(job: Job, given: Mapping[int, torch.Tensor], check: Callable[[], None] = lambda: None) -> None:
-    """Values for parameters that live on the servers alone, committed: this rank's parts in the host's memory, by id of the parameter.
-    COLLECTIVE: all ranks that have a part of one give it, replicas the same. check(): raises what speaks against it on this rank; it is
-    raised on all, and nothing is given."""
+    """Gives values to parameters that live only on the servers, and commits them. given: this rank's parts in the host's memory, by id of
+    the parameter. COLLECTIVE: all ranks that have a part of a parameter give it, and replicas give the same. If check() raises on one
+    rank, all raise, and nothing is given."""
     exchange = job.exchange('load_state_dict() of a model')
 
     def look() -> OpenJob:
@@ -40,8 +40,8 @@ def give(job: Job, given: Mapping[int, torch.Tensor], check: Callable[[], None] 
         for member in there.members:
             values = given.get(id(member.parameter))
             if values is not None and not bool(torch.isfinite(values).all()):
-                raise Error(f"the values for parameter '{member.name}' are not all finite: servers refuse them. Nothing was taken",
-                            'BAD_REQUEST')
+                raise Error(f"the values for parameter '{member.name}' are not all finite, and servers refuse such values; nothing was "
+                            'loaded', 'BAD_REQUEST')
         return there
     there = together(exchange, look)
     there.give_values(exchange)

@@ -1,1 +1,1 @@
-"""One step of a job, from gradients to parameters, and steps beside the loop or begun in backward."""
+"""One step of a job, from gradients to parameters; steps beside the loop, and steps that begin in backward."""

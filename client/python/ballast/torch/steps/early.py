@@ -1,13 +1,11 @@
-"""push_early: a unit's gradients go to the servers as soon as backward has made them; step() takes what went."""
+"""push_early: sends a unit's gradients to the servers as soon as backward has made them. step() takes what went."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,9 +14,9 @@ from ballast.errors import Error, warn
 from ballast.torch.job.features import Feature, Gone
 from ballast.torch.job.naming import Parameters
 from ballast.torch.job.opened import OpenJob
-from ballast.torch.modes import plainly
 from ballast.torch.ranks.groups import Group
 from ballast.torch.steps import background
+from ballast.torch.steps.hooked import Hooked
 from ballast.torch.tensors.host_memory import HostMemory, is_elsewhere
 from ballast.torch.tensors.kinds import digest_of, is_sharded, local, versions_of
 from ballast.torch.tensors.members import Member
@@ -26,7 +24,7 @@ from ballast.torch.tensors.memory import gradient_of, in_host
 
 
 class _Sent(NamedTuple):
-    """A unit's gradients: nothing of them may change until the step is over."""
+    """A unit's gradients. Nothing may change them until the step is over."""
     gradients: list[torch.Tensor]  # as autograd left them, in the order of the unit's tensors
     marks: list[_Mark]
     memory: list[torch.Tensor]  # the host's, which is being read
@@ -35,8 +33,8 @@ class _Sent(NamedTuple):
 
 
 def _sum_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The sum of all elements' bits, as a tensor beside them. Elements are added by words where they come in words, which is several
-    times as fast. Bits are compared, since NaN is not equal to NaN, nor a denormal other than zero everywhere."""
+    """Returns the sum of all elements' bits, as a tensor on their device. It adds whole words where it can, which is several times as fast.
+    It sums bits, since NaN does not equal NaN, and some machines treat a denormal as zero."""
     elements = gradient.detach().reshape(-1).contiguous()
     size = elements.element_size()
     bits = {2: torch.int16, 4: torch.int32}[size]
@@ -47,7 +45,7 @@ def _sum_of(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _Mark:
-    """Shows that a gradient is as it was. GradScaler's unscale_ moves no version counter, so a sum is part of it."""
+    """Shows whether a gradient is as it was. It includes a sum, because GradScaler's unscale_ moves no version counter."""
 
     def __init__(self, gradient: torch.Tensor, debug: bool) -> None:
         self._versions = versions_of(gradient)
@@ -59,21 +57,18 @@ class _Mark:
 
 
 class Early(Feature):
-    """Gradients of the step to come that have gone to the servers. Threads: the training loop's, and autograd's while it waits for
+    """Gradients of the next step that have gone to the servers. Threads: the training loop's, and autograd's while the loop waits for
     backward."""
 
     def __init__(self, debug: bool, is_busy: Callable[[], bool]) -> None:
-        """is_busy(): a step is under way beside the loop."""
+        """is_busy(): returns whether a step is under way beside the loop."""
         self._debug, self._is_busy = debug, is_busy
         self._lock = threading.Lock()  # autograd has a thread per GPU
         self.session: _native.Session | None = None  # the one that gradients go to
         self._host: HostMemory | None = None
-        self._background: background.Background | None = None
+        self._background = background.Background()
         self._pushes = False
-        self._members: list[Member] = []
-        self._units: list[list[int]] = []
-        self._unit_of: dict[int, int] = {}
-        self._hooks: dict[int, Any] = {}  # by member
+        self._hooked = Hooked(self)
         self._fired: list[int] = []  # by member: gradients accumulated since the last step
         self._usual: list[int] = []  # as many as the last step had
         self._sent: dict[int, _Sent] = {}  # by unit
@@ -82,17 +77,17 @@ class Early(Feature):
 
     @property
     def is_hooked(self) -> bool:
-        """Backward tells of gradients."""
-        return bool(self._hooks)
+        """Hooks of parameters tell of gradients."""
+        return bool(self._hooked.hooks)
 
     def opening(self, parameters: Parameters, group: Group) -> None:
         if group.several:
-            raise Error('push_early is for one rank: DistributedDataParallel reduces gradients after backward has made them, and what '
-                        'clip_grad_norm_ does to the DTensors of fully_shard moves no version counter; leave push_early out',
+            raise Error('push_early works with one rank alone: DistributedDataParallel reduces gradients after backward has made them, '
+                        'and what clip_grad_norm_ does to DTensors of fully_shard moves no version counter. Leave push_early out',
                         'UNSUPPORTED')
 
     def opened(self, job: OpenJob, for_step: bool) -> None:
-        """Takes up the session and members that the job has now. Gradients that went go back where the call is no step."""
+        """Takes up the job's current session and members. If the call is not a step, takes back gradients that went."""
         if not for_step:
             self.withdraw()
         session, members, host = job.session, job.members, job.host
@@ -102,44 +97,29 @@ class Early(Feature):
             self._pushes = session.pushes_gradients
         if not self._pushes:
             return  # they are read where they are
-        if len(members) > len(self._members):
-            self._members, self._units = list(members), session.units
-            self._unit_of = {i: unit for unit, tensors in enumerate(self._units) for i in tensors}
+        if self._hooked.follow(session, members, lambda _: True):
             self._fired = [0] * len(members)
             self._usual += [1] * (len(members) - len(self._usual))
-        for i, member in enumerate(members):
-            if i not in self._hooks and member.parameter.requires_grad:
-                self._hooks[i] = member.parameter.register_post_accumulate_grad_hook(_Hook(self, i))
 
     def accumulated(self, i: int) -> None:
-        """Backward has added to the gradient of a member, by index."""
-        with self._lock, torch.no_grad():
-            self._accumulated(i)
-
-    def _accumulated(self, i: int) -> None:
-        self._fired[i] += 1
-        unit = self._unit_of[i]
-        if unit in self._sent:
-            self._spoilt = True  # there was more to come
-        if not self._spoilt and all(self._fired[j] >= self._usual[j] for j in self._units[unit]):
-            self._send(unit)
+        with self._lock:
+            self._fired[i] += 1
+            unit = self._hooked.unit_of[i]
+            if unit in self._sent:
+                self._spoilt = True  # there was more to come
+            if not self._spoilt and all(self._fired[j] >= self._usual[j] for j in self._hooked.units[unit]):
+                self._send(unit)
 
     def _send(self, unit: int) -> None:
-        members, session, host = [self._members[i] for i in self._units[unit]], self.session, self._host
-        try:
-            found = [(member.parameter.grad, gradient_of(member)) for member in members]
-        except Error:
-            return  # the step refuses it
-        gradients = [gradient for gradient, _ in found if gradient is not None]
-        there = [gradient for _, gradient in found if gradient is not None and not is_sharded(gradient)]
-        if len(there) < len(members) or session is None or host is None:
+        members, session, host = [self._hooked.members[i] for i in self._hooked.units[unit]], self.session, self._host
+        there = _whole_gradients(members)
+        if there is None or session is None or host is None:
             return
         if self._is_busy() and any(is_elsewhere(gradient) for gradient in there):
             return  # the step under way may read their places in the host's memory
         memory = [in_host(host, member, 'gradient', gradient) for member, gradient in zip(members, there)]
-        if self._background is None:
-            self._background = background.Background()
         future = self._background.push(session, unit, memory, host.enqueued())
+        gradients = [gradient for gradient in (member.parameter.grad for member in members) if gradient is not None]
         self._sent[unit] = _Sent(gradients, [_Mark(local(gradient), self._debug) for gradient in gradients], memory, session, future)
 
     def settle(self, gradients: Sequence[torch.Tensor | None], registers: bool) -> None:
@@ -147,7 +127,7 @@ class Early(Feature):
             self.withdraw()
 
     def _stands(self, taken: Sequence[torch.Tensor | None]) -> bool:
-        """At a step that takes these gradients, by member: whether they are the ones that went. Waits for those that are on their way."""
+        """Returns whether the gradients that a step takes, by member, are the ones that went. Waits for those that are on their way."""
         for unit, sent in self._sent.items():
             if self._spoilt:
                 break
@@ -155,8 +135,8 @@ class Early(Feature):
                 background.wait(sent.future, sent.session)
             except Exception:
                 self._spoilt = True  # the step sends it again, and tells what is wrong if it still is
-            for i, gradient, mark in zip(self._units[unit], sent.gradients, sent.marks):
-                member = self._members[i]
+            for i, gradient, mark in zip(self._hooked.units[unit], sent.gradients, sent.marks):
+                member = self._hooked.members[i]
                 if taken[i] is None:
                     self._spoilt = True  # it is in no group any more
                 elif member.parameter.grad is not gradient or not _Mark(local(gradient), self._debug).is_same(mark):
@@ -166,34 +146,33 @@ class Early(Feature):
 
     def _warn(self, name: str) -> None:
         if not self._warned:
-            warn(f"push_early: the gradient of parameter '{name}' was changed after backward had made it, so all went twice; leave "
-                 'push_early out, or clip by max_norm= and scale by LossScaler, which change none')
+            warn(f"push_early: the gradient of parameter '{name}' was changed after backward had made it, so all gradients went twice. "
+                 'Leave push_early out, or clip by max_norm= and scale by LossScaler, which change no gradient')
         self._warned = True
 
     def withdraw(self) -> None:
-        """Nothing goes before the next step, and servers forget what went."""
+        """Makes servers forget what went, and sends nothing more before the next step."""
         session = self.session
         if not self._sent or session is None:
             return
         self._spoilt = True
         for sent in self._sent.values():
-            with contextlib.suppress(Exception):
-                background.wait(sent.future, sent.session)
+            background.settle([sent.future], sent.session)
         session.drop()
         self._sent = {}
 
     def zero_grad(self) -> None:
-        """No step will take what went: the next gradients are others."""
+        """No step will take what went, since the next gradients are new ones."""
         self.withdraw()
         self._begin()
 
     @property
     def there(self) -> frozenset[int]:
         """Members whose gradients went, by index."""
-        return frozenset(i for unit in self._sent for i in self._units[unit])
+        return frozenset(i for unit in self._sent for i in self._hooked.units[unit])
 
     def take(self) -> Gone:
-        """What went has to stay until the step is over."""
+        """Returns what went. It must stay in memory until the step is over."""
         self._usual = [fired or usual for fired, usual in zip(self._fired, self._usual)]
         gone = Gone(self.there, self._sent)
         self._begin()
@@ -201,37 +180,35 @@ class Early(Feature):
 
     def _begin(self) -> None:
         self._sent = {}
-        self._fired = [0] * len(self._members)
+        self._fired = [0] * len(self._hooked.members)
         self._spoilt = False
 
     def _forget(self) -> None:
         """Forgets what another session had."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._members, self._units, self._unit_of, self._hooks, self._usual = [], [], {}, {}, []
+        self._hooked.forget()
+        self._usual = []
         self._begin()
 
     def left(self) -> None:
-        """With all that went to the session."""
+        """Forgets the session, and all that went to it."""
         self._forget()
         self.session = self._host = None
         self._pushes = False
 
     def closing(self) -> object:
-        """The session may still read what went: it has to stay until the session is closed, or a step or withdraw() has ended."""
+        """Returns what went. The session may still read it, so it must stay until the session is closed, or a step or withdraw() has
+        ended."""
         sent = self._sent
         self._forget()
-        if self._background is not None:
-            self._background.close()
+        self._background.close()
         return sent
 
 
-class _Hook:
-    def __init__(self, early: Early, i: int) -> None:
-        self._early, self._i = weakref.ref(early), i
-
-    @plainly
-    def __call__(self, parameter: torch.Tensor) -> None:
-        early = self._early()
-        if early is not None:
-            early.accumulated(self._i)
+def _whole_gradients(members: Sequence[Member]) -> list[torch.Tensor] | None:
+    """Returns their memory on this rank. None: one has no gradient, or the step will move or refuse it."""
+    try:
+        found = [gradient_of(member) for member in members]
+    except Error:
+        return None
+    there = [gradient for gradient in found if gradient is not None and not is_sharded(gradient)]
+    return there if len(there) == len(members) else None

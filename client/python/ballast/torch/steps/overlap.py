@@ -23,14 +23,14 @@ _GRACE_SECONDS = 2.0
 
 
 class _UnderWay(NamedTuple):
-    """A step on the thread of its own."""
+    """A step on its own thread."""
     step: Step
     future: concurrent.futures.Future[None]
 
 
 class Overlap(Feature):
-    """Steps on a thread of their own, while the training loop goes on: forward passes of `model` and its state_dict wait for the
-    parameters that they read. Threads: the training loop's, but _ready."""
+    """Runs steps on their own thread while the training loop goes on. Forward passes of `model` and its state_dict wait for the parameters
+    that they read. Threads: the training loop's, except _ready()."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -56,25 +56,25 @@ class Overlap(Feature):
             torch.compiler.reset()  # functions that were compiled when these modules had no hooks would go on without
 
     def before_step(self, parameters: Parameters) -> None:
-        """Refuses parameters and modules that hooks of modules do not see."""
+        """Refuses parameters and modules that the hooks of modules do not see."""
         for name, module in self._model.named_modules():
             if hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None:
-                raise Error(f"overlap: module '{name}' is compiled, and runs without the hooks that wait for parameters; leave overlap "
-                            'or compile out', 'UNSUPPORTED')
+                raise Error(f"overlap: module '{name}' is compiled, so it runs without the hooks that wait for parameters; leave out "
+                            'overlap or compile', 'UNSUPPORTED')
         self._hook()
         seen = {id(parameter) for parameter in self._model.parameters()}
         for g, i, parameter in parameters.placed():
             if is_sharded(parameter):
-                raise Error('overlap: parameters are DTensors, which fully_shard gathers before any hook of ours; leave overlap out',
+                raise Error("overlap: parameters are DTensors, which fully_shard gathers before Ballast's hooks run; leave overlap out",
                             'UNSUPPORTED')
             if id(parameter) not in seen:
                 name = parameters.name_of(g, i, parameter)
-                raise Error(f"overlap: parameter '{name}' is not one of the model, or is no more: nothing would "
-                            'wait for it. Give overlap= the model that has it; where the model has another in its place, make a new '
-                            'optimizer', 'BAD_CONFIG')
+                raise Error(f"overlap: parameter '{name}' is not one of the model, or no longer is, so nothing would wait for it. Give "
+                            'overlap= the model that has it. If the model has another parameter in its place, make a new optimizer',
+                            'BAD_CONFIG')
 
     def start(self, step: Step) -> None:
-        """Begins a step. before_step() and wait() have been called before."""
+        """Begins a step. The caller has called before_step() and wait()."""
         if self._needs_of != step.members:
             self._needs, self._needs_of = _needs(self._model, step.members), list(step.members)
         if self._pool is None:
@@ -116,8 +116,8 @@ class Overlap(Feature):
             self.wait()
 
     def _await(self, under_way: _UnderWay, enough: Callable[[], bool]) -> None:
-        """Waits until the step has ended, or enough(). As a call of the session does, Ctrl-C leaves it two seconds, then ends the
-        session; a step of the server in this process goes on, and the next wait is for it: a second Ctrl-C then ends the session."""
+        """Waits until the step has ended, or enough() holds. As in a call of the session, Ctrl-C gives the step two seconds, then ends the
+        session. If the server is in this process, the step goes on and the next wait is for it; a second Ctrl-C then ends the session."""
         def over() -> bool:
             return under_way.future.done() or enough()
         with self._changed:
@@ -133,9 +133,8 @@ class Overlap(Feature):
         for i in indices:
             gradient, self._gradients[i] = self._gradients[i], None
             if gradient is not None and gradient[0]._version != gradient[1]:
-                raise Error(f"the gradient of parameter '{self._needs_of[i].name}' was changed while the step read it, which may have "
-                            'spoiled the update: with overlap, set gradients to None (zero_grad() does), or call wait() first',
-                            'BAD_REQUEST')
+                raise Error(f"the gradient of parameter '{self._needs_of[i].name}' was changed while the step read it, so the update may "
+                            'be wrong. With overlap, set gradients to None (zero_grad() does), or call wait() first', 'BAD_REQUEST')
 
     def wait(self) -> None:
         """Returns when the step under way has ended. Raises what it raised."""
@@ -158,7 +157,7 @@ class Overlap(Feature):
 
 
 class _Hook:
-    """A copy of the model has a hook that does nothing."""
+    """A hook of a module. Its copy, in a copy of the model, does nothing."""
 
     def __init__(self, overlap: Overlap | None = None, forward: bool = True) -> None:
         self._overlap, self._forward = None if overlap is None else weakref.ref(overlap), forward
@@ -186,8 +185,8 @@ def _end_of_process(overlap: weakref.ref[Overlap]) -> None:
 
 
 def _needs(model: torch.nn.Module, members: Sequence[Member]) -> dict[torch.nn.Module, set[int]]:
-    """For each module, the members that its forward may read, by index: all of a unit's, for a module within the unit; else its own
-    parameters, and those of children that have no forward."""
+    """Returns for each module the members that its forward may read, by index. A module within a unit may read all of the unit. Any other
+    may read its own parameters, and those of children that have no forward."""
     index = {id(member.parameter): i for i, member in enumerate(members)}
     units: dict[str, set[int]] = {}
     for i, member in enumerate(members):

@@ -20,12 +20,12 @@ from ballast.torch.tensors.members import Member, wrote
 from ballast.torch.tensors.memory import Memory
 from ballast.torch.tensors.remote import gone_of
 
-# Steps in a row that may be skipped for an Inf or NaN before step() raises.
+# How many steps in a row may be skipped for an Inf or NaN before step() raises.
 _SKIPS_MAX = 50
 
 
 class Results:
-    """How steps are made, and what came of the last one."""
+    """How steps are made, and the results of the last one."""
 
     def __init__(self, progress: Progress, max_norm: float) -> None:
         """progress: the job's. max_norm: of all gradients together; 0 does not clip."""
@@ -36,7 +36,7 @@ class Results:
         self.seconds = {'push': 0.0, 'seal': 0.0, 'pull': 0.0}
 
     def took(self, report: _native.Report, members: Sequence[Member], gradients: Sequence[torch.Tensor | None], scaled: bool) -> None:
-        """A step has ended. gradients: by member. scaled: the caller looks for overflows."""
+        """Takes the report of a step that has ended. gradients: by member. scaled: the caller looks for overflows."""
         for key in self.seconds:
             self.seconds[key] += getattr(report, f'{key}_seconds')
         self.grad_norm = report.norm
@@ -59,11 +59,12 @@ class Results:
 
 
 class Step:
-    """Threads: run() may be on any thread. land() and end() are the training loop's, since they touch parameters as autograd sees them."""
+    """One step. Threads: run() may be on any thread. land() and end() are for the training loop, since they change parameters as autograd
+    sees them."""
 
     def __init__(self, job: OpenJob, features: Sequence[Feature], results: Results, collected: Collected, changes: set[int],
                  blob: bytes) -> None:
-        """changes: members, by index, whose parameters the step may change. Those of others are left alone."""
+        """changes: members, by index, whose parameters the step may change. It leaves all others alone."""
         self._job, self._results, self._collected, self._changes, self._blob = job, results, collected, changes, blob
         self._scale = results.scale  # None once the caller has left gradient_scale()
         # The job's are others when another thread closes it, or registers more.
@@ -86,7 +87,8 @@ class Step:
         return self._collected.gradients
 
     def run(self, ready: Callable[[Iterable[int]], None] | None = None) -> None:
-        """ready(indices): parameters of some members hold the new version, and their gradients are not read any more."""
+        """Makes the step. It calls ready(indices) when these members' parameters hold the new version, and nothing reads their gradients
+        any more."""
         collected = self._collected
         try:
             memory = self._memory.wait()
@@ -100,12 +102,12 @@ class Step:
             raise
 
     def give_up(self) -> None:
-        """The step was not made: no later one takes what was pushed early for it."""
+        """The step was not made. Makes sure that no later step takes what was pushed early for it."""
         if any(gone.members for gone in self._gone):
             with contextlib.suppress(Error):  # the session is over, and has let go of them
                 self._session.drop()
 
-    # While the loop waits in run(): a unit's parameters are on their way to the GPU as the next ones are updated.
+    # While the loop waits in run(), a unit's parameters go to the GPU as servers update the next ones.
     def _land_unit(self, indices: Iterable[int]) -> None:
         with on_streams(self._streams):
             self.land(set(indices))
@@ -114,7 +116,7 @@ class Step:
         self._session.interrupt()
 
     def land(self, indices: set[int]) -> None:
-        """Parameters of these members, by index, hold the new version."""
+        """Brings the new version to the parameters of these members, by index."""
         landed = sorted((indices & self._changes) - self._landed)
         for i in landed:
             self._memory.write_back(i)
@@ -122,8 +124,8 @@ class Step:
         self._landed |= indices
 
     def end(self) -> None:
-        """After run(), whatever it raised."""
-        # Also where an error came after it was decided: the job has made that step.
+        """Ends the step, after run() has returned or raised."""
+        # If an error came after the decision, the job has made the step all the same.
         if self._session.version > self._before:
             self._job.progress.made(self._blob)
             if self._report is None and not self._job.lends_masters:

@@ -1,4 +1,4 @@
-"""Makes a job's steps: collects gradients, agrees with the other ranks, takes over edits, and orders the step."""
+"""Makes a job's steps: collects gradients, agrees with the other ranks, takes over edits, and orders each step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stepper:
 
     @plainly
     def step(self, blob: bytes) -> None:
-        """COLLECTIVE. With overlap the step goes on when this returns."""
+        """Makes a step. COLLECTIVE. With overlap the step is still under way when this returns."""
         opened = self.job.opened or self._open()
         exchange = self.job.exchange('step()')
         agreed = self._agreed(opened, exchange)
@@ -42,14 +42,14 @@ class Stepper:
             self._make(opened, step)
 
     def _open(self) -> OpenJob:
-        """A job that goes on brings its own parameters, when these gradients have been made."""
+        """Opens the job. A job that continues brings its own parameters, though these gradients were made with others."""
         job, before = self.job, {}
         if job.options.resume != 'never':
             before = {parameter: digest_of(parameter) for parameter in job.parameters.all() if parameter.grad is not None}
         opened = job.open(for_step=True)
         if opened.found is not None and any(digest_of(parameter) != digest for parameter, digest in before.items()):
-            warn(f"job '{job.options.job}' goes on from step {job.progress.steps} with its own parameters, and the gradients of this step "
-                 'were made with other parameters: call optimizer.resume() before the first forward pass')
+            warn(f"job '{job.options.job}' goes on from step {job.progress.steps} with its own parameters, but the gradients of this step "
+                 'were made with other parameters; call optimizer.resume() before the first forward pass')
         return opened
 
     def _agreed(self, opened: OpenJob, exchange: Exchange) -> Agreed:
@@ -91,16 +91,17 @@ class Stepper:
                          job.parameters.tied)
 
     def _follow(self, opened: OpenJob, agreed: Agreed) -> None:
-        """A rank whose gradients have not gone does not see that others let theirs go: a frozen stage, an expert without tokens."""
+        """Catches up with ranks that pushed gradients and dropped them. A rank that pushed none, such as a frozen stage or an expert
+        without tokens, does not see that."""
         opened.drop_to(agreed.attempt + (agreed.torn is not None))
         if agreed.torn is not None:
             for feature in self.job.features:
                 feature.failed()
-            raise Error(f'gradients of rank {agreed.torn} went to the servers in a pass that other ranks have let go; none count now: '
-                        'call zero_grad(), and run forward and backward again, on all ranks', 'RANKS_DIFFER')
+            raise Error(f'gradients of rank {agreed.torn} went to the servers in a pass that other ranks have dropped, so none count now. '
+                        'Call zero_grad(), then run forward and backward again, on all ranks', 'RANKS_DIFFER')
 
     def _settle(self, opened: OpenJob, agreed: Agreed, exchange: Exchange) -> None:
-        """All that comes before the step itself: gradients are where their parameters are, new parameters register, edits are taken."""
+        """Prepares the step: moves gradients to where their parameters are, registers new parameters, and takes edits."""
         collected = agreed.collected
         collected.settle()
         if agreed.roster.has_tied:
@@ -128,6 +129,6 @@ class Stepper:
 
 
 def _changes(opened: OpenJob, agreed: Agreed) -> set[int]:
-    """Members, by index, whose parameters the step may change."""
+    """Returns the members, by index, whose parameters the step may change."""
     written = set(opened.session.written)
     return {i for i, member in enumerate(opened.members) if agreed.present[i] or member.name in written}

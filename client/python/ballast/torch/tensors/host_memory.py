@@ -1,4 +1,4 @@
-"""Memory of the host for tensors that lie on a GPU: servers read gradients from it, and write parameters to it."""
+"""Memory of the host for tensors on a GPU. Servers read gradients from it, and write parameters to it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Hashable, Iterable
 
 import torch
 
-# torch's allocator of pinned memory rounds up to a power of two: small tensors share one.
+# torch's allocator of pinned memory rounds up to a power of two, so small tensors share a slab.
 _SLAB_BYTES = 64 << 20
 _ALIGNMENT = 64
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Its memory is not the host's."""
+    """The tensor's memory is not the host's."""
     return tensor.device.type != 'cpu'
 
 
 class HostMemory:
-    """A page-locked place for each parameter and each gradient, kept from step to step. Copies are enqueued on the caller's current
-    stream: what the loop enqueued before them, and enqueues behind them, sees them in that order."""
+    """Keeps a page-locked place for each parameter and each gradient from step to step. It enqueues copies on the caller's current stream,
+    so they keep their order with what the loop enqueues before and after them."""
 
     def __init__(self) -> None:
         self._places: dict[Hashable, torch.Tensor] = {}
@@ -28,7 +28,7 @@ class HostMemory:
         self._streams: set[torch.cuda.Stream] = set()
 
     def place(self, key: Hashable, like: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor with the shape and dtype of `like`, for a key the same each time."""
+        """Returns a contiguous tensor with the shape and dtype of `like`, the same for a key each time."""
         found = self._places.get(key)
         if found is None or found.dtype != like.dtype or found.shape != like.shape:
             found = self._places[key] = self._take(like.numel() * like.element_size(), like.is_cuda).view(like.dtype).view(like.shape)
@@ -50,18 +50,18 @@ class HostMemory:
         to.copy_(source, non_blocking=True)
 
     def enqueued(self) -> list[torch.cuda.Event]:
-        """Events behind all copies so far. Once they are over, the host's side may be used."""
+        """Returns events behind all copies so far. Once they are over, the host's side may be used."""
         return [stream.record_event() for stream in list(self._streams)]
 
 
 def current_streams(tensors: Iterable[torch.Tensor]) -> list[torch.cuda.Stream]:
-    """The current streams of the devices that tensors are on."""
+    """Returns the current streams of the devices that tensors are on."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return [torch.cuda.current_stream(device) for device in devices]
 
 
 def on_streams(streams: Iterable[torch.cuda.Stream]) -> contextlib.ExitStack:
-    """A context in which copies are enqueued on `streams`, whatever thread it is on."""
+    """Returns a context that enqueues copies on `streams`, on any thread."""
     stack = contextlib.ExitStack()
     for stream in streams:
         stack.enter_context(torch.cuda.stream(stream))

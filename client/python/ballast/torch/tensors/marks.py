@@ -1,4 +1,4 @@
-"""Marks of Ballast's last write to a parameter: they tell whether somebody else has written to it since."""
+"""Marks of Ballast's last write to a parameter. They show whether somebody else has written to it since."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from ballast import _native
 from ballast.errors import warn
 
-# On a GPU, as _native.samples() on the host: every element of a small tensor, else one of so many; a prime number, so that a column of a
-# matrix meets some.
+# A sample on a GPU works as _native.samples() does on the host. It takes every element of a small tensor, and else one of this many. The
+# number is prime, so that each column of a matrix has some.
 _WHOLE_BYTES = 16 << 10
 _PERIOD = 401
 _turns = itertools.count()
 
 
 class Mark(NamedTuple):
-    """versions tell of torch's operations. A sample tells of writes that these do not show: by .data, numpy or DLPack."""
+    """versions show torch's operations. The sample shows other writes: by .data, numpy or DLPack."""
     versions: tuple[int, int, int]
     turn: int  # which part is the sample: another one each time
     sample: int | torch.Tensor  # of a tensor on a GPU a tensor there, so that nothing waits for it
 
 
 class Marked(Protocol):
-    """A parameter as far as marks go: see Member."""
+    """What marks need of a parameter. See Member."""
     name: str
     mark: Mark | None
     digest: int | None
@@ -42,7 +42,7 @@ class Marked(Protocol):
 
 
 def in_order(memory: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor in the order of its memory: a copy where they do not lie together."""
+    """Returns the elements of a tensor in the order of its memory. It copies them only if they do not lie together."""
     if memory.is_contiguous():
         return memory
     strides = memory.stride()
@@ -77,7 +77,7 @@ def _differ(noted: Sequence[int | torch.Tensor], samples: Sequence[int | torch.T
 
 
 def note(members: Iterable[Marked]) -> None:
-    """Parameters are as Ballast wrote them, or took them over."""
+    """Notes that parameters are as Ballast wrote them, or took them over."""
     there = [(member, here) for member in members if (here := member.here) is not None]
     turn = next(_turns)
     sampled = [(member, here) for member, here in there if not member.is_master]
@@ -88,7 +88,7 @@ def note(members: Iterable[Marked]) -> None:
 
 
 def edited(members: Sequence[Marked]) -> list[bool]:
-    """By member: whether somebody else has written to the parameter since note(), and its master is elsewhere."""
+    """Returns by member whether somebody else has written to the parameter since note(), though its master is elsewhere."""
     for member in members:
         member.check_shape()
     there = [(i, here, mark) for i, member in enumerate(members)
@@ -107,5 +107,5 @@ def _edited_unseen(member: Marked) -> bool:
     if member.digest == member.digest_now():
         return False
     warn(f"parameter '{member.name}' was written to by .data, numpy or DLPack, in so few elements that without debug the next step may "
-         'undo it: call sync_from_params() after such a write')
+         'undo it; call sync_from_params() after such a write')
     return True

@@ -1,4 +1,4 @@
-"""Parameters that are registered with a job, and their memory on this rank."""
+"""Parameters that are registered with a job, with their memory on this rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GRADIENT_STEPS = 64
 
 
 class Line(NamedTuple):
-    """What a rank says of a parameter."""
+    """What a rank tells about a parameter."""
     name: str
     what: str  # dtype, shape, group and unit: the same wherever the name is
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 class Member:
-    """A parameter that is registered: its place in the job, and the mark of Ballast's last write to it; with debug also a digest."""
+    """A registered parameter: its place in the job, and the mark of Ballast's last write to it. With debug it also has a digest."""
 
     def __init__(self, line: Line, group: int, parameter: torch.Tensor, debug: bool = False) -> None:
         self.line, self.name, self.group, self.parameter = line, line.name, group, parameter
@@ -47,7 +47,8 @@ class Member:
         marks.note([self])
 
     def is_due(self, steps: int, debug: bool) -> bool:
-        """Replicas compare the gradient in this step: in the first, and then in one of _GRADIENT_STEPS; all with debug. steps: made."""
+        """Replicas compare the gradient in this step. They do so in the first step, and then in one of _GRADIENT_STEPS; with debug in every
+        step. steps: made so far."""
         return debug or not self.agreed or self.turn % _GRADIENT_STEPS == steps % _GRADIENT_STEPS
 
     @property
@@ -59,11 +60,11 @@ class Member:
 
     @property
     def here(self) -> torch.Tensor | None:
-        """The parameter's memory on this rank; None where it lives on the servers alone."""
+        """The parameter's memory on this rank. None: it lives only on the servers."""
         return local(self.parameter).detach()
 
     def initial(self) -> torch.Tensor:
-        """This rank's part of the values that a new job begins with, where the parameter has no memory."""
+        """Returns this rank's part of the values that a new job begins with, if the parameter has no memory."""
         raise NotImplementedError
 
     @property
@@ -72,14 +73,14 @@ class Member:
         return self.mark is not None and self.mark.versions[-1] != local(self.parameter).data_ptr()
 
     def check_shape(self) -> None:
-        """Refuses a parameter that is not what was registered."""
+        """Refuses a parameter whose shape is not the registered one."""
         if self.moved and local(self.parameter).shape != self.shape:
-            raise Error(f"parameter '{self.name}' has shape {list(local(self.parameter).shape)} on this rank, and registered with "
+            raise Error(f"parameter '{self.name}' has shape {list(local(self.parameter).shape)} on this rank, but registered with "
                         f'{list(self.shape)}; make a new optimizer for new parameters', 'BAD_SPEC')
 
 
 class RemoteMember(Member):
-    """A parameter that lives on the servers alone. Nothing writes to it but the servers, so nothing marks edits."""
+    """A parameter that lives only on the servers. Nobody else writes to it, so there are no edits to mark."""
 
     def __init__(self, line: Line, group: int, parameter: torch.Tensor, part: Part, debug: bool = False) -> None:
         super().__init__(line, group, parameter, debug)
@@ -101,7 +102,7 @@ class RemoteMember(Member):
 
 
 def member_of(line: Line, group: int, parameter: torch.Tensor, debug: bool) -> Member:
-    """line: what the ranks are told of the parameter."""
+    """Returns the member for a parameter. line: what ranks are told about it."""
     part = part_of(parameter)
     return Member(line, group, parameter, debug) if part is None else RemoteMember(line, group, parameter, part, debug)
 
@@ -114,22 +115,22 @@ class Fresh(NamedTuple):
 
 
 def frozen_as(parameter: torch.Tensor) -> str:
-    """What the servers of a new job keep of a parameter: '' for its state, else _native.Tensor.frozen."""
+    """Returns what servers of a new job keep of a parameter: '' for its state, or else _native.Tensor.frozen."""
     part = part_of(parameter)
     return '' if part is None or parameter.requires_grad else part.home.frozen
 
 
 def check_frozen(members: Iterable[Member]) -> None:
-    """Refuses to train what the servers have no state of."""
+    """Refuses to train a parameter if the servers have no state of it."""
     for member in members:
         if member.is_frozen and member.parameter.requires_grad:
-            raise Error(f"parameter '{member.name}' wants a gradient, and was frozen when the job was made: the servers have its value "
-                        'alone, and nothing to train it with. Leave it frozen, or make a new job in which it is not, or of '
+            raise Error(f"parameter '{member.name}' wants a gradient, but was frozen when the job was made, so the servers have only its "
+                        'value and cannot train it. Leave it frozen, make a new job in which it is not, or make the job with '
                         "shard(frozen='state')", 'UNSUPPORTED')
 
 
 def wrote(members: Iterable[Member]) -> None:
-    """Ballast has written to parameters: their counters move once, as by one of torch's in-place operations."""
+    """Notes that Ballast has written to parameters. Their version counters move once, as in an in-place operation of torch."""
     members = [member for member in members if member.here is not None]
     for member in members:
         torch.autograd.graph.increment_version(local(member.parameter))
@@ -137,17 +138,17 @@ def wrote(members: Iterable[Member]) -> None:
 
 
 def _check_parallel(name: str, parameter: torch.Tensor, group: Group) -> None:
-    """Refuses a parameter of which only a part is here, where nothing of torch's says which part."""
+    """Refuses a parameter if only a part of it is here, and torch does not say which part."""
     if getattr(parameter, '_fsdp_flattened', False):
-        raise Error(f"parameter '{name}' belongs to FullyShardedDataParallel (FSDP1), whose ranks keep parts of flat parameters; expected "
-                    'torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel', 'UNSUPPORTED')
+        raise Error(f"parameter '{name}' belongs to FullyShardedDataParallel (FSDP1), whose ranks keep parts of flat parameters; use "
+                    'torch.distributed.fsdp.fully_shard (FSDP2) or DistributedDataParallel', 'UNSUPPORTED')
     if group.several and getattr(parameter, 'tensor_model_parallel', False):
-        raise Error(f"parameter '{name}' has Megatron's attribute tensor_model_parallel: ranks keep parts of it, which they call by one "
-                    'name; expected whole parameters, or DTensors', 'UNSUPPORTED')
+        raise Error(f"parameter '{name}' has Megatron's attribute tensor_model_parallel: ranks keep different parts of it under one name; "
+                    'expected whole parameters, or DTensors', 'UNSUPPORTED')
     if not is_sharded(parameter):
         if is_traceable_wrapper_subclass(parameter):
-            raise Error(f"parameter '{name}' is a {type(parameter).__name__}, a wrapper of other tensors: no memory of its own holds its "
-                        'values; train the tensors within, or plain parameters', 'UNSUPPORTED')
+            raise Error(f"parameter '{name}' is a {type(parameter).__name__}, a wrapper of other tensors, whose values are in no memory "
+                        'of its own; train the tensors within, or plain parameters', 'UNSUPPORTED')
 
 
 def check_parameter(name: str, parameter: torch.Tensor, group: Group) -> None:
@@ -158,16 +159,16 @@ def check_parameter(name: str, parameter: torch.Tensor, group: Group) -> None:
     _check_parallel(name, parameter, group)
     if parameter.is_inference():
         raise Error(f"parameter '{name}' was made within torch.inference_mode(), where no version counter tells of edits; make the model "
-                    'outside, or give a clone of it', 'UNSUPPORTED')
+                    'outside, or give a clone of the parameter', 'UNSUPPORTED')
     if parameter.device.type not in ('cpu', 'cuda'):
         raise Error(f"parameter '{name}' is on {parameter.device}; expected the CPU, or a GPU that torch calls cuda", 'UNSUPPORTED')
 
 
 def warn_of_others(members: Sequence[Member], group: Group) -> None:
-    """Warns where other processes may write to parameters as well, as Hogwild's do: no version counter tells, and the next step undoes
+    """Warns if other processes may write to parameters too, as with Hogwild. No version counter shows that, and the next step overwrites
     it."""
     shared = next((member.name for member in members
                    if member.here is not None and member.parameter.device.type == 'cpu' and local(member.parameter).is_shared()), None)
     if shared is not None and multiprocessing.parent_process() is not None and not group.several:
-        warn(f"parameter '{shared}' lies in memory that is shared with other processes, and a step undoes what they write to it: where "
-             'several train one model (Hogwild), use DistributedDataParallel; where this one alone does, nothing is wrong')
+        warn(f"parameter '{shared}' lies in memory that is shared with other processes, and each step overwrites what they write to it. "
+             'If several processes train one model (Hogwild), use DistributedDataParallel. If only this one trains it, nothing is wrong')

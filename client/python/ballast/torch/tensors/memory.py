@@ -15,36 +15,38 @@ from ballast.torch.tensors.remote import gone_of
 
 
 def gradient_of(member: Member) -> torch.Tensor | None:
-    """The memory of a member's gradient on this rank, None if it has none; a DTensor where it is not placed as its parameter is."""
+    """Returns the memory of a member's gradient on this rank. None: it has no gradient. If it is placed in another way than its parameter,
+    returns the DTensor."""
     parameter, gradient = member.parameter, member.parameter.grad
     if gradient is None:
         return None
     if is_sharded(gradient) != is_sharded(parameter):
         kinds = {False: 'a plain tensor', True: 'a DTensor'}
-        raise Error(f"parameter '{member.name}' is {kinds[is_sharded(parameter)]}, and its gradient is {kinds[is_sharded(gradient)]}; "
-                    "expected a gradient like its parameter: distribute it, or take full_tensor() of it, before step()", 'BAD_SPEC')
+        raise Error(f"parameter '{member.name}' is {kinds[is_sharded(parameter)]}, but its gradient is {kinds[is_sharded(gradient)]}; "
+                    'before step(), distribute the gradient as the parameter is, or take full_tensor() of it', 'BAD_SPEC')
     if gradient.layout != torch.strided:
-        raise Error(f"parameter '{member.name}' has a sparse gradient; expected a dense one: make its layer with "
-                    'sparse=False', 'UNSUPPORTED')
+        raise Error(f"parameter '{member.name}' has a sparse gradient; expected a dense one. Make its layer with sparse=False",
+                    'UNSUPPORTED')
     if gradient.dtype not in DTYPES:
         raise Error(f"parameter '{member.name}' has a gradient of {gradient.dtype}; expected float32, bfloat16 or "
                     'float16', 'BAD_DTYPE')
     if is_sharded(gradient) and is_sharded(parameter):
         if gradient.device_mesh != parameter.device_mesh:
-            raise Error(f"parameter '{member.name}' is over {parameter.device_mesh}, and its gradient over {gradient.device_mesh}; "
+            raise Error(f"parameter '{member.name}' is over {parameter.device_mesh}, but its gradient is over {gradient.device_mesh}; "
                         'expected one mesh', 'BAD_SPEC')
         if gradient.placements != parameter.placements:
             return gradient
     if gone_of(gradient) is not None:
         return local(gradient)  # it went before the step
     if local(gradient).shape != local(parameter).shape:
-        raise Error(f"parameter '{member.name}' has shape {list(local(parameter).shape)}, and its gradient {list(local(gradient).shape)}: "
-                    'was .data set to another tensor after backward?', 'BAD_SPEC')
+        raise Error(f"parameter '{member.name}' has shape {list(local(parameter).shape)}, but its gradient has "
+                    f'{list(local(gradient).shape)}: was .data set to another tensor after backward?', 'BAD_SPEC')
     return local(gradient).detach().contiguous()
 
 
 def in_host(host: HostMemory, member: Member, what: str, tensor: torch.Tensor, read: bool = True) -> torch.Tensor:
-    """A contiguous tensor in the host's memory: itself, or its place in `host`, to which its values are on their way if `read`."""
+    """Returns a contiguous tensor in the host's memory: the tensor itself, or its place in `host`. read: its values are on their way
+    there."""
     if not is_elsewhere(tensor):
         return tensor.contiguous()
     place = host.place((member.name, what), tensor)
@@ -54,13 +56,13 @@ def in_host(host: HostMemory, member: Member, what: str, tensor: torch.Tensor, r
 
 
 class Memory:
-    """Members' parameters and gradients as contiguous tensors in the host's memory: their own, or copies on their way. write_back()
-    brings to a parameter what was written."""
+    """Members' parameters and gradients as contiguous tensors in the host's memory. They are the members' own memory, or copies on their
+    way. write_back() brings to a parameter what was written."""
 
     def __init__(self, members: Sequence[Member], host: HostMemory, gradients: Sequence[torch.Tensor | None] | None = None,
                  there: Container[int] = frozenset(), reads: bool = False) -> None:
-        """host: the job's. gradients: of gradient_of(), an entry per member; none of them without. there: members,
-        by index, whose gradients have been brought to it before. reads: also parameters with a gradient are read."""
+        """host: the job's. gradients: of gradient_of(), by member. None: no gradients. there: members, by index, whose gradients are in the
+        host's memory already. reads: read parameters that have a gradient, too."""
         self._members, self._host = members, host
         self.parameters: list[torch.Tensor | None] = []  # None: it lives on the servers alone
         self.gradients: list[torch.Tensor | None] = []
@@ -73,7 +75,7 @@ class Memory:
         self._copied = host.enqueued()
 
     def wait(self) -> Memory:
-        """Returns when copies are there. Any thread."""
+        """Returns when the copies are there. Threads: any."""
         for event in self._copied:
             event.synchronize()
         return self
@@ -89,8 +91,8 @@ class Memory:
 
 
 def give_values(session: _native.Session, members: Sequence[Member], memory: Memory) -> None:
-    """Tensors without values on the servers get those of their parameters, and those of Member.initial() where a parameter has no memory,
-    one after another. COLLECTIVE. memory: of the members."""
+    """Gives tensors without values on the servers the values of their parameters. A parameter without memory gets those of
+    Member.initial(), one after another. COLLECTIVE. memory: of the members."""
     failed: list[BaseException] = []
 
     def initial(i: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where a parameter's elements are: the ranks that have it, and which part of it each has."""
+"""Where a parameter's elements are: which ranks have it, and which part each of them has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
 
 
 def key_of(name: str, parameter: torch.Tensor, group: Group | None = None) -> Key | None:
-    """The placement of a DTensor, by ranks of the group (None: the default group); None for a plain tensor, whole on this rank."""
+    """Returns the placement of a DTensor, by ranks of the group (None: the default group). None: a plain tensor, whole on this rank."""
     if not is_sharded(parameter):
         return None
     types, mesh = tensor_module(), parameter.device_mesh.mesh
@@ -31,19 +31,19 @@ def key_of(name: str, parameter: torch.Tensor, group: Group | None = None) -> Ke
         if placement.is_partial() or not hasattr(placement, 'dim'):
             raise Error(f"parameter '{name}' is a DTensor placed as {parameter.placements}; expected shards and replicas, as fully_shard "
                         'and parallelize_module make them', 'UNSUPPORTED')
-        # A strided shard was cut last, though its axis comes first: fully_shard over a tensor that is parallel already.
+        # A strided shard was cut last, though its axis comes first. fully_shard makes one of a tensor that is parallel already.
         (plain if type(placement) is types.Shard else strided).append((axis, placement.dim % parameter.dim()))
     group, ranks = group or world(), mesh.flatten().tolist()
     other = next((rank for rank in ranks if rank not in group.numbers), None)
     if other is not None:
-        raise Error(f"parameter '{name}' is a DTensor over the ranks {ranks}, and the optimizer is of the ranks "
-                    f'{list(group.numbers)}; expected as group= one that has rank {other} too, or None for all ranks', 'UNSUPPORTED')
+        raise Error(f"parameter '{name}' is a DTensor over the ranks {ranks}, but the optimizer is of the ranks {list(group.numbers)}; "
+                    f'give it as group= one that has rank {other} too, or None for all ranks', 'UNSUPPORTED')
     return tuple(group.numbers[rank] for rank in ranks), tuple(mesh.shape), tuple(plain + strided)
 
 
 def parts_of(key: Key, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The dimension along which servers hold the tensor in parts, and how many: a shard along another dimension than the first would be
-    a range per row else. A job keeps those that it was made with."""
+    """Returns the dimension along which servers divide the tensor, and into how many parts. Without parts, a shard along another dimension
+    than the first would be one range for each row. A job keeps the parts that it was made with."""
     _, sizes, cuts = key
     counts: dict[int, int] = {}
     for axis, dimension in cuts:
@@ -62,16 +62,16 @@ def native(key: Key) -> _native.Placement:
 
 @functools.lru_cache(maxsize=65536)
 def box(key: Key, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, int], ...]:
-    """(begin, end) of each dimension of the part that `rank` has."""
+    """Returns (begin, end) of each dimension of the part that `rank` has."""
     return tuple(native(key).box(list(shape), key[0].index(rank)))
 
 
 def check(name: str, parameter: torch.Tensor, key: Key, rank: int) -> None:
-    """Refuses a DTensor whose memory here is not the part that its placements say."""
+    """Refuses a DTensor whose memory here is not the part that its placements say it is."""
     ranks, _, _ = key
     if rank not in ranks:
-        raise Error(f"parameter '{name}' is a DTensor over the ranks {list(ranks)}, of which rank {rank} is none: give the optimizer on "
-                    'each rank the parameters that it has', 'UNSUPPORTED')
+        raise Error(f"parameter '{name}' is a DTensor over the ranks {list(ranks)}, and rank {rank} is not among them; give the optimizer "
+                    'on each rank the parameters that this rank has', 'UNSUPPORTED')
     if parameter.dim() == 0 or not is_sharded(parameter):
         return
     expected = [end - begin for begin, end in box(key, tuple(parameter.shape), rank)]
@@ -82,8 +82,8 @@ def check(name: str, parameter: torch.Tensor, key: Key, rank: int) -> None:
 
 
 def _offset_of_torchs() -> Any:
-    """torch's own arithmetic of a part's shape and offset by coordinates, with which Distributed Checkpoint reads and writes; None: this
-    release has none by that name."""
+    """Returns torch's function for a part's shape and offset, with which Distributed Checkpoint reads and writes. None: this release has no
+    function of that name."""
     try:
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     except ImportError:
@@ -114,10 +114,10 @@ def _is_mistaken(key: Key, shape: tuple[int, ...], placements: tuple[Any, ...]) 
 
 
 def check_torchs(name: str, tensor: torch.Tensor) -> None:
-    """Refuses a DTensor of which torch mistakes some rank's part: an uneven shard of fully_shard over one of parallelize_module along the
-    same dimension, of some sizes. The same on all ranks."""
+    """Refuses a DTensor if torch mistakes some rank's part. That happens, for some sizes, with an uneven shard of fully_shard over one of
+    parallelize_module along the same dimension. All ranks decide alike."""
     key = key_of(name, tensor)
     if key is not None and is_sharded(tensor) and _is_mistaken(key, tuple(tensor.shape), tuple(tensor.placements)):
         raise Error(f"parameter '{name}' of shape {list(tensor.shape)} is a DTensor placed as {tensor.placements} over {list(key[1])} "
-                    'ranks, and torch takes other elements for a part of it than the rank has: Distributed Checkpoint would write and read '
-                    'wrong values; give export_state(), or full_state_dict(), whose tensors are whole', 'UNSUPPORTED')
+                    'ranks, and torch takes other elements for a part of it than the rank has, so Distributed Checkpoint would write and '
+                    'read wrong values. Use export_state(), or full_state_dict(), whose tensors are whole', 'UNSUPPORTED')

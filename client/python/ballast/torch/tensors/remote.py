@@ -16,21 +16,21 @@ Tensor = TypeVar('Tensor', bound=torch.Tensor)
 
 
 class Home(Protocol):
-    """Where a part lives, as far as its tensor asks: the unit that it is gathered with, and the model that it is of."""
+    """What the tensor of a part needs to know of its unit, which it is gathered with, and of its model."""
 
     @property
     def frozen(self) -> str:
-        """What servers keep of its parameters that want no gradient: '' for their state."""
+        """What servers keep of parameters that want no gradient. '': their state."""
 
     @property
     def how(self) -> str:
-        """What ranks must have alike, as a text."""
+        """A text of what must be alike on all ranks."""
 
     def initial(self, part: Part) -> torch.Tensor:
-        """Values that a new job begins with."""
+        """Returns the values that a new job starts with."""
 
     def take(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
-        """The part for the gather that begins."""
+        """Returns the part for the gather that is beginning."""
 
     def wants_gradient(self, part: Part) -> bool: ...
 
@@ -41,7 +41,7 @@ class Part:
     def __init__(self, name: str, shape: Sequence[int], box: Sequence[tuple[int, int]], padded: Sequence[int], gathered: torch.dtype,
                  ranks: Sequence[int]) -> None:
         """shape: of the whole parameter. box: (begin, end) of each dimension. padded: the shape that FSDP2 gathers from every rank, which
-        may have more rows. gathered: the dtype of gathers. ranks: all that have parts of the parameter."""
+        may have more rows. gathered: the dtype of gathers. ranks: all ranks that have parts of the parameter."""
         self.name, self.shape, self.gathered, self.ranks = name, torch.Size(shape), gathered, frozenset(ranks)
         self.padded = torch.Size(padded)
         self._box = tuple(slice(begin, end) for begin, end in box)
@@ -52,7 +52,7 @@ class Part:
 
     @property
     def home(self) -> Home:
-        """Each part has one as soon as shard() has made all units."""
+        """The part's Home. Each part has one once shard() has made all units."""
         if self._home is None:
             raise self.refuse('a use before shard() has ended')
         return self._home
@@ -62,37 +62,38 @@ class Part:
         self._home = home
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of the whole parameter, contiguous, in memory of its own."""
+        """Returns this part of the whole parameter, contiguous, in memory of its own."""
         return whole.detach()[self._box].clone(memory_format=torch.contiguous_format)
 
     def refuse(self, operation: str) -> Error:
-        return Error(f"parameter '{self.name}' lives on Ballast's servers and has no memory here, which {operation} needs: read it within "
-                     'ballast.torch.gathered(model), write it through the optimizer; dtype and device are fixed before shard(), and '
+        return Error(f"parameter '{self.name}' lives on Ballast's servers and has no memory here, which {operation} needs. Read it within "
+                     'ballast.torch.gathered(model), and write it through the optimizer. dtype and device are fixed before shard(), and '
                      'CPUOffloadPolicy has nothing to offload', 'UNSUPPORTED')
 
     def lost(self, what: str) -> Error:
-        """what: became of the parameter in the trainer."""
-        return Error(f"parameter '{self.name}' lives on Ballast's servers, and {what} since shard(): they would know nothing of it, and "
-                     'the next gather would undo it. Write values within ballast.torch.gathered(model, write=True), or by the model\'s '
-                     'load_state_dict(); make other modules and shapes before shard()', 'UNSUPPORTED')
+        """Returns the error for a change that the servers do not see. what: happened to the parameter in the trainer."""
+        return Error(f"parameter '{self.name}' lives on Ballast's servers, and {what} since shard(). The servers do not know of that, and "
+                     "the next gather would undo it. Write values within ballast.torch.gathered(model, write=True), or by the model's "
+                     'load_state_dict(). Make other modules and shapes before shard()', 'UNSUPPORTED')
 
 
 class GoneGradient:
-    """What stands in for a gradient that was pushed in backward. digest, sketch: of the gradient, where replicas compare it in this step;
-    else None."""
+    """Stands in for a gradient that was pushed in backward. digest, sketch: of the gradient, if replicas compare it in this step; else
+    None."""
 
     def __init__(self, name: str, digest: int | None, sketch: list[float] | None) -> None:
         self.name, self.digest, self.sketch = name, digest, sketch
 
     def refuse(self, operation: str) -> Error:
-        pipeline = 'give the schedule of a pipeline scale_grads=False and divide the loss, ' if operation.startswith('aten.div_') else ''
-        return Error(f"the gradient of parameter '{self.name}' has gone to Ballast's servers in backward, and {operation} needs it here: "
-                     f'{pipeline}clip by max_norm= of the optimizer, scale by LossScaler, tell shard(backwards=) how many backward passes '
+        pipeline = 'With a pipeline, give its schedule scale_grads=False and divide the loss. ' if operation.startswith('aten.div_') else ''
+        return Error(f"the gradient of parameter '{self.name}' has gone to Ballast's servers in backward, but {operation} needs it here. "
+                     f'{pipeline}Clip by max_norm= of the optimizer, scale by LossScaler, tell shard(backwards=) how many backward passes '
                      'with gradient sync a step has, or keep gradients in the trainer by shard(push_early=False)', 'UNSUPPORTED')
 
 
 class Remote(torch.Tensor):
-    """Shape, dtype and device, and no memory: reads and writes raise an error that names the parameter. `of`: whose."""
+    """A tensor with shape, dtype and device, but no memory. Reads and writes raise an error that names the parameter. of: what it stands
+    for."""
 
     of: Part | GoneGradient
 
@@ -109,7 +110,7 @@ class Remote(torch.Tensor):
         return f"Remote('{self.of.name}', {list(self.shape)}, {self.dtype})"
 
     def data_ptr(self) -> int:
-        """Torch gives 0 for every tensor like this one, so that Accelerate, say, would take all of them for one."""
+        """torch returns 0 for every such tensor, and Accelerate, for example, would take all of them for one."""
         raise self.of.refuse('its address')
 
     def __deepcopy__(self, memo: Any) -> Remote:
@@ -121,7 +122,7 @@ class Remote(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types it as a method of objects
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What FSDP2 does with a shard as it pads and wraps it changes shapes alone."""
+        """Allows what FSDP2 does with a shard when it pads and wraps it, since that changes only shapes."""
         operation, tensor = func, args[0]
         if isinstance(tensor, Remote):
             shape = _shape_after(operation, tensor, args[1:])
@@ -134,7 +135,7 @@ class Remote(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any,
                             mp_policy: Any) -> tuple[tuple[torch.Tensor, ...], None]:
-        """FSDP2's extension: the part that this rank brings to the gather, padded."""
+        """FSDP2's extension. Returns the part that this rank brings to the gather, padded."""
         if not isinstance(self.of, Part):
             raise self.of.refuse('a gather')
         self.of.requires_grad = self.of.home.wants_gradient(self.of)
@@ -142,12 +143,12 @@ class Remote(torch.Tensor):
 
     def fsdp_post_all_gather(self, gathered: tuple[torch.Tensor, ...], metadata: None, param_dtype: torch.dtype, *,
                              out: torch.Tensor | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """FSDP2's extension: the gathered parts are the parameter."""
+        """FSDP2's extension. The gathered parts are the parameter."""
         return None if out is not None else (gathered[0], (gathered[0],))
 
 
 def named(tensor: Tensor) -> Tensor:
-    """A DTensor over a Remote, which refuses by name from now on what passes by its local tensor, or what DTensors refuse."""
+    """Makes a DTensor over a Remote refuse, by name, what its local tensor does not see, and what DTensors refuse without a name."""
     tensor.__class__ = _named_class()
     return tensor
 
@@ -205,7 +206,7 @@ def _flat(tree: Any) -> list[Any]:
 
 
 def _shape_after(operation: Any, tensor: Remote, rest: Sequence[Sequence[int]]) -> Sequence[int] | None:
-    """The shape that an operation gives which needs no elements; None: it needs them."""
+    """Returns the shape that an operation gives, if it needs no elements. None: it needs them."""
     if operation in (aten.detach.default, aten.alias.default):
         return tensor.shape
     if operation is aten.view.default:
@@ -222,24 +223,24 @@ def _shape_after(operation: Any, tensor: Remote, rest: Sequence[Sequence[int]]) 
 
 
 def working_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype that the trainer wants of a parameter: a sharded one's gathers may have less than its own."""
+    """Returns the dtype in which the trainer wants a parameter. Gathers of a sharded one may have a smaller dtype than its own."""
     part = part_of(parameter)
     return parameter.dtype if part is None else part.gathered
 
 
 def part_of(parameter: torch.Tensor | None) -> Part | None:
-    """What a parameter, or its local part, stands for; None: it has memory of its own."""
+    """Returns what a parameter, or its local part, stands for. None: it has memory of its own."""
     of = remote_of(parameter)
     return of if isinstance(of, Part) else None
 
 
 def gone_of(gradient: torch.Tensor | None) -> GoneGradient | None:
-    """What a gradient, or its local part, stands for; None: it is here."""
+    """Returns what a gradient, or its local part, stands for. None: it is here."""
     of = remote_of(gradient)
     return of if isinstance(of, GoneGradient) else None
 
 
 def remote_of(tensor: torch.Tensor | None) -> Part | GoneGradient | None:
-    """What a parameter, a gradient or its local part stands for; None: it has memory of its own."""
+    """Returns what a parameter, a gradient or its local part stands for. None: it has memory of its own."""
     memory = getattr(tensor, '_local_tensor', tensor)
     return memory.of if isinstance(memory, Remote) else None

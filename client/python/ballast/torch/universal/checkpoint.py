@@ -1,4 +1,4 @@
-"""A universal checkpoint in a folder, by name of the parameter. Nothing in it is trusted."""
+"""Reads a universal checkpoint in a folder, by name of the parameter. It trusts nothing in the folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Stored:
-    """One parameter's state: as state_dict.entries.Entry, and a file is mapped anew for each look."""
+    """One parameter's state, as states.entries.Entry. It maps a file for each look."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, shape: torch.Size, steps: int) -> None:
         self.steps = steps
@@ -32,15 +32,15 @@ class Stored:
         return self.tensor(name)
 
     def tensor(self, what: str) -> torch.Tensor:
-        """The whole parameter's, of which the caller reads the part that it wants. what: a key of layout.FILES."""
+        """Returns a whole tensor, of which the caller reads the part that it wants. what: a key of layout.FILES."""
         return self._checkpoint.tensor(self._name, what, self._shape)
 
 
 class Checkpoint:
-    """Reads what says how the checkpoint is made; parameters are read by tensor()."""
+    """Reads the description of the checkpoint. tensor() reads parameters."""
 
     def __init__(self, folder: str | os.PathLike[str], tag: str | None) -> None:
-        """tag: None for the one of `latest_universal`, or, without that file, for `folder` itself."""
+        """tag: None for the one of `latest_universal`. Without that file, `folder` itself is the checkpoint."""
         self.path = _path(os.fspath(folder), tag)
         self._folders = self._find_parameters()
         self._optimizer = self._dict(layout.OPTIMIZER)
@@ -86,11 +86,11 @@ class Checkpoint:
         return name in self._folders and os.path.exists(os.path.join(self._folders[name], file))
 
     def lacks(self, name: str) -> str | None:
-        """The first file that parameter `name` has not."""
+        """Returns the first file that parameter `name` lacks."""
         return next((file for file in layout.FILES.values() if not self._has(name, file)), None)
 
     def files(self, names: list[str]) -> list[str]:
-        """All files that a load of parameters `names` reads."""
+        """Returns all files that a load of parameters `names` reads."""
         found = [os.path.join(self.path, file) for file in [layout.OPTIMIZER, *self._described]]
         for name in names:
             found += [os.path.join(self._folders[name], file) for file in [*layout.FILES.values(), layout.STEP] if self._has(name, file)]
@@ -102,14 +102,14 @@ class Checkpoint:
         flat = not isinstance(value, dict)
         value = value if flat else value.get(layout.PARAM)
         if not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES or value.layout != torch.strided:
-            raise Error(f"'{path}' has no tensor of fp32, bf16 or fp16 of parameter '{name}'", 'BAD_DTYPE')
+            raise Error(f"'{path}' has no tensor of fp32, bf16 or fp16 for parameter '{name}'", 'BAD_DTYPE')
         there = self._shape(name) if flat else value.shape
         if there != shape or value.numel() != math.prod(shape):
             raise Error(f"parameter '{name}' has shape {list(there)} in '{path}', and {list(shape)} here", 'BAD_SPEC')
         return value.detach().reshape(shape)
 
     def _shape(self, name: str) -> torch.Size:
-        """What the model states say: a flat tensor would fit any shape of as many elements."""
+        """Returns the shape in the model states, since a flat tensor would fit any shape with as many elements."""
         found = next((shapes[name] for lists in self._shapes for shapes in lists if name in shapes), None)
         if found is None:
             raise Error(f"'param_shapes' of '{self.path}' has no parameter '{name}', whose tensors are flat", 'BAD_SPEC')
@@ -130,13 +130,13 @@ class Checkpoint:
     # --- groups
 
     def group(self, name: str) -> int:
-        """The number of the run of parameters that DeepSpeed keeps together, and counts the steps of."""
+        """Returns the number of the group that DeepSpeed keeps the parameter in. DeepSpeed counts the steps of a group."""
         if name not in self._numbers:
             raise Error(f"'param_shapes' of '{self.path}' has no parameter '{name}'; expected it in a group", 'BAD_SPEC')
         return self._numbers[name]
 
     def options(self, name: str) -> dict[str, Any]:
-        """The param_group of a parameter."""
+        """Returns the param_group of a parameter."""
         groups = self._optimizer.get('param_groups')
         for group in groups if isinstance(groups, list) else ():
             if isinstance(group, dict) and isinstance(group.get('params'), list) and self.group(name) in group['params']:
@@ -151,14 +151,14 @@ def _path(folder: str, tag: str | None) -> str:
             tag = file.read(4096).strip()
     path = folder if tag is None else os.path.join(folder, layout.check_tag(tag))
     if not os.path.isdir(os.path.join(path, 'zero')):
-        raise Error(f"'{path}' has no folder 'zero': it is no universal checkpoint. DeepSpeed makes one of its own: "
-                    f'python -m deepspeed.checkpoint.ds_to_universal --input_folder {path} --output_folder {path}_universal '
+        raise Error(f"'{path}' has no folder 'zero', so it is not a universal checkpoint. DeepSpeed makes one from a checkpoint of its "
+                    f'own: python -m deepspeed.checkpoint.ds_to_universal --input_folder {path} --output_folder {path}_universal '
                     '--inject_missing_state', 'BAD_CONFIG')
     return path
 
 
 def _shapes(file: str, state: Mapping[str, Any]) -> list[dict[str, torch.Size]]:
-    """By number of the group: shapes of parameters."""
+    """Returns shapes of parameters, by number of the group."""
     lists = state.get('param_shapes')
     if not isinstance(lists, list) or not all(isinstance(shapes, dict) for shapes in lists):
         raise Error(f"'{file}' has no 'param_shapes'; expected model states of ZeRO", 'BAD_SPEC')

@@ -1,4 +1,4 @@
-"""The layout of a universal checkpoint, as DeepSpeed 0.19 writes and reads it, and the one way in which its files are read here.
+"""The layout of a universal checkpoint, as DeepSpeed 0.19 writes and reads it, and the functions that read its files.
 
     FOLDER/latest_universal                      the tag of the newest checkpoint
     FOLDER/TAG/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt   one parameter: {'param': tensor}, from ZeRO-3 the flat tensor alone
@@ -7,7 +7,7 @@
     FOLDER/TAG/mp_rank_00_model_states.pt        param_shapes, global_steps, lr_scheduler, the caller's client_state
     FOLDER/TAG/zero_pp_rank_0_mp_rank_00_model_states.pt  the same, under the name that ZeRO-3 reads
 
-A buffer, a frozen parameter, and a parameter that never had a gradient have fp32.pt alone, or no folder.
+A buffer, a frozen parameter, and a parameter that never had a gradient have only fp32.pt, or no folder.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ RESERVED = frozenset((
 
 def check_tag(tag: str) -> str:
     if not tag or tag.startswith('.') or os.path.basename(tag) != tag or '\0' in tag:
-        raise Error(f'the tag {tag!r} is no name of a folder; expected one such as global_step100_universal', 'BAD_CONFIG')
+        raise Error(f'the tag {tag!r} cannot be the name of a folder; expected one such as global_step100_universal', 'BAD_CONFIG')
     return tag
 
 
 # --- reading: nothing of a file runs
 
 class _Inert:
-    """In place of an object of DeepSpeed's, whose contents nobody asks for."""
+    """Stands in for an object of DeepSpeed whose contents nobody needs."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -60,7 +60,7 @@ class _Inert:
 
 
 def _standing_in(path: str, base: type) -> Callable[..., Any]:
-    """A class that torch.load takes for the one at `path`."""
+    """Returns a class that torch.load takes for the one at `path`."""
     module, _, name = path.rpartition('.')
     return type(name, (base,), {'__module__': module})
 
@@ -73,8 +73,8 @@ _STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [_standi
 
 
 def read(path: str) -> Any:
-    """The contents of a file of torch.save, with its tensors mapped into memory, not read. Refuses a file that names code
-    (torch.load's weights_only), but for DeepSpeed's own classes, for which inert ones stand in."""
+    """Returns the contents of a file of torch.save. It maps tensors into memory and does not read them. It refuses a file that names code
+    (torch.load's weights_only), except DeepSpeed's own classes, for which inert ones stand in."""
     if not hasattr(torch.serialization, 'safe_globals'):
         raise Error('universal checkpoints are read with torch 2.5 or later', 'UNSUPPORTED')
     try:
@@ -92,7 +92,7 @@ def read(path: str) -> Any:
 
 
 def check_digests(path: str) -> None:
-    """Compares the file with the CRC-32 that torch.save kept of each of its parts, which torch.load does not."""
+    """Checks the CRC-32 that torch.save wrote for each part of the file. torch.load does not check it."""
     try:
         with zipfile.ZipFile(path) as parts:
             wrong = parts.testzip()

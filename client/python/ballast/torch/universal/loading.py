@@ -1,4 +1,4 @@
-"""A universal checkpoint on its way into a job."""
+"""Loads a universal checkpoint into a job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALL = 'load_universal()'
 
 
 class Universal(NamedTuple):
-    """What a checkpoint has beside parameters and their state."""
+    """What a checkpoint has besides parameters and their state."""
     step: int  # of the loop: DeepSpeed's global_steps, as optimizer.resume().step from now on
     lr_scheduler: Any  # the state_dict() of a scheduler, or None
     client_state: dict[str, Any]  # what was given to save_checkpoint(client_state=...)
@@ -37,9 +37,11 @@ class Universal(NamedTuple):
 
 @plainly
 def load_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: str | None = None) -> Universal:
-    """Makes parameters, fp32 masters, moments, step counts, and lr, betas, eps and weight_decay of each group those of a universal
-    checkpoint of DeepSpeed, or of save_universal(); all ranks. Each rank checks its share of the files' CRC-32s, and reads its part of
-    each tensor. Nothing is changed before all was checked. tag: None for the one that `latest_universal` names."""
+    """Loads a universal checkpoint of DeepSpeed or of save_universal(): parameters, fp32 masters, moments and step counts, and lr, betas,
+    eps and weight_decay of each group. All ranks call it.
+
+    Each rank checks the CRC-32 of its share of the files, and reads its part of each tensor. Nothing changes before all are checked.
+    tag: None for the one that `latest_universal` names."""
     job = optimizer.job
     exchange = job.exchange(CALL)
     job.wait()
@@ -54,7 +56,7 @@ def load_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: st
 
 
 def check_adam(job: Job) -> None:
-    """A universal checkpoint has exp_avg and exp_avg_sq, and nothing else."""
+    """Refuses an optimizer other than Adam, since a universal checkpoint has only exp_avg and exp_avg_sq."""
     kind = job.algorithm.kind
     if kind not in ('adam', 'adamw') or job.spec.amsgrad:
         raise Error(f'a universal checkpoint has the two moments of Adam and AdamW, and this optimizer is {kind}'
@@ -63,13 +65,13 @@ def check_adam(job: Job) -> None:
 
 
 def names_of(job: Job) -> dict[int, str]:
-    """By id of the parameter. Refuses a parameter that has no name but its place."""
+    """Returns names by id of the parameter. Refuses a parameter without a name."""
     check_adam(job)
     found: dict[int, str] = {}
     for g, i, parameter in job.parameters.placed():
         name = job.parameters.names.of(job.param_groups[g], i)
         if name is None:
-            raise Error(f'the parameter at place {i} of group {g} has no name, and a universal checkpoint goes by names: make the '
+            raise Error(f'the parameter at place {i} of group {g} has no name, but a universal checkpoint goes by names; make the '
                         'optimizer from named_parameters(), or call attach(model)', 'BAD_CONFIG')
         if parameter.numel() > 0:
             found[id(parameter)] = name
@@ -105,7 +107,7 @@ def _check_names(checkpoint: Checkpoint, mine: dict[int, str], parameters: dict[
         has = f"has no '{lacking}' of parameter '{missing[0]}'" if lacking != layout.FILES['master'] else f"has no parameter '{missing[0]}'"
         said.append(f"'{checkpoint.path}' {has}, which this optimizer trains")
     if more:
-        said.append(f"'{checkpoint.path}' has parameter '{more[0]}' with moments, which this optimizer has not")
+        said.append(f"'{checkpoint.path}' has parameter '{more[0]}' with moments, which this optimizer lacks")
     if said:
         raise Error(f'{", and ".join(said)} ({len(missing)} and {len(more)} such); expected the same names on both sides: freeze a '
                     'parameter that is to stay as it is, and give the optimizer those that the checkpoint has', 'BAD_SPEC')
@@ -116,7 +118,7 @@ def _check_names(checkpoint: Checkpoint, mine: dict[int, str], parameters: dict[
 
 
 def _check_steps(checkpoint: Checkpoint, steps: dict[str, int]) -> None:
-    """DeepSpeed counts the steps of a group, and refuses a checkpoint that says otherwise."""
+    """Refuses parameters of one group with different step counts, since DeepSpeed counts the steps of a group."""
     first: dict[int, str] = {}
     for name, count in steps.items():
         other = first.setdefault(checkpoint.group(name), name)
@@ -126,13 +128,13 @@ def _check_steps(checkpoint: Checkpoint, steps: dict[str, int]) -> None:
 
 
 def _check_values(name: str, parameter: torch.Tensor, entry: Stored, group: Group) -> None:
-    """This rank's part of each tensor."""
+    """Checks this rank's part of each tensor."""
     key = placement.key_of(name, parameter, group)
     for what, file in layout.FILES.items():
         value = entry.tensor(what)
         if key is not None:
             value = value[tuple(slice(begin, end) for begin, end in placement.box(key, tuple(parameter.shape), group.rank))]
-        # Without a copy, which isfinite(value).all() makes.
+        # aminmax makes no copy, as isfinite(value).all() does.
         if value.numel() > 0 and not all(math.isfinite(each) for each in torch.aminmax(value)):
             raise Error(f"'{file}' of parameter '{name}' has an Inf or a NaN", 'BAD_REQUEST')
 
@@ -140,14 +142,14 @@ def _check_values(name: str, parameter: torch.Tensor, entry: Stored, group: Grou
 # --- hyper-parameters
 
 def _take_options(job: Job, checkpoint: Checkpoint, loaded: dict[int, str]) -> None:
-    """lr, betas, eps and weight_decay of DeepSpeed's group that has the parameters of a group here. All else stays."""
+    """Takes lr, betas, eps and weight_decay from DeepSpeed's group that has the parameters of a group here. All else stays."""
     for g, group in enumerate(job.param_groups):
         names = [loaded[id(parameter)] for parameter in group['params'] if id(parameter) in loaded]
         found = [_options(job, name, group, checkpoint.options(name)) for name in names]
         for name, options in zip(names, found):
             for key, value in options.items():
                 if value != found[0][key]:
-                    raise Error(f"parameters '{names[0]}' and '{name}' are in group {g} here, and in the checkpoint {key} of one is "
+                    raise Error(f"parameters '{names[0]}' and '{name}' are both in group {g} here, but in the checkpoint {key} of one is "
                                 f'{found[0][key]} and of the other {value}; give the optimizer a group for each', 'BAD_SPEC')
         if found:
             group.update(found[0])
@@ -157,8 +159,8 @@ def _options(job: Job, name: str, mine: dict[str, Any], group: dict[str, Any]) -
     """mine, group: the param_group of parameter `name` here and in the checkpoint."""
     decoupled = group.get('decoupled_weight_decay')
     if decoupled not in (None, job.algorithm.kind == 'adamw'):
-        raise Error(f"the checkpoint is of {'AdamW' if decoupled else 'Adam'}, whose weight decay is another; load it into ballast.torch's "
-                    'optimizer of that name', 'BAD_SPEC')
+        raise Error(f'the checkpoint is of {"AdamW" if decoupled else "Adam"}, whose weight decay works differently; load it into '
+                    "ballast.torch's optimizer of that name", 'BAD_SPEC')
     for key, expected in (('bias_correction', True), ('amsgrad', False), ('maximize', bool(mine['maximize']))):
         if bool(group.get(key, expected)) is not expected:
             raise Error(f"the group of parameter '{name}' in the checkpoint has {key}={group[key]!r}; expected {expected}", 'UNSUPPORTED')

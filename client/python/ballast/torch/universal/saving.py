@@ -1,4 +1,4 @@
-"""A job on its way into a universal checkpoint."""
+"""Writes a job into a universal checkpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from ballast.torch.job.moments import read_array
 from ballast.torch.modes import plainly
 from ballast.torch.ranks.together import in_parts, together
 from ballast.torch.tensors import marks
+from ballast.torch.tensors.kinds import is_sharded, on_host
 from ballast.torch.universal import layout
 from ballast.torch.universal.loading import names_of
 
@@ -28,12 +30,13 @@ if TYPE_CHECKING:
     from ballast.torch.job.opened import OpenJob
     from ballast.torch.optimizer import Optimizer
     from ballast.torch.ranks.groups import Exchange
+    from ballast.torch.tensors.members import Member
 
 CALL = 'save_universal()'
 
 
 class _Part(NamedTuple):
-    """A parameter, as each rank that has a part of it says."""
+    """A parameter, as each rank that has a part of it tells it."""
     name: str
     shape: tuple[int, ...]
     group: int
@@ -43,12 +46,15 @@ class _Part(NamedTuple):
 @plainly
 def save_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: str | None = None, *, lr_scheduler: Any = None,
                    client_state: Mapping[str, Any] | None = None) -> str:
-    """Writes FOLDER/TAG, which DeepSpeed loads with "checkpoint": {"load_universal": true}, and FOLDER/latest_universal, which names it;
-    all ranks, into a folder that they share. Returns the path. A rank that has a part of a parameter writes all of it, one tensor at a
-    time. The checkpoint gets its name when it is whole and on the disk.
+    """Writes a universal checkpoint into FOLDER/TAG, and its name into FOLDER/latest_universal. DeepSpeed loads it with
+    "checkpoint": {"load_universal": true}. All ranks call it, with a folder that they share. Returns the path.
 
-    tag: None for global_stepN_universal. lr_scheduler: its state_dict() goes along, as DeepSpeed's own schedulers want. client_state: what
-    DeepSpeed's load_checkpoint() returns, plain values and tensors."""
+    For each parameter, one rank that has a part of it writes all of it, one tensor at a time. The checkpoint gets its name once it is
+    whole and on disk.
+
+    tag: None for global_stepN_universal.
+    lr_scheduler: the checkpoint includes its state_dict(), which DeepSpeed's own schedulers want.
+    client_state: plain values and tensors, which DeepSpeed's load_checkpoint() returns."""
     job = optimizer.job
     exchange: Exchange = job.exchange(CALL)
     client = dict(client_state or {})
@@ -56,7 +62,7 @@ def save_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: st
     opened = together(exchange, job.open)
     exchange = job.exchange(CALL)
     opened.give_values(exchange)
-    _settle(opened, exchange)
+    edited = _edited(opened, exchange)
     said = in_parts(exchange, json.dumps(together(exchange, lambda: _parts(opened))).encode())
     holders, parts = _merged([[_Part(*part) for part in json.loads(each)] for each in said])
     together(exchange, lambda: _check_steps(parts))
@@ -64,7 +70,7 @@ def save_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: st
     states = {'lr_scheduler': lr_scheduler.state_dict() if hasattr(lr_scheduler, 'state_dict') else lr_scheduler, **client}
     with _Writing(path, is_first=job.group.rank == 0) as writing:
         together(exchange, lambda: writing.begin(parts))
-        together(exchange, lambda: _write_parts(opened, writing.folder, [part for part in parts if holders[part.name] == job.group.rank]))
+        _write_parts(opened, exchange, writing.folder, parts, {part.name for part in parts if holders[part.name] == job.group.rank}, edited)
         together(exchange, lambda: writing.end(parts, _optimizer_state(job, parts), _model_states(job, parts, states)))
     return path
 
@@ -78,34 +84,32 @@ def _check(job: Job, tag: str | None, client: Mapping[str, Any]) -> None:
         raise Error(f'client_state has the key {taken[0]!r}, which is DeepSpeed\'s own; give it another name', 'BAD_CONFIG')
 
 
-def _settle(job: OpenJob, exchange: Exchange) -> None:
-    """Edits since the last step become part of the version that is saved. COLLECTIVE."""
+def _edited(job: OpenJob, exchange: Exchange) -> set[str]:
+    """Returns the names of parameters that were edited on any rank since the last step, which replicas hold alike. COLLECTIVE."""
+    edits.commit_written(job, exchange)  # what an earlier step or gathered() took over
     mine = together(exchange, lambda: [member.name for member, edited in zip(job.members, marks.edited(job.members)) if edited])
     names = {name for said in in_parts(exchange, json.dumps(mine).encode()) for name in json.loads(said)}
-    if not names:
-        return
-    edited = [member for member in job.members if member.name in names]
-    check_values(exchange, job.roster, job.members, edited)
-    edits.take(job, edited, exchange)
-    edits.commit_written(job, exchange)
+    if names:
+        check_values(exchange, job.roster, job.members, [member for member in job.members if member.name in names])
+    return names
 
 
 def _parts(job: OpenJob) -> list[_Part]:
-    """Without frozen parameters, which no universal checkpoint is loaded into."""
+    """Returns this rank's parameters, without frozen ones, which universal checkpoints do not hold."""
     found = []
     for member in job.members:
         steps = 0 if member.is_frozen else job.session.tensor_steps(member.name)
         if steps == 0 and not member.parameter.requires_grad:
             continue
         if '/' in member.name or '\0' in member.name or member.name in ('.', '..'):
-            raise Error(f"parameter '{member.name}' cannot be a folder's name, as universal checkpoints have it; rename its module",
-                        'UNSUPPORTED')
+            raise Error(f"parameter '{member.name}' cannot be the name of a folder, which a universal checkpoint makes of it; rename its "
+                        'module', 'UNSUPPORTED')
         found.append(_Part(member.name, tuple(member.parameter.shape), member.group, steps))
     return found
 
 
 def _merged(said: list[list[_Part]]) -> tuple[dict[str, int], list[_Part]]:
-    """By name, the rank that writes a parameter, so that ranks write about as much; and all parameters once."""
+    """Returns by name the rank that writes a parameter, such that all ranks write about as much; and all parameters, once each."""
     parts: dict[str, _Part] = {}
     having: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(said):
@@ -122,17 +126,18 @@ def _merged(said: list[list[_Part]]) -> tuple[dict[str, int], list[_Part]]:
 
 
 def _check_steps(parts: list[_Part]) -> None:
-    """DeepSpeed counts steps of a group; with ZeRO-3 of all groups together."""
+    """Refuses different step counts, since DeepSpeed counts the steps of a group, and with ZeRO-3 of all groups together."""
     for part in parts:
         if part.steps != parts[0].steps:
-            raise Error(f"parameter '{parts[0].name}' has made {parts[0].steps} steps and '{part.name}' {part.steps}, and DeepSpeed "
-                        'has one count for all: freeze the parameters that are not trained', 'UNSUPPORTED')
+            raise Error(f"parameter '{parts[0].name}' has made {parts[0].steps} steps and '{part.name}' {part.steps}, but DeepSpeed has "
+                        'one count for all; freeze the parameters that are not trained', 'UNSUPPORTED')
 
 
 # --- files
 
 class _Writing:
-    """The folder of a checkpoint that is being written, under another name until it is whole. is_first: this rank makes it and names it."""
+    """The folder of a checkpoint while it is written. It has another name until it is whole. is_first: this rank makes the folder, and
+    names it."""
 
     def __init__(self, path: str, is_first: bool) -> None:
         root, tag = os.path.split(path)
@@ -169,7 +174,7 @@ class _Writing:
             for file in (*layout.FILES.values(), layout.STEP):
                 path = os.path.join(zero, part.name, file)
                 if not os.path.exists(path):
-                    raise Error(f"'{path}' is not there for rank 0, though another rank wrote it; expected one folder for all ranks, on a "
+                    raise Error(f"rank 0 does not see '{path}', though another rank wrote it; expected one folder for all ranks, on a "
                                 'file system that they share', 'UNSUPPORTED')
             with _wrapped(zero):
                 sync(os.path.join(zero, part.name))
@@ -202,18 +207,49 @@ def _save(value: Any, path: str) -> None:
         os.fsync(file.fileno())
 
 
-def _write_parts(job: OpenJob, folder: str, parts: list[_Part]) -> None:
-    members = {member.name: member for member in job.members}
-    arrays = dict(zip(layout.FILES, ('master', 'moment1', 'moment2')))
-    progress = Progress('saving a universal checkpoint', sum(12 * math.prod(part.shape) for part in parts))
+def _write_parts(job: OpenJob, exchange: Exchange, folder: str, parts: list[_Part], mine: set[str], edited: set[str]) -> None:
+    """mine: names of the parameters that this rank writes. COLLECTIVE."""
+    total = sum(12 * math.prod(part.shape) for part in parts if part.name in mine)
+    files = _Files(job, folder, Progress('saving a universal checkpoint', total))
+    together(exchange, lambda: files.write([part for part in parts if part.name in mine - edited]))
     for part in parts:
-        member, place = members[part.name], os.path.join(folder, 'zero', part.name)
-        for what, array in arrays.items():
-            _save({'cat_dim': 0, layout.PARAM: read_array(job.session, member, member.parameter, array)},
-                  os.path.join(place, layout.FILES[what]))
-            progress.add(4 * math.prod(part.shape))
+        if part.name in edited:
+            together(exchange, partial(files.write_edited, part, part.name in mine))
+
+
+class _Files:
+    """Writes the files of single parameters."""
+
+    def __init__(self, job: OpenJob, folder: str, progress: Progress) -> None:
+        self._job, self._folder, self._progress = job, folder, progress
+        self._members = {member.name: member for member in job.members}
+
+    def write(self, parts: list[_Part]) -> None:
+        for part in parts:
+            self._write(part, None)
+
+    def write_edited(self, part: _Part, is_holder: bool) -> None:
+        """Writes a parameter with the master that the next step would give it. The job keeps its own master: perhaps the loop swapped an
+        average in, only to save it. All ranks that have a part of the parameter call this."""
+        member = self._members.get(part.name)
+        if member is None:
+            return
+        parameter = member.parameter.detach()
+        values = parameter.full_tensor() if is_sharded(parameter) else parameter
+        if is_holder:
+            self._write(part, on_host(values))
+
+    def _write(self, part: _Part, values: torch.Tensor | None) -> None:
+        member, place = self._members[part.name], os.path.join(self._folder, 'zero', part.name)
+        for what, array in zip(layout.FILES, ('master', 'moment1', 'moment2')):
+            _save({'cat_dim': 0, layout.PARAM: self._array(member, array, values)}, os.path.join(place, layout.FILES[what]))
+            self._progress.add(4 * math.prod(part.shape))
         # torch's optimizers want a tensor; DeepSpeed's make a number of it.
         _save(torch.tensor(float(part.steps), dtype=torch.float32, device='cpu'), os.path.join(place, layout.STEP))
+
+    def _array(self, member: Member, array: str, values: torch.Tensor | None) -> torch.Tensor:
+        read = read_array(self._job.session, member, member.parameter, array)
+        return read if values is None or array != 'master' else edits.over(read, values.reshape(read.shape))
 
 
 def _optimizer_state(job: Job, parts: list[_Part]) -> dict[str, Any]:

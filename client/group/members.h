@@ -1,0 +1,64 @@
+// The servers that a session reaches, with what they said of themselves, and their places as members of a job.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/client/discovery/job_key.h"
+#include "ballast/client/transport/router.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::client {
+
+// What people need of a server: its id, and the address of its status page. `reached`: the address by which this rank
+// reaches the server. The server says on which address its page listens. If it listens on all addresses, the result has
+// the host of `reached`. If it listens on loopback and this rank reached the server otherwise, the result has no page.
+v1::Peer MakePeer(const v1::IdentifyResponse& identity, absl::string_view reached);
+
+class Members {
+ public:
+  // Borrows `router`; Match brings the router's servers into the job's order.
+  explicit Members(Router* router) : router_(router) {}
+
+  // Asks every server for its id and protocol version. Every rank asks for itself, because its list may have another
+  // order than rank 0's, and its program another version.
+  absl::Status Identify(absl::Time deadline);
+  // Valid until Match, in the router's order. `all`: members without weights. `ids`: their ids. `peers`: ids with the
+  // addresses of their status pages.
+  std::vector<v1::Member> all() const;
+  std::vector<std::string> ids() const;
+  std::vector<v1::Peer> peers() const;
+  bool Has(absl::string_view server_id) const { return Find(server_id) != nullptr; }
+  // The members of a new job. A member's weight is its budget in GiB; if any server does not report its budget, all
+  // weights are 1.
+  google::protobuf::RepeatedPtrField<v1::Member> Weighed() const;
+
+  // The session stops using servers that it found in the registry and that are not among the job's `members`.
+  // INVALID_ARGUMENT (BAD_SPEC) if the registry does not have one of the members.
+  absl::Status LeaveOthersOut(const std::string& job, const google::protobuf::RepeatedPtrField<v1::Member>& members);
+  // If the job has a key in the registry, checks the servers against it, and stops using those that it does not name.
+  // Errors: those of CheckServers and LeaveOthersOut.
+  absl::Status FollowKey(const std::string& job, const JobKey& key);
+  // FAILED_PRECONDITION (OTHER_SERVER) if an answer came from a server that was not identified.
+  absl::Status CheckAnswers(const std::vector<v1::GetJobResponse>& answers) const;
+  // Puts the router's servers into the order of the members in `open`.
+  absl::Status Match(const v1::OpenRequest& open);
+
+ private:
+  struct Server {
+    v1::Member member;
+    v1::Peer peer;
+    uint64_t budget_bytes = 0;
+  };
+  const Server* Find(absl::string_view server_id) const;
+
+  Router* router_;
+  std::vector<Server> servers_;
+};
+
+}  // namespace ballast::client

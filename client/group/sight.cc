@@ -1,0 +1,44 @@
+#include "ballast/client/group/sight.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/verdict.h"
+
+namespace ballast::client {
+
+absl::StatusOr<Sight> LookAt(Router* router, const std::string& job, bool with_open, absl::Time deadline) {
+  v1::GetJobRequest ask;
+  ask.set_job(job);
+  ask.set_without_open(!with_open);
+  Sight sight;
+  BALLAST_ASSIGN_OR_RETURN(sight.answers,
+                           (router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                               &Transport::GetJob, absl::StrCat("GetJob of job '", job, "'"), ask, deadline)));
+  for (const v1::GetJobResponse& answer : sight.answers) {
+    if (answer.exists()) sight.version = std::max(sight.version, answer.committed());
+    sight.exists = sight.exists || answer.exists();
+  }
+  return sight;
+}
+
+const v1::OpenRequest* NewestOpen(absl::Span<const v1::GetJobResponse> answers) {
+  const v1::OpenRequest* newest = nullptr;
+  for (const v1::GetJobResponse& answer : answers) {
+    if (answer.has_open() && (newest == nullptr || model::Compare(answer.open().epoch(), newest->epoch()) > 0)) {
+      newest = &answer.open();
+    }
+  }
+  return newest;
+}
+
+absl::Status LeaveOthersOut(const v1::OpenRequest& open, const std::string& job, Members* members, Sight* sight) {
+  BALLAST_RETURN_IF_ERROR(members->LeaveOthersOut(job, open.members()));
+  std::erase_if(sight->answers,
+                [members](const v1::GetJobResponse& answer) { return !members->Has(answer.server_id()); });
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::client

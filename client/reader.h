@@ -1,0 +1,91 @@
+// Reads a job's parameters while a group trains it: for evaluators and exporters. A reader never fences and never
+// writes, and needs the right `read` alone.
+//
+// Take pins the newest version on all servers, so that everything that is read is of one version, whatever the group
+// decides meanwhile. The group needs memory for what changes after that, until LetGo. So let go soon: a reader that
+// ends without it, or makes no call for 30 seconds, loses its version, and servers take pins of readers away first
+// where they need the memory (VERSION_GONE).
+//
+// Threads: one thread at a time per reader. Fork: not supported after Open.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/client/transport.h"
+#include "ballast/kernels/float_formats.h"
+#include "ballast/proto/base/access.h"
+
+namespace ballast::client {
+
+struct ReaderOptions {
+  std::string job;
+  // How long servers may take for a call, how long Open waits for servers that are down, and Take for a version that
+  // all servers show.
+  absl::Duration timeout = absl::Seconds(120);
+  // How long servers keep the version taken for a reader that says nothing more; at most 10 minutes. Read renews it.
+  absl::Duration lease = absl::Seconds(30);
+  model::Access access;                              // for Connect
+  uint64_t inflight_bytes_max = uint64_t{64} << 20;  // of pulls
+  // As SessionOptions::progress and interrupted. May be empty.
+  std::function<void(const std::string&)> progress;
+  std::function<bool()> interrupted;
+};
+
+// A tensor of the job. Elements lie row-major.
+struct ReadableTensor {
+  std::string name;
+  std::vector<uint64_t> shape;
+};
+
+struct TakenVersion {
+  int64_t version = -1;
+  uint64_t steps = 0;  // of the optimizer: the most that some tensor has had
+};
+
+struct ReaderCore;
+
+class Reader {
+ public:
+  // Owns the transports, one per server, in any order. Errors: BAD_CONFIG, BAD_SPEC, SERVER_DOWN, VERSIONS_DIFFER.
+  static absl::StatusOr<std::unique_ptr<Reader>> Open(const ReaderOptions& options,
+                                                      std::vector<std::unique_ptr<Transport>> servers);
+  // A gRPC transport per "host:port", or those of a registry's URL.
+  static absl::StatusOr<std::unique_ptr<Reader>> Connect(const ReaderOptions& options,
+                                                         const std::vector<std::string>& servers);
+  ~Reader();  // as LetGo
+
+  // The newest version. Takes nothing.
+  absl::StatusOr<int64_t> Newest();
+  // Takes the newest version in place of the one taken before, and follows the group if that has changed. Errors:
+  // JOB_MISSING; FAILED_PRECONDITION (BAD_REQUEST), the job has no values yet; STATE_LOST; OTHER_SERVER, UNSUPPORTED,
+  // VERSIONS_DIFFER, each naming the server; after `timeout` what stood in the way last.
+  absl::StatusOr<TakenVersion> Take();
+  // The job's tensors as of the version taken, and the dtype of its working parameters. Valid until the next Take.
+  const std::vector<ReadableTensor>& tensors() const;
+  kernels::Dtype working() const;
+
+  // A whole tensor by name or alias, and the memory for its elements: in the working dtype, or in fp32 for masters.
+  struct Place {
+    std::string tensor;
+    absl::Span<std::byte> to;
+  };
+  // Reads the tensors at the version taken: working parameters, or `masters`. Errors: UNKNOWN_TENSOR, BAD_LENGTH;
+  // VERSION_GONE, the version was lost on the way: Take a newer one. After an error the places may hold anything.
+  absl::Status Read(absl::Span<const Place> places, bool masters = false);
+  // Frees the version on the servers. Without effect if none is taken.
+  void LetGo();
+
+ private:
+  explicit Reader(std::unique_ptr<ReaderCore> core);
+  std::unique_ptr<ReaderCore> core_;
+};
+
+}  // namespace ballast::client

@@ -1,0 +1,55 @@
+#include "ballast/client/reading/hold.h"
+
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
+
+namespace ballast::client {
+namespace {
+
+// How long a reader waits for servers to hear that it lets go. They find out by themselves when the lease ends.
+constexpr absl::Duration kLetGoTimeout = absl::Seconds(2);
+
+}  // namespace
+
+absl::StatusOr<v1::PinResponse> Hold::Take(int64_t version, absl::Time deadline) {
+  LetGo();
+  version_ = version;
+  holder_ = absl::Uniform<uint64_t>(absl::IntervalClosed, random_, 1, std::numeric_limits<uint64_t>::max());
+  auto pinned = Pin(deadline);
+  if (!pinned.ok()) LetGo();
+  return pinned;
+}
+
+absl::StatusOr<v1::PinResponse> Hold::Pin(absl::Time deadline) {
+  v1::PinRequest request;
+  request.set_job(job_);
+  request.set_version(version_);
+  request.set_holder(holder_);
+  request.set_lease_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(lease_)));
+  renewed_ = absl::Now();
+  BALLAST_ASSIGN_OR_RETURN(auto answers,
+                           (router_->CallAll<v1::PinRequest, v1::PinResponse>(
+                               &Transport::Pin, absl::StrCat("Pin of version ", version_), request, deadline)));
+  return std::move(answers.front());
+}
+
+absl::Status Hold::RenewIfDue() {
+  if (version_ < 0 || absl::Now() - renewed_ < renew_after()) return absl::OkStatus();
+  return Pin(absl::Now() + lease_).status();
+}
+
+void Hold::LetGo() {
+  if (version_ < 0) return;
+  v1::UnpinRequest request;
+  request.set_job(job_);
+  request.set_version(version_);
+  request.set_holder(holder_);
+  (void)router_->CallAll<v1::UnpinRequest, v1::UnpinResponse>(
+      &Transport::Unpin, absl::StrCat("Unpin of version ", version_), request, absl::Now() + kLetGoTimeout);
+  version_ = -1;
+}
+
+}  // namespace ballast::client

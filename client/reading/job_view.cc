@@ -1,0 +1,104 @@
+#include "ballast/client/reading/job_view.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/client/discovery/job_key.h"
+#include "ballast/client/group/pins.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/verdict.h"
+
+namespace ballast::client {
+namespace {
+
+absl::Status NotReady(absl::string_view reason, absl::string_view message) {
+  return model::Error(absl::StatusCode::kFailedPrecondition, reason, message);
+}
+
+bool AllPromise(const Sight& sight, const v1::Epoch& epoch) {
+  return std::all_of(sight.answers.begin(), sight.answers.end(),
+                     [&](const v1::GetJobResponse& answer) { return model::Compare(answer.promised(), epoch) == 0; });
+}
+
+}  // namespace
+
+absl::Status JobView::Meet(absl::Time deadline) {
+  BALLAST_RETURN_IF_ERROR(members_.Identify(deadline));
+  JobKey key(router_->transport(0)->registry(), job_);
+  BALLAST_RETURN_IF_ERROR(key.Read(deadline));
+  return members_.FollowKey(job_, key);
+}
+
+absl::StatusOr<int64_t> JobView::Look(absl::Time deadline) {
+  bool follows = plan_ == nullptr;
+  BALLAST_ASSIGN_OR_RETURN(Sight sight, LookAt(router_, job_, follows, deadline));
+  if (!follows && !AllPromise(sight, plan_->open().epoch())) {
+    follows = true;
+    BALLAST_ASSIGN_OR_RETURN(sight, LookAt(router_, job_, follows, deadline));
+  }
+  if (!sight.exists) return Missing();
+  if (follows) BALLAST_RETURN_IF_ERROR(Follow(&sight, deadline));
+  BALLAST_RETURN_IF_ERROR(CheckReadable(sight));
+  life_ = PinsOf(sight.answers).life;
+  return sight.version;
+}
+
+absl::Status JobView::Follow(Sight* sight, absl::Time deadline) {
+  const v1::OpenRequest* const newest = NewestOpen(sight->answers);
+  if (newest == nullptr) {
+    return NotReady(model::kBadRequest, absl::StrCat("job '", job_, "' has no values yet: no group has opened it"));
+  }
+  const v1::OpenRequest open = *newest;
+  // The order of servers before an earlier Match is forgotten.
+  if (plan_ != nullptr) BALLAST_RETURN_IF_ERROR(members_.Identify(deadline));
+  BALLAST_RETURN_IF_ERROR(LeaveOthersOut(open, job_, &members_, sight));
+  for (const v1::GetJobResponse& answer : sight->answers) {
+    if (answer.open().spec_digest() == open.spec_digest()) continue;
+    return NotReady(model::kNotOpen,
+                    absl::StrCat("server '", answer.server_id(), "' does not have the newest Open of job '", job_,
+                                 "': a group is opening it; try again"));
+  }
+  if (plan_ != nullptr && model::Compare(plan_->open().epoch(), open.epoch()) == 0) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan plan, model::EpochPlan::Make(open));
+  BALLAST_ASSIGN_OR_RETURN(optimizer_, model::OptimizerOf(open.spec()));
+  BALLAST_RETURN_IF_ERROR(members_.Match(open));
+  plan_ = std::make_shared<const model::EpochPlan>(std::move(plan));
+  return absl::OkStatus();
+}
+
+absl::Status JobView::CheckReadable(const Sight& sight) const {
+  BALLAST_RETURN_IF_ERROR(members_.CheckAnswers(sight.answers));
+  for (const v1::GetJobResponse& answer : sight.answers) {
+    const std::string server = absl::StrCat("server '", answer.server_id(), "' ");
+    if (answer.state_lost()) {
+      return NotReady(model::kStateLost, absl::StrCat(server, "was restarted without the state of job '", job_,
+                                                      "'; start the job's group again, and read then"));
+    }
+    if (!answer.exists()) {
+      return NotReady(model::kNotOpen, absl::StrCat(server, "does not have job '", job_, "' open yet; try again"));
+    }
+    if (!answer.leases_pins()) {
+      return model::Error(
+          absl::StatusCode::kUnimplemented, model::kUnsupported,
+          absl::StrCat(server, "would keep a reader's version for ever if the reader dies, as it is of an ",
+                       "earlier release; run the same release on all servers and readers"));
+    }
+  }
+  if (sight.version >= 0) return absl::OkStatus();
+  return NotReady(model::kBadRequest,
+                  absl::StrCat("job '", job_, "' has no values yet; its group gives them with its first step"));
+}
+
+absl::Status JobView::CheckLife(uint64_t life, absl::Time deadline) const {
+  BALLAST_ASSIGN_OR_RETURN(const Sight sight, LookAt(router_, job_, /*with_open=*/false, deadline));
+  if (PinsOf(sight.answers).life == life) return absl::OkStatus();
+  return NotReady(model::kVersionGone, absl::StrCat("job '", job_, "' was dropped while it was read; read again"));
+}
+
+absl::Status JobView::Missing() const {
+  return model::Error(absl::StatusCode::kNotFound, model::kJobMissing,
+                      absl::StrCat("the servers have no job '", job_, "'; check its name and the servers"));
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,188 @@
+#include "ballast/client/reader.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/functional/function_ref.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/client/grpc_transport.h"
+#include "ballast/client/reading/hold.h"
+#include "ballast/client/reading/job_view.h"
+#include "ballast/client/reading/pulls.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/names.h"
+#include "ballast/proto/model/step_header.h"
+
+namespace ballast::client {
+
+struct ReaderCore {
+  ReaderCore(const ReaderOptions& given, std::vector<std::unique_ptr<Transport>> servers)
+      : options(given),
+        router(std::move(servers), RouterOptions{.inflight_bytes_max = given.inflight_bytes_max,
+                                                 .progress = given.progress,
+                                                 .interrupted = given.interrupted}),
+        view(&router, given.job),
+        hold(&router, given.job, given.lease) {}
+
+  absl::Time Deadline() const { return absl::Now() + options.timeout; }
+  // FAILED_PRECONDITION (UNSUPPORTED): this is a forked child, and the threads and connections are the parent's.
+  absl::Status Usable() const;
+  // Makes the attempt again while the group is between two versions, or between two epochs.
+  absl::Status Persist(absl::FunctionRef<absl::Status(absl::Time deadline)> attempt);
+  absl::StatusOr<TakenVersion> Take(absl::Time deadline);
+  absl::Status Read(absl::Span<const Reader::Place> places, bool masters);
+
+  const ReaderOptions options;
+  const pid_t pid = getpid();
+  Router router;
+  JobView view;
+  Hold hold;
+  // Of the version taken.
+  std::shared_ptr<const model::EpochPlan> plan;
+  kernels::Dtype working = kernels::Dtype::kF32;
+  std::vector<ReadableTensor> tensors;
+  uint64_t life = 0;
+};
+
+namespace {
+
+constexpr absl::Duration kPauseMin = absl::Milliseconds(1);
+constexpr absl::Duration kPauseMax = absl::Milliseconds(50);
+
+// Another attempt may find what this one did not.
+bool Passes(const absl::Status& status) {
+  const std::string reason = model::ReasonOf(status);
+  return reason == model::kBehind || reason == model::kVersionGone || reason == model::kNotOpen ||
+         (reason == model::kBudget && absl::IsResourceExhausted(status));
+}
+
+std::vector<ReadableTensor> TensorsOf(const model::Layout& layout) {
+  std::vector<ReadableTensor> tensors;
+  for (const model::Tensor& tensor : layout.tensors()) {
+    if (layout.live(tensor.index)) tensors.push_back({tensor.name, tensor.shape});
+  }
+  return tensors;
+}
+
+}  // namespace
+
+absl::Status ReaderCore::Usable() const {
+  if (getpid() == pid) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kUnsupported,
+                      "this process was forked from the one that made the reader; make a reader after the fork");
+}
+
+absl::Status ReaderCore::Persist(absl::FunctionRef<absl::Status(absl::Time deadline)> attempt) {
+  BALLAST_RETURN_IF_ERROR(Usable());
+  const absl::Time deadline = Deadline();
+  const Router::Watch watch(&router, absl::StrCat("a version of job '", options.job, "' that can be read"));
+  for (absl::Duration pause = kPauseMin;; pause = std::min(2 * pause, kPauseMax)) {
+    const absl::Status status = attempt(deadline);
+    if (!Passes(status) || absl::Now() + pause >= deadline) return status;
+    absl::SleepFor(pause);
+  }
+}
+
+absl::StatusOr<TakenVersion> ReaderCore::Take(absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const int64_t version, view.Look(deadline));
+  const model::Layout& layout = view.plan()->layout();
+  if (const auto without = model::TensorsWithoutValues(*view.plan(), version); !without.empty()) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kNotOpen,
+                        absl::StrCat("tensor '", layout.tensors()[without[0]].name, "' has no values yet at version ",
+                                     version, "; its group gives them with its next step"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const v1::PinResponse pinned, hold.Take(version, deadline));
+  plan = view.plan();
+  working = view.optimizer().working;
+  tensors = TensorsOf(layout);
+  life = view.life();
+  const auto& steps = pinned.tensor_steps();
+  return TakenVersion{version, steps.empty() ? 0 : *std::max_element(steps.begin(), steps.end())};
+}
+
+absl::Status ReaderCore::Read(absl::Span<const Reader::Place> places, bool masters) {
+  const model::Layout& layout = plan->layout();
+  const uint64_t width = kernels::ElementBytes(masters ? kernels::Dtype::kF32 : working);
+  WholePulls pulls(&router, &hold, plan, masters ? v1::CONTENT_MASTER : v1::CONTENT_WORKING, options.timeout);
+  for (const Reader::Place& place : places) {
+    BALLAST_ASSIGN_OR_RETURN(const uint32_t index, layout.FindTensor(place.tensor));
+    const model::Tensor& tensor = layout.tensors()[index];
+    if (place.to.size() != tensor.range.size() * width) {
+      return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                          absl::StrCat("tensor '", place.tensor, "' has ", tensor.range.size() * width,
+                                       " bytes, got room for ", place.to.size()));
+    }
+    BALLAST_RETURN_IF_ERROR(pulls.Start(tensor, place.to));
+  }
+  BALLAST_RETURN_IF_ERROR(pulls.Wait());
+  return view.CheckLife(life, Deadline());
+}
+
+Reader::Reader(std::unique_ptr<ReaderCore> core) : core_(std::move(core)) {}
+
+Reader::~Reader() {
+  // Threads and connections belong to the parent.
+  if (!core_->Usable().ok()) (void)core_.release();
+}
+
+absl::StatusOr<std::unique_ptr<Reader>> Reader::Open(const ReaderOptions& options,
+                                                     std::vector<std::unique_ptr<Transport>> servers) {
+  if (servers.empty()) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, "a reader needs at least one server");
+  }
+  BALLAST_RETURN_IF_ERROR(model::CheckJobName(options.job));
+  auto core = std::make_unique<ReaderCore>(options, std::move(servers));
+  BALLAST_RETURN_IF_ERROR(core->router.made());
+  BALLAST_RETURN_IF_ERROR(core->view.Meet(core->Deadline()));
+  return std::unique_ptr<Reader>(new Reader(std::move(core)));
+}
+
+absl::StatusOr<std::unique_ptr<Reader>> Reader::Connect(const ReaderOptions& options,
+                                                        const std::vector<std::string>& servers) {
+  BALLAST_ASSIGN_OR_RETURN(
+      auto transports, MakeGrpcTransports(servers, options.job, options.access, options.timeout, options.interrupted));
+  return Open(options, std::move(transports));
+}
+
+absl::StatusOr<int64_t> Reader::Newest() {
+  int64_t newest = -1;
+  BALLAST_RETURN_IF_ERROR(core_->Persist([&](absl::Time deadline) -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(newest, core_->view.Look(deadline));
+    return absl::OkStatus();
+  }));
+  return newest;
+}
+
+absl::StatusOr<TakenVersion> Reader::Take() {
+  LetGo();
+  TakenVersion taken;
+  BALLAST_RETURN_IF_ERROR(core_->Persist([&](absl::Time deadline) -> absl::Status {
+    BALLAST_ASSIGN_OR_RETURN(taken, core_->Take(deadline));
+    return absl::OkStatus();
+  }));
+  return taken;
+}
+
+const std::vector<ReadableTensor>& Reader::tensors() const { return core_->tensors; }
+kernels::Dtype Reader::working() const { return core_->working; }
+
+absl::Status Reader::Read(absl::Span<const Place> places, bool masters) {
+  BALLAST_RETURN_IF_ERROR(core_->Usable());
+  if (core_->hold.version() < 0) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                        "no version is taken; Take one first");
+  }
+  const absl::Status read = core_->Read(places, masters);
+  if (model::ReasonOf(read) != model::kVersionGone) return read;
+  return model::Annotate(
+      read, absl::StrCat("version ", core_->hold.version(), " was lost while it was read, so take a newer one"));
+}
+
+void Reader::LetGo() {
+  if (core_->Usable().ok()) core_->hold.LetGo();
+}
+
+}  // namespace ballast::client

@@ -1,0 +1,85 @@
+// How a session reads: it gathers or pulls working parameters by unit, and reads any array of a tensor. A part of
+// Session: session.h says how to use the parts, on which threads, and which errors end a session.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "ballast/client/session_types.h"
+
+namespace ballast::client {
+
+class Tally;
+struct SessionCore;
+
+// A unit's gathered working parameters. The destructor frees the buffer. Valid until the session ends.
+class UnitLease {
+ public:
+  UnitLease() = default;
+  UnitLease(UnitLease&& other) noexcept;
+  UnitLease& operator=(UnitLease&& other) noexcept;
+  ~UnitLease();
+  // The unit's flat space in the job's working dtype, padding included; tensors at Session::Locate(name).begin.
+  absl::Span<const std::byte> bytes() const { return bytes_; }
+  // The same as elements: bits of bf16 or fp16, or fp32. Calling the function of the wrong width ends the process with
+  // a message.
+  absl::Span<const bf16> parameters() const;
+  absl::Span<const float> parameters_f32() const;
+
+ private:
+  friend class Reads;
+  UnitLease(SessionCore* core, void* buffer, absl::Span<const std::byte> bytes, uint64_t element_bytes);
+  SessionCore* core_ = nullptr;
+  void* buffer_ = nullptr;
+  absl::Span<const std::byte> bytes_;
+  uint64_t element_bytes_ = 0;
+};
+
+// A pull into the caller's memory.
+class PendingPull {
+ public:
+  PendingPull(PendingPull&&) noexcept = default;
+  PendingPull& operator=(PendingPull&&) = delete;
+  ~PendingPull() { (void)Await(); }
+  // Blocks until the pull writes no more. Valid as long as the session. `waited`: the time that the caller spent in
+  // Waiter()'s calls; the session adds it to its own times.
+  absl::Status Await(absl::Duration waited = absl::ZeroDuration());
+  // A function that blocks until the pull writes no more. Any thread may call it, also during other calls of the
+  // session. The function may outlive this object; Await does not block once the function has returned.
+  std::function<void()> Waiter() const;
+
+ private:
+  friend class Reads;
+  PendingPull(SessionCore* core, std::shared_ptr<Tally> tally) : core_(core), tally_(std::move(tally)) {}
+  SessionCore* core_;
+  std::shared_ptr<Tally> tally_;  // null once awaited
+};
+
+class Reads {
+ public:
+  // (a) Starts pulling this rank's share of `unit` at version(). Never blocks; a no-op if under way.
+  void Prefetch(uint32_t unit);
+  // COLLECTIVE. The whole unit at version(), all-gathered.
+  absl::StatusOr<UnitLease> Acquire(uint32_t unit);
+  // (b) Starts pulling `runs` at version(), whichever ranks own them. Until its Await has returned, the pull may write
+  // to their places.
+  absl::StatusOr<PendingPull> StartPull(uint32_t unit, absl::Span<const PullRun> runs);
+  // Reads a whole tensor, or `runs` of it, at `version`, which is the current or a pinned one. Widens working values to
+  // fp32.
+  absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to,
+                    absl::Span<const model::BoxRun> runs = {});
+
+ protected:
+  explicit Reads(SessionCore* core) : core_(core) {}
+  ~Reads() = default;
+
+ private:
+  SessionCore* core_;
+};
+
+}  // namespace ballast::client

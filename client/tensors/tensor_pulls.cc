@@ -1,0 +1,144 @@
+// Pulls of tensors: of all into the trainer's parameters, and of single ones, for parameters that live on the servers
+// alone.
+#include <deque>
+#include <map>
+#include <utility>
+
+#include "ballast/client/tensors.h"
+#include "ballast/client/tensors/convert.h"
+#include "ballast/proto/base/status.h"
+
+namespace ballast::client {
+namespace {
+
+using kernels::Dtype;
+using kernels::ElementBytes;
+
+}  // namespace
+
+// The units ahead on their way, and the memory that they need: a pull into it, or into parameters.
+struct Tensors::Fetching {
+  const Unit* unit;
+  std::vector<std::byte> memory;
+  PendingPull pull;
+};
+
+absl::Status Tensors::Pull(absl::Span<const TensorMemory> memory, const Ready& ready) {
+  BALLAST_RETURN_IF_ERROR(CheckCurrent());
+  if (session_->lends_masters()) return session_->AwaitApplied();
+  if (gathers_) return Gather(memory, ready);
+  std::deque<Fetching> under_way;  // each ends its pull before its memory goes
+  uint64_t bytes = 0;
+  for (size_t next = 0; next < units_.size() || !under_way.empty();) {
+    const uint64_t more = next < units_.size() ? units_[next].fetched_bytes : 0;
+    if (next < units_.size() && (under_way.empty() || bytes + more <= session_->inflight_bytes_max())) {
+      BALLAST_ASSIGN_OR_RETURN(Fetching fetching, StartFetching(units_[next++], memory));
+      under_way.push_back(std::move(fetching));
+      bytes += more;
+      continue;
+    }
+    Fetching& oldest = under_way.front();
+    BALLAST_RETURN_IF_ERROR(Finish(&oldest, memory));
+    if (ready) ready(oldest.unit->tensors);
+    bytes -= oldest.unit->fetched_bytes;
+    under_way.pop_front();
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Tensors::Fetching> Tensors::StartFetching(const Unit& unit, absl::Span<const TensorMemory> memory) {
+  const Dtype dtype = session_->optimizer().working;
+  const auto wanted = [&](const Fetch& fetch) { return memory[fetch.runs[0].tensor].parameter != nullptr; };
+  const auto direct = [&](const Fetch& fetch) {
+    return fetch.runs.size() == 1 && memory[fetch.runs[0].tensor].parameter_dtype == dtype;
+  };
+  uint64_t indirect = 0;  // bytes
+  for (const Fetch& fetch : unit.fetches) {
+    if (wanted(fetch) && !direct(fetch)) indirect += (fetch.range.end - fetch.range.begin) * ElementBytes(dtype);
+  }
+  std::vector<std::byte> own(indirect);
+  std::vector<PullRun> runs;
+  uint64_t used = 0;
+  for (const Fetch& fetch : unit.fetches) {
+    if (!wanted(fetch)) continue;
+    const uint64_t size = (fetch.range.end - fetch.range.begin) * ElementBytes(dtype);
+    std::byte* to = own.data() + used;
+    if (direct(fetch)) {
+      to = memory[fetch.runs[0].tensor].parameter + fetch.runs[0].local * ElementBytes(dtype);
+    } else {
+      used += size;
+    }
+    runs.push_back({fetch.range, {to, size}});
+  }
+  BALLAST_ASSIGN_OR_RETURN(PendingPull pull, session_->StartPull(unit.index, runs));
+  return Fetching{&unit, std::move(own), std::move(pull)};
+}
+
+absl::Status Tensors::Finish(Fetching* fetching, absl::Span<const TensorMemory> memory) {
+  BALLAST_RETURN_IF_ERROR(fetching->pull.Await());
+  const Dtype dtype = session_->optimizer().working;
+  absl::Span<const std::byte> rest = fetching->memory;
+  for (const Fetch& fetch : fetching->unit->fetches) {
+    if (memory[fetch.runs[0].tensor].parameter == nullptr) continue;
+    if (fetch.runs.size() == 1 && memory[fetch.runs[0].tensor].parameter_dtype == dtype) continue;
+    Scatter(fetch.runs, rest, memory);
+    rest.remove_prefix((fetch.range.end - fetch.range.begin) * ElementBytes(dtype));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Tensors::Gather(absl::Span<const TensorMemory> memory, const Ready& ready) {
+  const uint64_t width = ElementBytes(session_->optimizer().working);
+  size_t ahead = 0;
+  uint64_t bytes = 0;  // of units in [i, ahead)
+  for (size_t i = 0; i < units_.size(); ++i) {
+    while (ahead < units_.size() &&
+           (ahead <= i || bytes + units_[ahead].elements * width <= session_->inflight_bytes_max())) {
+      bytes += units_[ahead].elements * width;
+      session_->Prefetch(units_[ahead++].index);
+    }
+    BALLAST_ASSIGN_OR_RETURN(const UnitLease lease, session_->Acquire(units_[i].index));
+    Scatter(units_[i].whole, lease.bytes(), memory);
+    if (ready) ready(units_[i].tensors);
+    bytes -= units_[i].elements * width;
+  }
+  return absl::OkStatus();
+}
+
+void Tensors::Scatter(const std::vector<Run>& runs, absl::Span<const std::byte> from,
+                      absl::Span<const TensorMemory> memory) const {
+  const Dtype dtype = session_->optimizer().working;
+  std::vector<float> wide;
+  for (const Run& run : runs) {
+    const TensorMemory& tensor = memory[run.tensor];
+    Convert(from.data() + run.at * ElementBytes(dtype), dtype,
+            tensor.parameter + run.local * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype, run.count,
+            &wide);
+  }
+}
+
+absl::StatusOr<std::vector<PendingPull>> Tensors::StartPull(absl::Span<const size_t> which,
+                                                            absl::Span<std::byte* const> to,
+                                                            absl::Span<const model::Box> boxes) {
+  BALLAST_RETURN_IF_ERROR(CheckCurrent());
+  const uint64_t width = ElementBytes(session_->optimizer().working);
+  std::map<uint32_t, std::vector<PullRun>> runs;  // by unit of the session
+  for (size_t i = 0; i < which.size(); ++i) {
+    const Part& part = parts_[which[i]];
+    if (boxes.empty() && part.elements == 0) continue;
+    BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session_->Locate(names_[which[i]]));
+    for (const model::BoxRun& run : boxes.empty() ? part.runs : session_->RunsOf(part.index, boxes[i])) {
+      const uint64_t begin = part.begin + run.in_tensor;
+      runs[at.unit].push_back({{begin, begin + run.count}, {to[i] + run.in_box * width, run.count * width}});
+    }
+  }
+  std::vector<PendingPull> pulls;
+  pulls.reserve(runs.size());
+  for (const auto& [unit, of_unit] : runs) {
+    BALLAST_ASSIGN_OR_RETURN(PendingPull pull, session_->StartPull(unit, of_unit));
+    pulls.push_back(std::move(pull));
+  }
+  return pulls;
+}
+
+}  // namespace ballast::client

@@ -1,9 +1,0 @@
-#include "ballast/proto/model/mutexes.h"
-
-#include "absl/synchronization/mutex.h"
-
-namespace ballast::model {
-
-void StopDeadlockSearch() { absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore); }
-
-}  // namespace ballast::model

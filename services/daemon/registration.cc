@@ -1,0 +1,155 @@
+#include "ballast/services/daemon/registration.h"
+
+#include <google/protobuf/util/message_differencer.h>
+#include <spdlog/spdlog.h>
+
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/base/threads.h"
+#include "ballast/proto/model/protocol.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr absl::Duration kCallTimeout = absl::Seconds(2);
+constexpr absl::Duration kFarewellTimeout = absl::Seconds(1);
+// The entry of a server that is over goes within a lease, give or take what etcd rounds.
+constexpr double kLeasesUntilAlive = 1.5;
+
+}  // namespace
+
+Registration::Registration(const registry::RegistryUrl& url, absl::Duration lease)
+    : registry_(url), lease_time_(lease) {
+  absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
+  made_ = thread.status();
+  if (thread.ok()) thread_ = *std::move(thread);
+}
+
+Registration::~Registration() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Registration::Announce(v1::ServerEntry entry, Fill fill) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    entry_ = std::move(entry);
+    fill_ = std::move(fill);
+    wanted_ = true;
+  }
+  changed_.notify_all();
+}
+
+absl::Status Registration::Beat(const v1::ServerEntry& entry) {
+  const auto deadline = [] { return absl::Now() + kCallTimeout; };
+  if (lease_ != 0) {
+    const absl::Status kept = registry_.KeepAlive(lease_, deadline());
+    if (absl::IsNotFound(kept)) lease_ = 0;
+    if (!kept.ok() && lease_ != 0) return kept;
+  }
+  if (lease_ == 0) {
+    BALLAST_ASSIGN_OR_RETURN(lease_, registry_.Grant(lease_time_, deadline()));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const auto holder, registry_.Find(entry.server_id(), deadline()));
+  if (holder.has_value() && holder->lease != lease_ && holder->lease != written_lease_) {
+    // The run before this one, whose lease lasts a while longer: two cannot listen at one address.
+    const bool before =
+        written_lease_ == 0 && holder->value.address() == entry.address() && holder->value.disk() == entry.disk();
+    if (!before) return Held(entry, *holder);
+  }
+  holder_ = 0;
+  const bool written = holder.has_value() && holder->lease == lease_;
+  if (written && google::protobuf::util::MessageDifferencer::Equals(entry, written_)) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(const bool put,
+                           registry_.Put(entry, lease_, holder.has_value() ? holder->revision : 0, deadline()));
+  if (!put) {
+    return model::Error(absl::StatusCode::kAborted, model::kBusy,
+                        absl::StrCat("the entry of '", entry.server_id(), "' changed meanwhile"));
+  }
+  written_ = entry;
+  written_lease_ = lease_;
+  return absl::OkStatus();
+}
+
+absl::Status Registration::Held(const v1::ServerEntry& entry,
+                                const registry::Registry::Found<v1::ServerEntry>& holder) {
+  if (holder_ != holder.lease) {
+    holder_ = holder.lease;
+    held_since_ = std::chrono::steady_clock::now();
+  }
+  const auto show = [](const v1::ServerEntry& server) {
+    return absl::StrCat(server.address(), " (data directory number ", model::ShowDisk(server.disk()), ")");
+  };
+  const bool copied = holder.value.disk() == entry.disk();
+  return model::Error(
+      absl::StatusCode::kAlreadyExists, model::kBadConfig,
+      absl::StrCat("this server, at ", show(entry), ", is '", entry.server_id(), "', and so is the one at ",
+                   show(holder.value), ", whose lease is valid. ",
+                   copied ? "One data directory is a copy of the other, or the server came back elsewhere. Two "
+                            "servers must not serve the same state; stop one of them"
+                          : "Give each server a server_id of its own, or stop the other"));
+}
+
+// Once per change, not at every beat.
+void Registration::Tell(const absl::Status& now) {
+  if (told_ == now.code()) return;
+  told_ = now.code();
+  const std::string url = registry::FormatRegistryUrl(registry_.url());
+  if (now.ok()) {
+    spdlog::info("registered as '{}' at {}", written_.server_id(), url);
+  } else {
+    spdlog::warn("cannot register at {} yet, and tries again: {}", url, std::string(now.message()));
+  }
+}
+
+void Registration::Settle(const absl::Status& beaten) {
+  const bool held = absl::IsAlreadyExists(beaten);
+  const bool outlasts = held && std::chrono::steady_clock::now() - held_since_ >
+                                    absl::ToChronoMilliseconds(kLeasesUntilAlive * lease_time_);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    held_ = held;
+    const bool settled = !named_.has_value() && (held ? outlasts : !absl::IsAborted(beaten));
+    // A registry that does not answer, or refuses, keeps no server from serving.
+    if (settled) named_ = held ? beaten : absl::OkStatus();
+  }
+  changed_.notify_all();
+}
+
+absl::Status Registration::AwaitName(const std::function<absl::Status()>& interrupt) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!changed_.wait_for(lock, std::chrono::milliseconds(100), [this] { return named_.has_value(); })) {
+    if (interrupt) BALLAST_RETURN_IF_ERROR(interrupt());
+  }
+  return *named_;
+}
+
+void Registration::Run() {
+  for (;;) {
+    v1::ServerEntry entry;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait_for(lock, absl::ToChronoMilliseconds(lease_time_ / (held_ && !named_.has_value() ? 20 : 3)),
+                        [this] { return wanted_ || stopping_; });
+      if (stopping_) break;
+      wanted_ = false;
+      entry = entry_;
+      if (fill_) fill_(&entry);
+    }
+    if (entry.server_id().empty()) continue;
+    const absl::Status beaten = Beat(entry);
+    Tell(beaten);
+    Settle(beaten);
+  }
+  if (lease_ != 0) (void)registry_.Revoke(lease_, absl::Now() + kFarewellTimeout);
+}
+
+}  // namespace ballast::services

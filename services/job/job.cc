@@ -1,0 +1,396 @@
+#include "ballast/services/job/job.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/job/job_parts.h"
+#include "ballast/services/journal/log_records.h"
+
+namespace ballast::services {
+
+std::shared_ptr<Job> Job::Make(const std::string& name, const JobSurroundings& surroundings) {
+  // A deadline may fire while the job is being destroyed: the callback must neither keep nor touch the job.
+  auto self = std::make_shared<std::weak_ptr<Job>>();
+  std::shared_ptr<Job> job(new Job(name, surroundings, [self](uint64_t id) {
+    if (const std::shared_ptr<Job> alive = self->lock()) alive->parts_->core.Expire(id);
+  }));
+  *self = job;
+  job->parts_->core.SetOwner(job);
+  return job;
+}
+
+Job::Parts::Parts(const std::string& name, const JobSurroundings& surroundings, StepHost* host,
+                  std::function<void(uint64_t)> expire)
+    : journal(name, &core, &room,
+              [this] {
+                core.mu.AssertHeld();
+                flushes.Post();
+              }),
+      core(name, surroundings, &journal, journal.promises(), host, std::move(expire)),
+      room(&core),
+      read_pins(&core),
+      flushes(&core, &journal),
+      kept(&core, &journal, &flushes),
+      prediction(&core),
+      moves(&core, &flushes, &prediction),
+      space(&core, &journal, &room, &flushes, &earlier, &moves, &prediction),
+      openings(&core, &journal, &space),
+      updates(&core, &journal, &room, &flushes, &read_pins, &moves),
+      scrub(&core, &flushes),
+      recovery(&core, &journal, &room, &flushes, &earlier, &space, &openings, &updates),
+      pushes(&core, &journal, &room),
+      pulls(&core, &read_pins),
+      loans(&core) {}
+
+Job::Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire)
+    : parts_(std::make_unique<Parts>(name, surroundings, static_cast<StepHost*>(this), std::move(expire))) {}
+
+// The parts' tasks end before the parts do.
+Job::~Job() {
+  parts_->core.JoinThreads();
+  parts_->pulls.JoinThreads();
+}
+
+void Job::ScrubNext(absl::Span<std::byte> buffer, std::shared_ptr<void> lease) {
+  parts_->core.worker->Post([this, buffer, lease = std::move(lease)] { parts_->scrub.Next(buffer); });
+}
+
+absl::Time Job::last_scrubbed() const { return parts_->scrub.last_pass(); }
+
+absl::Status Job::Replay(const PromiseRecord& promise) {
+  JobMutexLock lock(&parts_->core.mu);
+  return parts_->core.machine->Replay(promise);
+}
+
+Pushes& Job::pushes() { return parts_->pushes; }
+Pulls& Job::pulls() { return parts_->pulls; }
+Loans& Job::loans() { return parts_->loans; }
+const storage::Account& Job::account() const { return *parts_->core.around.account; }
+const JobCounters& Job::counters() const { return parts_->core.counters; }
+std::optional<storage::JobHolding> Job::Holding() const { return parts_->moves.Holding(); }
+void Job::MoveTo(const storage::Plan& plan, v1::JobMoves* answer) { parts_->moves.MoveTo(plan, answer); }
+absl::Status Job::RemoveJournal() { return parts_->journal.Remove(); }
+
+absl::Status Job::Recover(const JobEntry& entry) { return parts_->recovery.Recover(entry); }
+absl::Status Job::EndRecovery() { return parts_->recovery.End(); }
+absl::Status Job::ComeBack(const JobEntry& entry) { return parts_->recovery.ComeBack(entry); }
+
+absl::Status Job::MakeThreads(bool dry_runs_alone) {
+  BALLAST_RETURN_IF_ERROR(parts_->core.clerk->Prepare());
+  if (dry_runs_alone) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(parts_->core.worker->Prepare());
+  return parts_->pulls.MakeThread();
+}
+
+void Job::Stop(const absl::Status& status) {
+  Replies replies;
+  {
+    JobMutexLock lock(&parts_->core.mu);
+    parts_->core.Refuse(status, &replies);
+  }
+  Run(std::move(replies));
+  parts_->core.JoinThreads();
+  parts_->pulls.JoinThreads();
+  parts_->journal.Stop();
+}
+
+void Job::Discard() {
+  JobMutexLock lock(&parts_->core.mu);
+  if (parts_->core.state.store() != nullptr) parts_->core.state.store()->Discard();
+}
+
+v1::Epoch Job::promised() const {
+  JobMutexLock lock(&parts_->core.mu);
+  return parts_->core.machine->promised();
+}
+
+bool Job::Unopened() const {
+  return parts_->core.machine->plan() == nullptr && parts_->core.Refusal().ok() && parts_->core.waiting.empty() &&
+         !parts_->openings.busy();
+}
+
+bool Job::MayBeUnopened(const v1::Epoch& promised) const {
+  bool may = false;
+  (void)parts_->core.TryLook([&] {
+    parts_->core.mu.AssertHeld();
+    may = Unopened() && model::Compare(parts_->core.machine->promised(), promised) == 0;
+  });
+  return may;
+}
+
+bool Job::RefuseIfUnopened(const v1::Epoch& promised, const absl::Status& status) {
+  JobMutexLock lock(&parts_->core.mu);
+  if (!Unopened() || model::Compare(parts_->core.machine->promised(), promised) != 0) return false;
+  Replies nobody_waits;
+  parts_->core.Refuse(status, &nobody_waits);
+  return true;
+}
+
+v1::ChunkNorm Job::Norm(uint64_t chunk, absl::string_view gradient_presence) {
+  parts_->core.mu.AssertHeld();
+  // It has all of its slices, and a push of a chunk that is not there is refused.
+  return (*parts_->core.state.Held(chunk))->intake.Norm(gradient_presence);
+}
+
+void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
+  parts_->core.mu.AssertHeld();
+  std::shared_ptr<StepWork> work = parts_->updates.Prepare(prepared, decision);
+  if (parts_->core.state.recovering()) {
+    parts_->recovery.Apply(std::move(work));
+  } else {
+    parts_->updates.Post(std::move(work));
+  }
+}
+
+void Job::Opened(std::shared_ptr<const model::EpochPlan> plan) {
+  parts_->core.mu.AssertHeld();
+  parts_->core.counters.steps.Opened();
+  parts_->openings.Opened(std::move(plan));
+}
+
+void Job::PinDue(int64_t) {
+  parts_->core.mu.AssertHeld();
+  parts_->kept.PinDue();
+}
+
+void Job::PinChanged(const v1::PinnedVersion& pin) {
+  parts_->core.mu.AssertHeld();
+  parts_->kept.PinChanged(pin);
+}
+
+namespace {
+
+using SharedPlan = std::shared_ptr<const model::EpochPlan>;
+
+}  // namespace
+
+void Job::GetJob(bool with_open, Reply<v1::GetJobResponse> reply) {
+  const auto plan = std::make_shared<SharedPlan>();
+  parts_->core.Ask<v1::GetJobResponse>(
+      0,
+      [this, plan, with_open]() -> Outcome<v1::GetJobResponse> {
+        parts_->core.mu.AssertHeld();
+        v1::GetJobResponse job = parts_->core.Describe();
+        job.set_life(parts_->journal.life());
+        job.set_leases_pins(true);
+        if (with_open) *plan = parts_->core.state.plan();
+        return job;
+      },
+      absl::InfiniteFuture(), "",
+      // The lock is free here: an Open may take milliseconds to copy.
+      [plan, reply = std::move(reply)](absl::StatusOr<v1::GetJobResponse> job) {
+        if (job.ok() && *plan != nullptr) *job->mutable_open() = (*plan)->open();
+        reply(std::move(job));
+      });
+}
+
+void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
+  if (const absl::Status status = Peers::Check(request); !status.ok()) return reply(status);
+  const auto plan = std::make_shared<SharedPlan>();
+  parts_->core.Ask<v1::FenceResponse>(
+      request.ByteSizeLong(),
+      [this, plan, request]() -> Outcome<v1::FenceResponse> {
+        parts_->core.mu.AssertHeld();
+        BALLAST_RETURN_IF_ERROR(parts_->journal.MakeRoom(1, kSmallRecordBytesMax));
+        Outcome<v1::FenceResponse> fenced = parts_->core.machine->Fence(request);
+        if (fenced.ok() && fenced->has_value()) {
+          ++parts_->core.counters.fences;
+          parts_->peers.Set(request);
+          *plan = parts_->core.state.plan();
+        }
+        return fenced;
+      },
+      limit, "the promise to become durable",
+      [plan, reply = std::move(reply)](absl::StatusOr<v1::FenceResponse> fenced) {
+        if (fenced.ok() && *plan != nullptr) *fenced->mutable_job()->mutable_open() = (*plan)->open();
+        reply(std::move(fenced));
+      });
+}
+
+void Job::Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply) {
+  std::function<Outcome<v1::OpenResponse>()> evaluate = [this, request] {
+    parts_->core.mu.AssertHeld();
+    return parts_->openings.Try(request);
+  };
+  if (request.dry_run()) {
+    evaluate = [this, run = std::make_shared<Openings::DryRun>(
+                          request, limit.caller == nullptr ? "" : limit.caller->identity())] {
+      parts_->core.mu.AssertHeld();
+      return parts_->openings.Try(run);
+    };
+  }
+  parts_->core.Ask<v1::OpenResponse>(request.ByteSizeLong(), std::move(evaluate), limit,
+                                     "space for the job's chunks, behind the updates at work", std::move(reply));
+}
+
+void Job::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
+  parts_->core.Ask<v1::NormResponse>(
+      request.ByteSizeLong(),
+      [this, request]() -> Outcome<v1::NormResponse> {
+        parts_->core.mu.AssertHeld();
+        BALLAST_ASSIGN_OR_RETURN(v1::NormResponse response, parts_->core.machine->Norm(request));
+        return response;
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+std::optional<absl::Status> Job::ReadyToSeal(const v1::SealRequest& request) {
+  const bool waits = request.wait_ms() > 0;
+  BALLAST_RETURN_IF_ERROR(parts_->core.Refusal());
+  if (parts_->updates.full()) {
+    if (waits) return std::nullopt;
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        absl::StrCat("the job's update queue is full (", parts_->updates.queued(),
+                                     " steps); send the same seal again"));
+  }
+  BALLAST_RETURN_IF_ERROR(parts_->journal.MakeRoomForSeal(request));
+  if (request.header().kind() != v1::STEP_KIND_RESTORE) return absl::OkStatus();
+  const absl::StatusOr<bool> checked = parts_->kept.Checked(request);
+  BALLAST_RETURN_IF_ERROR(checked.status());
+  if (*checked) return absl::OkStatus();
+  if (waits) return std::nullopt;
+  return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                      "the pinned version is being read; send the same seal again");
+}
+
+namespace {
+
+// What the step waits for, as the rank hears it; made when the answer is sent.
+model::SealAnswer TellPending(uint32_t rank, const JobCore& core) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
+  ++core.around.counters->told_pending;
+  return std::make_shared<model::SealAnswer::element_type>(core.machine->Pending(rank));
+}
+
+// A trainer's clock may say anything: a day is more than a step takes.
+TrainerTimes TimesOf(const v1::SealRequest& request) {
+  const auto time = [](uint64_t us) {
+    return std::min(absl::Microseconds(static_cast<int64_t>(std::min<uint64_t>(us, 1'000'000'000'000))),
+                    absl::Hours(24));
+  };
+  const v1::TrainerTimes& times = request.trainer_times();
+  return {time(times.compute_us()), time(times.pull_wait_us()), time(times.gather_us()), time(times.push_wait_us())};
+}
+
+}  // namespace
+
+void Job::NoteSealed(const v1::SealRequest& request) {
+  if (request.step() <= parts_->core.machine->committed()) return;  // it is decided: the answer says so
+  const uint32_t world_size = parts_->core.state.plan()->open().tiling().world_size();
+  if (request.rank() >= world_size) return;
+  parts_->core.counters.steps.Sealed(request.step(), request.attempt(), request.rank(), world_size, TimesOf(request));
+}
+
+bool Job::TrySeal(Sealing* sealing, Replies* replies) {
+  v1::SealRequest& request = sealing->request;
+  const std::optional<absl::Status> ready = ReadyToSeal(request);
+  if (!ready.has_value()) return false;
+  ++parts_->core.around.counters->evaluated_seals;
+  const bool agreed = parts_->core.machine->seals_agree();
+  absl::StatusOr<model::SealAnswer> answer =
+      ready->ok() ? parts_->core.machine->Seal(request) : absl::StatusOr<model::SealAnswer>(*ready);
+  if (!answer.ok()) {
+    // Different plans end the seals of all ranks. No other refusal changes what the others wait for.
+    if (agreed != parts_->core.machine->seals_agree()) parts_->core.Moved();
+    replies->push_back([reply = sealing->reply, status = answer.status()] { reply(status); });
+    return true;
+  }
+  parts_->journal.NoteSealed(request);
+  NoteSealed(request);
+  if (*answer == nullptr && request.wait_ms() > 0) {
+    if (parts_->core.machine->Filed(request)) {
+      request.clear_header();
+      request.clear_blobs();
+    }
+    return false;
+  }
+  if (*answer == nullptr) answer = TellPending(request.rank(), parts_->core);
+  if ((**answer)->has_prepared()) parts_->core.counters.steps.Prepared();
+  replies->push_back([reply = sealing->reply, answer = *std::move(answer)] { reply(answer); });
+  return true;
+}
+
+void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<model::SealAnswer> reply) {
+  const auto sealing = std::make_shared<Sealing>(Sealing{request, std::move(reply)});
+  const absl::Time patience = absl::Now() + absl::Milliseconds(request.wait_ms());
+  Waiter waiter;
+  waiter.limit = {std::min(limit.deadline, patience), limit.caller};
+  waiter.attempt = [this, sealing](Replies* replies) {
+    parts_->core.mu.AssertHeld();
+    return TrySeal(sealing.get(), replies);
+  };
+  waiter.expire = [this, sealing, late = limit.deadline < patience](Replies* replies) {
+    parts_->core.mu.AssertHeld();
+    if (late) {
+      replies->push_back([sealing] { sealing->reply(DeadlinePassed("the step to be prepared")); });
+    } else {
+      replies->push_back(
+          [sealing, answer = TellPending(sealing->request.rank(), parts_->core)] { sealing->reply(answer); });
+    }
+  };
+  waiter.refuse = [sealing](const absl::Status& status, Replies* replies) {
+    replies->push_back([sealing, status] { sealing->reply(status); });
+  };
+  auto seal = [this, sealing, waiter = std::move(waiter)](Replies* replies) mutable {
+    parts_->core.mu.AssertHeld();
+    if (TrySeal(sealing.get(), replies)) return;
+    waiter.bytes = sealing->request.ByteSizeLong();  // what is left of it
+    parts_->core.SubmitToMachine(std::move(waiter), replies);
+  };
+  parts_->core.EnterAnew(request.ByteSizeLong(), std::move(seal), sealing->reply);
+}
+
+void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
+  v1::CommitRequest commit = request;
+  commit.mutable_decision()->clear_blobs();  // the sealed ones count
+  parts_->core.Ask<v1::CommitResponse>(
+      commit.ByteSizeLong(),
+      [this, commit]() -> Outcome<v1::CommitResponse> {
+        parts_->core.mu.AssertHeld();
+        BALLAST_RETURN_IF_ERROR(parts_->journal.MakeRoom(1, commit.ByteSizeLong() + kDecisionBytesMax));
+        BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, parts_->core.machine->Commit(commit));
+        return response;
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+void Job::AwaitApplied(int64_t version, std::optional<uint32_t> unit, const CallLimit& limit,
+                       Reply<v1::CommitResponse> reply) {
+  parts_->core.Ask<v1::CommitResponse>(
+      0,
+      [this, version, unit]() -> Outcome<v1::CommitResponse> {
+        parts_->core.mu.AssertHeld();
+        if (!parts_->updates.Show(version, unit)) return std::nullopt;
+        v1::CommitResponse response;
+        response.set_committed(parts_->core.machine->committed());
+        return response;
+      },
+      limit, absl::StrCat("version ", version, " to be applied"), std::move(reply));
+}
+
+void Job::Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply) {
+  if (request.durable()) return parts_->kept.Pin(request, limit, std::move(reply));
+  parts_->core.Ask<v1::PinResponse>(
+      request.ByteSizeLong(),
+      [this, request, pin = std::make_shared<uint64_t>(0)] {
+        parts_->core.mu.AssertHeld();
+        return parts_->read_pins.Pin(request, pin.get());
+      },
+      limit, absl::StrCat("version ", request.version(), " of all chunks"), std::move(reply));
+}
+
+void Job::Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller, Reply<v1::UnpinResponse> reply) {
+  if (request.durable()) return parts_->kept.Unpin(request, std::move(caller), std::move(reply));
+  parts_->core.Ask<v1::UnpinResponse>(
+      request.ByteSizeLong(),
+      [this, version = request.version(), holder = request.holder()]() -> Outcome<v1::UnpinResponse> {
+        parts_->core.mu.AssertHeld();
+        parts_->read_pins.Unpin(version, holder);
+        return v1::UnpinResponse();
+      },
+      absl::InfiniteFuture(), "", std::move(reply));
+}
+
+}  // namespace ballast::services

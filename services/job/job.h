@@ -1,0 +1,130 @@
+// A job on a server: one method a verb of the API, or a part that has the verb. The job's parts do the work; this class
+// makes them in order, and is the host of the step machine, whose records the job's journal takes.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/proto/base/lent_memory.h"
+#include "ballast/proto/model/layout.h"
+#include "ballast/services/counters/job_counters.h"
+#include "ballast/services/job_state/job_entry.h"
+#include "ballast/services/job_state/job_mutex.h"
+#include "ballast/services/step/step_machine.h"
+#include "ballast/services/threads/reply.h"
+#include "ballast/services/threads/waiting.h"
+#include "ballast/storage/placement/rebalance.h"
+#include "ballast/storage/tier/tiers.h"
+#include "ballast/v1/admin_service.pb.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::services {
+
+class Loans;
+class Pulls;
+class Pushes;
+struct JobSurroundings;
+
+// A job's bytes of each tier, by part, for the status and for quotas.
+std::vector<v1::TierStatus> DescribeTaken(const storage::PartBytes& taken);
+
+class Job : public std::enable_shared_from_this<Job>, private StepHost {
+ public:
+  static std::shared_ptr<Job> Make(const std::string& name, const JobSurroundings& surroundings);
+  ~Job() override;
+
+  // After a restart, before any other call: takes back the promise that the catalog kept.
+  absl::Status Replay(const PromiseRecord& promise);
+  // As Replay, for a job with durability `step`: brings its chunks and its step machine back to where they were.
+  // Blocks, and logs its progress. DATA_LOSS if durable data cannot be read. Chunks may then have been flushed at the
+  // versions replayed so far; nothing else has changed, and the log stays.
+  absl::Status Recover(const JobEntry& entry);
+  // After all jobs of the server have recovered: makes room in the log for new records, if need be by extending the log
+  // from budget that is still free. Blocks.
+  absl::Status EndRecovery();
+  // As Replay, for a job with durability every-K that had state: takes back its pins; the rest of the state is lost
+  // (rule 14). DATA_LOSS if the catalog's entries do not suffice; RESOURCE_EXHAUSTED.
+  absl::Status ComeBack(const JobEntry& entry);
+
+  // As the methods of StateServer.
+  void GetJob(bool with_open, Reply<v1::GetJobResponse> reply);
+  void Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply);
+  void Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply);
+  void Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply);
+  void Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<model::SealAnswer> reply);
+  void Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply);
+  void Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply);
+  void Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller, Reply<v1::UnpinResponse> reply);
+  void AwaitApplied(int64_t version, std::optional<uint32_t> unit, const CallLimit& limit,
+                    Reply<v1::CommitResponse> reply);
+  // These parts have the verbs of the data path.
+  Pushes& pushes();
+  Pulls& pulls();
+  Loans& loans();
+
+  v1::JobStatus Status() const;
+  // All that the job takes; the tiers count it. On any thread.
+  const storage::Account& account() const;
+  const JobCounters& counters() const;
+  // As the methods of ChunkMoves.
+  std::optional<storage::JobHolding> Holding() const;
+  void MoveTo(const storage::Plan& plan, v1::JobMoves* answer);
+  v1::Epoch promised() const;
+  // No epoch was opened since the server's start, nobody is about to open one, and the newest promise is `promised`.
+  // False as well if the job's lock stays taken: somebody is at work on the job.
+  bool MayBeUnopened(const v1::Epoch& promised) const;
+
+  // Before the first request. RESOURCE_EXHAUSTED (LIMIT) if the system makes no threads for this job.
+  // A job that answers dry runs alone has one.
+  absl::Status MakeThreads(bool dry_runs_alone = false);
+  // Refuses waiting and new requests with `status`, finishes the running update, drops the updates queued behind.
+  // Blocks.
+  void Stop(const absl::Status& status);
+  // If MayBeUnopened(promised): refuses requests with `status` from now on. Returns
+  // whether that is so. Call Stop afterwards.
+  bool RefuseIfUnopened(const v1::Epoch& promised, const absl::Status& status);
+  // After Stop, for a dropped job: RemoveJournal deletes the log; Discard frees the extents once the catalog has
+  // forgotten the job.
+  absl::Status RemoveJournal();
+  void Discard();
+  // Has the worker read a piece of the job's states on the disk into `buffer` (job/scrub.h). `lease` lives until that
+  // is over.
+  void ScrubNext(absl::Span<std::byte> buffer, std::shared_ptr<void> lease);
+  // End of the last complete pass of the scrub; InfinitePast before the first.
+  absl::Time last_scrubbed() const;
+
+ private:
+  Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire);
+  bool Unopened() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // StepHost.
+  v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
+  void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
+  void Opened(std::shared_ptr<const model::EpochPlan> plan) override;
+  void PinDue(int64_t version) override;
+  void PinChanged(const v1::PinnedVersion& pin) override;
+
+  // A seal and where its answer goes.
+  struct Sealing {
+    v1::SealRequest request;  // once it is filed, without header and blobs
+    const Reply<model::SealAnswer> reply;
+  };
+  v1::StepInFlight DescribeStepInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void NoteSealed(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Evaluates the seal: false if it has to wait.
+  bool TrySeal(Sealing* sealing, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Why the server cannot take the seal now, apart from what the machine says. None: it has to wait for that.
+  std::optional<absl::Status> ReadyToSeal(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  struct Parts;  // see job_parts.h
+  const std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace ballast::services

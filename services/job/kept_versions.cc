@@ -1,0 +1,379 @@
+#include "ballast/services/job/kept_versions.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/job_state/job_core.h"
+#include "ballast/services/job_state/job_entry.h"
+#include "ballast/services/journal/flushes.h"
+#include "ballast/services/journal/job_journal.h"
+
+namespace ballast::services {
+namespace {
+
+// Keeps a fence's answer, and the catalog's entries, small.
+constexpr size_t kKeptMax = 16;
+
+absl::Status WithoutEpoch() {
+  return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
+                      "a durable pin is made and given up by the group that has the job: name its epoch");
+}
+
+v1::PinResponse ResponseOf(const v1::PinnedVersion& pin) {
+  v1::PinResponse response;
+  *response.mutable_tensor_steps() = pin.tensor_steps();
+  *response.mutable_blobs() = pin.decision().blobs();
+  response.set_registration_count(pin.registration_count());
+  return response;
+}
+
+}  // namespace
+
+void KeptVersions::Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply) {
+  if (!request.has_epoch()) return reply(WithoutEpoch());
+  core_->Ask<v1::PinResponse>(
+      request.ByteSizeLong(),
+      [this, request, pinning = std::make_shared<std::shared_ptr<Pinning>>()]() -> Outcome<v1::PinResponse> {
+        core_->mu.AssertHeld();
+        BALLAST_RETURN_IF_ERROR(core_->machine->CheckEpoch(request.epoch()));
+        return TryPin(request, pinning.get());
+      },
+      limit, absl::StrCat("version ", request.version(), " to be on the disk"), std::move(reply));
+}
+
+Outcome<v1::PinResponse> KeptVersions::TryPin(const v1::PinRequest& request, std::shared_ptr<Pinning>* waiting_for) {
+  const int64_t version = request.version();
+  if (*waiting_for != nullptr && !(*waiting_for)->done) return std::nullopt;
+  if (*waiting_for != nullptr) BALLAST_RETURN_IF_ERROR((*waiting_for)->status);
+  if (unpinning_.contains(version)) return std::nullopt;
+  const v1::PinnedVersion* const pin = core_->machine->FindPin(version);
+  if (pin != nullptr && (request.only_tell() || pin->requested() || !pin->automatic())) return ResponseOf(*pin);
+  if (const auto begun = pinning_.find(version); begun != pinning_.end()) {
+    *waiting_for = begun->second;
+    return std::nullopt;
+  }
+  BALLAST_RETURN_IF_ERROR(core_->machine->StateStatus());
+  if (pin == nullptr) BALLAST_RETURN_IF_ERROR(CheckNewest(request));
+  BALLAST_RETURN_IF_ERROR(CheckMayKeepOne());
+  *waiting_for = pin != nullptr ? BeginAdoption(version, request.epoch()) : Begin(request.epoch());
+  return std::nullopt;
+}
+
+absl::Status KeptVersions::CheckNewest(const v1::PinRequest& request) const {
+  const int64_t version = request.version(), committed = core_->machine->committed();
+  if (version == committed && version >= 0 && !request.only_tell()) return core_->CheckNoneAhead();
+  const bool behind = version > committed && !request.only_tell();
+  return model::Error(absl::StatusCode::kFailedPrecondition, behind ? model::kBehind : model::kVersionGone,
+                      absl::StrCat("only the last decided step can be pinned: server '", core_->around.server_id,
+                                   "' is at ", committed, ", asked for ", version));
+}
+
+absl::Status KeptVersions::CheckMayKeepOne() const {
+  if (core_->state.store() == nullptr || !core_->state.store()->durable()) {
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kUnsupported,
+        absl::StrCat("job '", core_->name, "' keeps nothing on the disk (durability none); a durable pin ",
+                     "needs a job of another durability"));
+  }
+  if (AskedFor() < kKeptMax) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kResourceExhausted, model::kBudget,
+      absl::StrCat("job '", core_->name, "' holds ", kKeptMax,
+                   " durable pins, the most that it may hold; give one up first: UnpinDurably, or `ballastctl unpin`"));
+}
+
+size_t KeptVersions::AskedFor() const {
+  size_t asked_for = pinning_.size();
+  for (const auto& [version, there] : core_->machine->pins()) {
+    if (there.requested() || !there.automatic()) ++asked_for;
+  }
+  return asked_for;
+}
+
+bool KeptVersions::Overtaken(const Pinning& pinning) const {
+  return pinning.epoch.has_value() && !core_->machine->CheckPromised(*pinning.epoch).ok();
+}
+
+std::shared_ptr<KeptVersions::Pinning> KeptVersions::Begin(const std::optional<v1::Epoch>& epoch) {
+  const bool automatic = !epoch.has_value();
+  const auto begun = std::make_shared<Pinning>();
+  begun->epoch = epoch;
+  v1::PinnedVersion pin = core_->machine->DescribeVersion();
+  pin.set_automatic(automatic);
+  if (automatic) pin.set_automatic_since(pin.version());
+  pin.set_requested(!automatic);
+  pinning_[pin.version()] = begun;
+  // Behind the update to this version, and before the next.
+  core_->worker->Post([this, pin = std::move(pin), begun] { RunPin(pin, begun); });
+  return begun;
+}
+
+void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_ptr<Pinning>& pinning) {
+  const Working working(&core_->counters.steps.clock(), Stage::kPin);
+  v1::PinnedVersion pin = described;
+  pin.set_life(journal_->life());
+  std::shared_ptr<storage::ChunkStore> store;
+  bool overtaken = false;
+  const auto interrupt = [&]() -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(core_->Interrupted());
+    JobMutexLock lock(&core_->mu);
+    overtaken = Overtaken(*pinning);
+    return overtaken ? GivenUp(pin.version()) : absl::OkStatus();
+  };
+  absl::Status status = interrupt();
+  {
+    JobMutexLock lock(&core_->mu);
+    store = core_->state.store();
+  }
+  bool harmless = true;  // the job can go on after an error
+  std::string remedy = "Look after the disk, then restart the server, which recovers the job";
+  if (status.ok()) {
+    std::shared_ptr<void> lease;
+    const auto admit = [&](uint64_t bytes) { return core_->MayGrow(storage::TierKind::kNvme, bytes, &lease); };
+    auto kept = store->PinDurably(pin.version(), pin.automatic(), interrupt, admit);
+    status =
+        model::Annotate(kept.status(), absl::StrCat("version ", pin.version(), " of job '", core_->name,
+                                                    "' cannot be pinned on server '", core_->around.server_id, "'"));
+    // Without its own pin the server would never prepare another step. A disk may fail after the interruption.
+    overtaken = overtaken && model::ReasonOf(status) == model::kVersionGone;
+    harmless = kept.ok() || overtaken || (absl::IsResourceExhausted(status) && !pin.automatic());
+    if (kept.ok()) {
+      flushes_->Cut(*store);
+      for (const storage::DurableChunk& chunk : *kept) pin.add_chunks(chunk.Encode());
+      // After an error nobody knows whether the entry is there: the extents stay.
+      const CatalogPair pair = PinPair(core_->name, pin);
+      status = core_->around.catalog->Replace(PinPrefixes(core_->name, pin.version()), {&pair, 1});
+      harmless = status.ok();
+      remedy = kCatalogRemedy;
+    }
+  }
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    if (status.ok()) core_->machine->Pinned(pin);
+    End(pin.version(), pinning, overtaken ? absl::OkStatus() : status);
+    if (!harmless) core_->Fail(status, remedy, replies);
+  });
+}
+
+void KeptVersions::End(int64_t version, const std::shared_ptr<Pinning>& pinning, const absl::Status& status) {
+  pinning->done = true;
+  pinning->status = status;
+  pinning_.erase(version);
+  core_->Moved();
+  if (!status.ok() || !Overtaken(*pinning) || core_->machine->FindPin(version) == nullptr) return;
+  // A prepared restore keeps the version all the same: all servers have it then.
+  (void)GiveUp(version, /*unreadable=*/false);
+}
+
+void KeptVersions::Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller,
+                         Reply<v1::UnpinResponse> reply) {
+  if (!request.has_epoch()) return reply(WithoutEpoch());
+  core_->Ask<v1::UnpinResponse>(
+      request.ByteSizeLong(),
+      [this, request]() -> Outcome<v1::UnpinResponse> {
+        core_->mu.AssertHeld();
+        // The promised epoch, not the open one: an operator makes room for an Open.
+        BALLAST_RETURN_IF_ERROR(core_->machine->CheckPromised(request.epoch()));
+        return TryUnpin(request.version());
+      },
+      {absl::InfiniteFuture(), std::move(caller)}, "", std::move(reply));
+}
+
+Outcome<v1::UnpinResponse> KeptVersions::TryUnpin(int64_t version) {
+  if (unpinning_.contains(version)) return std::nullopt;
+  if (const auto begun = pinning_.find(version); begun != pinning_.end()) {
+    if (!Overtaken(*begun->second)) return std::nullopt;
+    // The version is given up without this request, once the disk lets the worker go on.
+    v1::UnpinResponse response;
+    response.set_stays_automatic(core_->machine->FindPin(version) != nullptr);
+    return response;
+  }
+  if (core_->machine->FindPin(version) == nullptr) return v1::UnpinResponse();
+  const auto check = checks_.find(version);
+  const bool unreadable =
+      check != checks_.end() && check->second.done &&
+      (absl::IsDataLoss(check->second.status) || model::ReasonOf(check->second.status) == model::kIo);
+  if (unreadable && !pinning_.empty()) return std::nullopt;  // a pin being made may take its place
+  BALLAST_ASSIGN_OR_RETURN(const bool stays, GiveUp(version, unreadable));
+  if (!stays) return std::nullopt;
+  v1::UnpinResponse response;
+  response.set_stays_automatic(true);
+  return response;
+}
+
+absl::StatusOr<bool> KeptVersions::GiveUp(int64_t version, bool unreadable) {
+  BALLAST_RETURN_IF_ERROR(core_->machine->Unpin(version, unreadable));
+  if (const v1::PinnedVersion* const pin = core_->machine->FindPin(version)) {
+    PinChanged(*pin);
+    return true;
+  }
+  unpinning_.insert(version);
+  // Behind a decided restore of the version.
+  core_->worker->Post([this, version] { RunUnpin(version); });
+  return false;
+}
+
+void KeptVersions::RunUnpin(int64_t version) {
+  const Working working(&core_->counters.steps.clock(), Stage::kPin);
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    JobMutexLock lock(&core_->mu);
+    if (!core_->Refusal().ok()) return;
+    store = core_->state.store();
+  }
+  // A restore of the version may have stored chunks without recording them yet: until then a replay needs the pin.
+  absl::Status erased = store->Harden();
+  if (erased.ok()) erased = core_->around.catalog->Replace(PinPrefixes(core_->name, version), {});
+  if (erased.ok()) store->UnpinDurably(version);
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    unpinning_.erase(version);
+    checks_.erase(version);
+    core_->Moved();
+    if (!erased.ok()) core_->Fail(erased, kCatalogRemedy, replies);
+  });
+}
+
+// Refuses an unreadable version while the job still has its state, before the restore would overwrite it.
+absl::StatusOr<bool> KeptVersions::Checked(const v1::SealRequest& request) {
+  const int64_t version = request.header().restored_version();
+  const model::EpochPlan* plan = core_->machine->plan();
+  // Whatever the machine refuses, or has prepared, needs no reading.
+  const bool of_epoch = plan != nullptr && model::Compare(plan->open().epoch(), request.epoch()) == 0;
+  if (!of_epoch || core_->machine->FindPin(version) == nullptr || core_->machine->prepared_durably() ||
+      request.step() != core_->machine->committed() + 1) {
+    return true;
+  }
+  const auto [found, fresh] = checks_.try_emplace(version);
+  Check& check = found->second;
+  if (fresh || (check.done && model::Compare(check.epoch, request.epoch()) != 0)) {
+    check = Check();
+    core_->worker->Post([this, version] { RunCheck(version); });
+  }
+  // A reading that outlasts its epoch serves the next epoch.
+  if (!check.done) {
+    check.epoch = request.epoch();
+    return false;
+  }
+  BALLAST_RETURN_IF_ERROR(check.status);
+  return true;
+}
+
+void KeptVersions::RunCheck(int64_t version) {
+  const Working working(&core_->counters.steps.clock(), Stage::kPin);
+  std::shared_ptr<storage::ChunkStore> store;
+  bool lost = false;
+  {
+    JobMutexLock lock(&core_->mu);
+    if (!core_->Refusal().ok()) return;
+    store = core_->state.store();
+    lost = core_->machine->state_lost();
+  }
+  const absl::Status status = store->VerifyPin(version, [this] { return core_->Interrupted(); });
+  core_->LockedOnWorker([&](Replies*) {
+    core_->mu.AssertHeld();
+    const auto check = checks_.find(version);
+    if (check == checks_.end()) return;
+    check->second.done = true;
+    check->second.status = model::Annotate(
+        status, absl::StrCat(
+                    "server '", core_->around.server_id, "' cannot restore version ", version, " of job '", core_->name,
+                    lost ? "', and has lost what came since; look after the disk and try again, or give the version up "
+                           "with `ballastctl unpin` and go back to an older one that all servers have"
+                         : "', which goes on from where it is; restore another version, and give this one up "
+                           "with `ballastctl unpin`"));
+    core_->Moved();
+  });
+}
+
+std::shared_ptr<KeptVersions::Pinning> KeptVersions::BeginAdoption(int64_t version, const v1::Epoch& epoch) {
+  const auto begun = std::make_shared<Pinning>();
+  begun->epoch = epoch;
+  pinning_[version] = begun;
+  core_->worker->Post([this, version, begun] { RunAdoption(version, begun); });
+  return begun;
+}
+
+absl::Status KeptVersions::GivenUp(int64_t version) const {
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                      absl::StrCat("version ", version, " was given up by the server that had pinned it"));
+}
+
+void KeptVersions::RunAdoption(int64_t version, const std::shared_ptr<Pinning>& pinning) {
+  const Working working(&core_->counters.steps.clock(), Stage::kPin);
+  std::shared_ptr<storage::ChunkStore> store;
+  std::optional<v1::PinnedVersion> pin;
+  absl::Status status;
+  {
+    JobMutexLock lock(&core_->mu);
+    status = core_->Refusal();
+    store = core_->state.store();
+    if (const v1::PinnedVersion* const found = core_->machine->FindPin(version)) pin = *found;
+  }
+  bool harmless = true;
+  if (status.ok() && !pin.has_value()) status = GivenUp(version);
+  if (status.ok()) {
+    std::shared_ptr<void> lease;
+    status = store->AdoptPin(version,
+                             [&](uint64_t bytes) { return core_->MayGrow(storage::TierKind::kNvme, bytes, &lease); });
+  }
+  if (status.ok()) {
+    pin->set_requested(true);
+    status = WriteWants(*pin);
+    harmless = status.ok();
+  }
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    const v1::PinnedVersion* const found = core_->machine->FindPin(version);
+    if (status.ok() && found != nullptr) {
+      v1::PinnedVersion wanted = *found;
+      wanted.set_requested(true);
+      core_->machine->Pinned(wanted);
+    } else if (status.ok()) {
+      status = GivenUp(version);
+    }
+    End(version, pinning, status);
+    if (!harmless) core_->Fail(status, kCatalogRemedy, replies);
+  });
+}
+
+absl::Status KeptVersions::WriteWants(const v1::PinnedVersion& pin) {
+  const auto [key, value] = WantedPair(core_->name, pin);
+  return core_->around.catalog->Put(key, value);
+}
+
+void KeptVersions::PinChanged(const v1::PinnedVersion& pin) {
+  const int64_t version = pin.version();
+  if (!pin.automatic() && !pin.requested()) {
+    unpinning_.insert(version);
+    core_->worker->Post([this, version] { RunUnpin(version); });
+    return;
+  }
+  core_->worker->Post([this, version] {
+    v1::PinnedVersion pin;
+    {
+      JobMutexLock lock(&core_->mu);
+      const v1::PinnedVersion* const found = core_->machine->FindPin(version);
+      if (!core_->Refusal().ok() || found == nullptr) return;
+      // As it is now: a request may have asked for the pin since this task was posted.
+      pin.set_version(version);
+      pin.set_automatic(found->automatic());
+      pin.set_automatic_since(found->automatic_since());
+      pin.set_requested(found->requested());
+    }
+    const absl::Status status = WriteWants(pin);
+    if (status.ok()) return;
+    core_->LockedOnWorker([&](Replies* replies) {
+      core_->mu.AssertHeld();
+      core_->Fail(status, kCatalogRemedy, replies);
+    });
+  });
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,80 @@
+// Decided steps become updates of chunks, on the worker and in the order of decisions.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "ballast/services/job_state/job_mutex.h"
+#include "ballast/services/journal/log_length.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::services {
+
+class ChunkMoves;
+class Flushes;
+class HeldChunk;
+class JobCore;
+class JobJournal;
+class LentMemory;
+class ReadPins;
+class SliceRoom;
+struct StepWork;
+
+// Guarded by the job's lock, unless a method says otherwise.
+class Updates {
+ public:
+  Updates(JobCore* core, JobJournal* journal, SliceRoom* room, Flushes* flushes, ReadPins* pins, ChunkMoves* moves)
+      : core_(core),
+        journal_(journal),
+        room_(room),
+        flushes_(flushes),
+        pins_(pins),
+        moves_(moves),
+        log_length_(core, journal) {}
+
+  // The work of a decided step. The chunks' intakes are empty afterwards. As StepHost, to which Post belongs as well
+  // unless the step is replayed.
+  std::shared_ptr<StepWork> Prepare(const v1::PreparedRecord& prepared, const v1::Decision& decision)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Post(std::shared_ptr<StepWork> work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Decided steps that wait for the worker. Beyond the bound no further step is taken.
+  int queued() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return queued_; }
+  bool full() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Do all chunks, or only those of `unit`, show the version?
+  bool Show(int64_t version, std::optional<uint32_t> unit) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // In a replay: DATA_LOSS (DIVERGED) if the step needs a slice of the chunk, or a pin to restore, that is missing.
+  absl::Status CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // On the worker, or a thread of the recovery. PrepareReadBack comes first: memory for slices that are read from the
+  // log. `log`: where they are; null if there are none.
+  absl::Status PrepareReadBack(StepWork* work) ABSL_LOCKS_EXCLUDED(job_lock);
+  absl::Status Run(storage::ChunkStore* store, StepWork* work, const storage::BlockFile* log)
+      ABSL_LOCKS_EXCLUDED(job_lock);
+
+ private:
+  // The memory lent for this decided step; null if there is none.
+  std::shared_ptr<LentMemory> TakeLent(const v1::PreparedRecord& prepared) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // In a replay: CheckHeld for all chunks that the step changes.
+  absl::Status CheckAllHeld(const StepWork& work, const v1::PreparedRecord& prepared) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void RunStep(StepWork* work) ABSL_LOCKS_EXCLUDED(job_lock);
+  // The chunk of the i-th update has its new version, and `returned` buffers have come back.
+  void Done(StepWork* work, size_t i, size_t returned) ABSL_LOCKS_EXCLUDED(job_lock);
+  void NoteCommitted(int64_t step);
+
+  JobCore* const core_;
+  JobJournal* const journal_;
+  SliceRoom* const room_;
+  Flushes* const flushes_;
+  ReadPins* const pins_;
+  ChunkMoves* const moves_;
+  LogLength log_length_;
+  int queued_ ABSL_GUARDED_BY(job_lock) = 0;
+  int64_t updated_ ABSL_GUARDED_BY(job_lock) = -1;  // the last step that all chunks show
+  bool said_unwritten_ = false;                     // worker only
+};
+
+}  // namespace ballast::services

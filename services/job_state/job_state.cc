@@ -1,0 +1,41 @@
+#include "ballast/services/job_state/job_state.h"
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+
+namespace ballast::services {
+
+std::shared_ptr<HeldChunk> JobState::Find(uint64_t index) const {
+  const auto chunk = by_index_.find(index);
+  return chunk == by_index_.end() ? nullptr : chunk->second;
+}
+
+absl::StatusOr<std::shared_ptr<HeldChunk>> JobState::Held(uint64_t index) const {
+  if (std::shared_ptr<HeldChunk> chunk = Find(index)) return chunk;
+  return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                      absl::StrCat("the open epoch's plan gives chunk ", index,
+                                   " to this server, which does not have it; restart the server"));
+}
+
+std::shared_ptr<HeldChunk> JobState::FindSlice(const v1::PushRequest& header, uint32_t* slice) const {
+  if (plan_ == nullptr) return nullptr;
+  const auto found = plan_->FindSlice(header.rank(), header.unit(), {header.begin(), header.end()});
+  if (!found.has_value()) return nullptr;
+  *slice = *found;
+  return Find(plan_->slices()[*found].chunk);
+}
+
+void JobState::Open(std::shared_ptr<const model::EpochPlan> plan, HeldChunks chunks,
+                    absl::Span<const uint64_t> indices) {
+  plan_ = std::move(plan);
+  chunks_ = std::make_shared<const HeldChunks>(std::move(chunks));
+  lent_ = nullptr;
+  by_index_.clear();
+  for (size_t i = 0; i < chunks_->size(); ++i) {
+    const std::shared_ptr<HeldChunk>& chunk = (*chunks_)[i];
+    chunk->Open(plan_->layout().chunks()[indices[i]], *plan_);
+    by_index_[indices[i]] = chunk;
+  }
+}
+
+}  // namespace ballast::services

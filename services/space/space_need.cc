@@ -1,0 +1,364 @@
+#include "ballast/services/space/space_need.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/optimizer.h"
+#include "ballast/services/job_state/frozen.h"
+#include "ballast/services/journal/earlier_extents.h"
+#include "ballast/services/journal/log_length.h"
+#include "ballast/services/journal/log_records.h"
+#include "ballast/services/space/prediction.h"
+
+namespace ballast::services {
+namespace {
+
+// Buffers for logged values of frozen chunks: on their way in, and one that they are read back to.
+constexpr uint64_t kValueBuffers = 5;
+
+// Bytes held by a store that is not in use yet, and by the memory for its slices.
+storage::TierBytes TakenBy(const SpaceState& state) {
+  storage::TierBytes taken;
+  const storage::ChunkStore::Residency residency = state.store->residency();
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    taken[kind] = residency.state[kind] + residency.working[kind];
+  }
+  taken.dram += state.memory->reserved_bytes();
+  return taken;
+}
+
+// Does the plan begin with the chunks that the job has?
+absl::Status CheckContinues(const SpaceState& state, const model::EpochPlan& plan, const std::vector<uint64_t>& mine) {
+  if (state.plan == nullptr) return absl::OkStatus();
+  const std::vector<uint64_t> held = ChunksOf(*state.plan, state.server_id);
+  bool continues = held.size() <= mine.size();
+  for (size_t i = 0; continues && i < held.size(); ++i) {
+    const model::Chunk &chunk = plan.layout().chunks()[mine[i]], &was = state.plan->layout().chunks()[held[i]];
+    continues = held[i] == mine[i] && was.unit == chunk.unit && was.range == chunk.range;
+  }
+  if (continues) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kInvalidArgument, model::kBadSpec,
+      absl::StrCat("job '", state.job, "' already has chunks on server '", state.server_id,
+                   "', and this Open would lay them out differently: it has other members, weights, chunk size or "
+                   "tensors; take them from GetJob and only append, or drop the job"));
+}
+
+// A log that has become longer stays as long beside further chunks.
+uint64_t LogSteps(const SpaceState& state) {
+  const uint64_t first = FirstLogSteps(state.log_steps);
+  // A log of few bytes holds very many steps of them: no measure for the bytes that this Open adds.
+  const uint64_t held = std::min(state.journal.steps_held.value_or(0), kLogStepsMax);
+  return state.log_steps > 0 ? first : std::max(first, held);
+}
+
+NewChunks NewOf(const SpaceState& state, const model::EpochPlan& plan, const std::vector<uint64_t>& mine) {
+  NewChunks wanted{.spec = plan.open().spec(),
+                   .optimizer = *model::OptimizerOf(plan.open().spec()),
+                   .ids = {},
+                   .elements = {},
+                   .frozen = {},
+                   .all = {},
+                   .spilt = {},
+                   .snapshot_bytes = SnapshotBytesMax(plan, mine),
+                   .log_steps = LogSteps(state),
+                   .log_steps_max = state.log_steps > 0 ? state.log_steps : kLogStepsMax};
+  for (size_t i = 0; i < mine.size(); ++i) {
+    const model::Chunk& chunk = plan.layout().chunks()[mine[i]];
+    const uint64_t elements = chunk.range.size();
+    wanted.all.Of(chunk)->push_back(elements);
+    if (i >= state.chunks->size() || (*state.chunks)[i]->logged) wanted.AddSpilt(plan, mine[i]);
+    if (i < state.chunks->size()) continue;
+    wanted.ids.push_back(mine[i]);
+    wanted.elements.push_back(elements);
+    wanted.frozen.push_back(FrozenOf(chunk.frozen));
+    if (chunk.frozen == v1::FROZEN_UNSPECIFIED && plan.slices_of_chunk(mine[i]).size() > 1) {
+      wanted.shared_elements += elements;
+    }
+  }
+  return wanted;
+}
+
+// Keeps the store and the journal, or has them replaced.
+absl::Status ChooseStore(const SpaceState& state, SpaceNeed* need) {
+  const NewChunks& wanted = need->wanted;
+  // A refused Open may have left a store and a log for its own needs.
+  const bool adopted = state.plan != nullptr;
+  const storage::ChunkStore* const present = state.store.get();
+  const uint64_t segment_bytes = state.journal.segment_bytes;
+  const bool misfit = segment_bytes > 0 && !adopted && segment_bytes != wanted.journal_size(0).segment_bytes;
+  const bool other =
+      present != nullptr && (!(present->layout().optimizer() == wanted.optimizer) ||
+                             present->durable() != wanted.durable() || present->records() != wanted.logged() || misfit);
+  if (other && adopted) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
+                        absl::StrCat("job '", state.job, "' has state for ", model::Show(present->layout().optimizer()),
+                                     " on server '", state.server_id, "', and this Open is for ",
+                                     model::Show(wanted.optimizer), "; take the spec from GetJob, or drop the job"));
+  }
+  need->replaces_store = other;
+  need->makes_store = present == nullptr || other;
+  need->drops_journal = other || (!adopted && state.journal.durable && !wanted.logged());
+  if (other) need->freed = TakenBy(state);
+  if (need->drops_journal) need->freed.nvme += state.journal.bytes;
+  if (!need->drops_journal) need->journal = state.journal;
+  need->has_read_back = !need->makes_store && state.read_back_bytes > 0;
+  return absl::OkStatus();
+}
+
+// Spares for the missing chunks, or what the store has to add.
+void Match(const SpaceState& state, SpaceNeed* need) {
+  const NewChunks& wanted = need->wanted;
+  need->taken.resize(wanted.elements.size());
+  HeldChunks& spares = need->spares;
+  if (!need->makes_store) spares = state.spares;
+  auto first = spares.begin();  // all before it are taken: an Open that comes again takes its chunks in order
+  for (size_t i = 0; i < wanted.elements.size(); ++i) {
+    const uint64_t elements = wanted.elements[i], id = wanted.ids[i];
+    while (first != spares.end() && *first == nullptr) ++first;
+    // The disk knows a durable chunk by its id, so only the very same Open can take the chunk.
+    const auto spare = std::find_if(first, spares.end(), [&](const auto& s) {
+      return s != nullptr && s->elements == elements && s->frozen == wanted.frozen[i] &&
+             (!wanted.durable() || s->id == id);
+    });
+    if (spare != spares.end()) {
+      need->taken[i] = std::move(*spare);
+      continue;
+    }
+    storage::ChunkToAdd& chunk = need->missing.emplace_back(
+        storage::ChunkToAdd{.elements = elements, .id = id, .durable = {}, .frozen = wanted.frozen[i]});
+    if (state.earlier == nullptr) continue;
+    chunk.durable = state.earlier->FindChunk(id);
+    if (wanted.durable() && !wanted.logged()) {
+      const storage::StateLayout layout = LayoutOf(wanted, state.working_copies).Of(wanted.frozen[i]);
+      chunk.aside_bytes = state.earlier->AsideBytes(id, layout.StateBytes(elements));
+    }
+  }
+  std::erase(spares, nullptr);
+}
+
+void AddTier(storage::TierKind kind, uint64_t state, uint64_t working, uint64_t other, v1::OpenResponse* answer) {
+  v1::PlannedTier* const tier = answer->add_tiers();
+  tier->set_tier(storage::TierName(kind));
+  tier->set_state_bytes(state);
+  tier->set_working_bytes(working);
+  tier->set_other_bytes(other);
+}
+
+}  // namespace
+
+absl::Status CheckSupported(const v1::OpenRequest& request, bool working_copies) {
+  const v1::JobSpec& spec = request.spec();
+  const bool known = spec.durability() == v1::DURABILITY_NONE || spec.durability() == v1::DURABILITY_STEP ||
+                     spec.durability() == v1::DURABILITY_EVERY_K;
+  if (known && spec.master_format() == v1::MASTER_FORMAT_REMAINDER && !working_copies) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        "this server lies in its trainer's process and keeps no working copies, which a master kept as "
+                        "remainder needs: keep an fp32 master, or take a server of its own");
+  }
+  const bool alone = !working_copies && request.members_size() == 1 && request.tiling().world_size() == 1;
+  const bool lends = known && spec.master_format() == v1::MASTER_FORMAT_LENT;
+  if (lends && (!alone || spec.durability() != v1::DURABILITY_NONE)) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        "a parameter is its own master (LENT) only in a job of one rank with durability none, on the "
+                        "one server in the process of that rank: keep an fp32 master on the servers");
+  }
+  if (known) return model::OptimizerOf(spec).status();
+  return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                      absl::StrCat("durability ", v1::Durability_Name(spec.durability()),
+                                   ": this version accepts DURABILITY_NONE, DURABILITY_STEP and DURABILITY_EVERY_K"));
+}
+
+absl::StatusOr<SpaceNeed> Need(const SpaceState& state, const model::EpochPlan& plan) {
+  BALLAST_RETURN_IF_ERROR(CheckSupported(plan.open(), state.working_copies));
+  BALLAST_RETURN_IF_ERROR(plan.FindMember(state.server_id).status());
+  SpaceNeed need;
+  need.mine = ChunksOf(plan, state.server_id);
+  need.wanted = NewOf(state, plan, need.mine);
+  need.recovering = state.recovering;
+  // Where slices are lent, they need no memory here.
+  need.pushed = state.working_copies || need.wanted.logged();
+  if (!state.chunks->empty()) {
+    const uint64_t slice_bytes = plan.open().spec().chunk_elements() * sizeof(float);
+    BALLAST_RETURN_IF_ERROR(CheckFits(state.journal, need.wanted.snapshot_bytes, slice_bytes));
+  }
+  BALLAST_RETURN_IF_ERROR(CheckContinues(state, plan, need.mine));
+  BALLAST_RETURN_IF_ERROR(ChooseStore(state, &need));
+  Match(state, &need);
+  return need;
+}
+
+bool HasAll(const SpaceState& state, const model::EpochPlan& plan) {
+  const v1::JobSpec& spec = plan.open().spec();
+  if (state.store == nullptr || state.recovering || state.plan == nullptr) return false;
+  if (state.plan->open().spec().durability() != spec.durability()) return false;
+  const absl::StatusOr<kernels::OptimizerSpec> optimizer = model::OptimizerOf(spec);
+  if (!optimizer.ok() || !(state.store->layout().optimizer() == *optimizer)) return false;
+  const std::vector<uint64_t> mine = ChunksOf(plan, state.server_id);
+  const HeldChunks& chunks = *state.chunks;
+  if (mine.size() != chunks.size() || !CheckContinues(state, plan, mine).ok()) return false;
+  if (spec.durability() == v1::DURABILITY_STEP) {
+    const uint64_t slice_bytes = spec.chunk_elements() * sizeof(float);
+    if (!state.journal.durable || !CheckFits(state.journal, SnapshotBytesMax(plan, mine), slice_bytes).ok())
+      return false;
+  } else if (std::any_of(chunks.begin(), chunks.end(), [](const auto& chunk) { return chunk->logged; })) {
+    return false;  // the spill holds the slices as an epoch cuts them
+  }
+  const uint64_t needed = SliceBytes(state.store->layout(), state.read_back_bytes, plan, chunks, state.spares);
+  return needed == 0 || state.memory->reserved_bytes() >= needed;
+}
+
+storage::StateLayout LayoutOf(const NewChunks& wanted, bool working_copies) {
+  return storage::StateLayout(wanted.optimizer, working_copies);
+}
+
+storage::TierBytes FreeOf(const storage::TierUsage& usage, const storage::TierBytes& returned) {
+  storage::TierBytes free;
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    const uint64_t taken = usage.used[kind] - std::min(usage.used[kind], returned[kind]);
+    free[kind] = usage.budget[kind] > taken ? usage.budget[kind] - taken : 0;
+  }
+  return free;
+}
+
+storage::PlanRequest RequestOf(const SpaceNeed& need, const storage::ChunkStore& store,
+                               const storage::TierBytes& free) {
+  const NewChunks& wanted = need.wanted;
+  storage::PlanRequest plan{.free = free,
+                            .elements = {},
+                            .frozen = {},
+                            .layout = store.layout(),
+                            .provisional_bytes_per_element = need.pushed ? SliceBytesPerElement(wanted.optimizer) : 0,
+                            .staging_bytes = store.staging_bytes_missing(),
+                            .flush_buffer_bytes = store.flush_buffer_bytes_missing(),
+                            .placed = store.placed(),
+                            .shape = need.shape};
+  plan.shape.staging_bytes = store.slot_memory_bytes();
+  plan.shape.durable = store.durable();
+  if (store.layout().working_copies()) {
+    plan.pull = store.pull_memory_missing(wanted.spec.chunk_elements(), store.chunk_count() + need.missing.size());
+  }
+  for (const storage::ChunkToAdd& chunk : need.missing) {
+    plan.elements.push_back(chunk.elements);
+    plan.frozen.push_back(chunk.frozen);
+    // The extent of an earlier run is taken already.
+    if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
+    plan.nvme_fixed_bytes += chunk.aside_bytes;
+    if (!need.pushed || chunk.frozen == storage::Frozen::kNo) continue;
+    if (wanted.logged()) {
+      plan.value_buffer_bytes = kValueBuffers * LargestSlices(wanted.spec, wanted.optimizer).values_bytes;
+    } else if (!chunk.durable.has_value()) {
+      plan.passing_bytes += chunk.elements * sizeof(float);
+    }
+  }
+  // A job has one set of these.
+  const bool has_some = std::any_of(plan.placed.begin(), plan.placed.end(),
+                                    [](const auto& chunk) { return chunk.frozen != storage::Frozen::kNo; });
+  if (has_some) plan.value_buffer_bytes = 0;
+  if (need.pushed) {
+    plan.read_back = wanted.read_back();
+    if (need.has_read_back) plan.read_back->buffer_bytes_min = plan.read_back->buffer_bytes_max = 0;
+  }
+  // A log under replay keeps its size.
+  const uint64_t log_bytes = need.recovering ? 0 : wanted.journal_size(need.journal.segment_bytes).bytes();
+  const uint64_t log_bytes_missing = log_bytes - std::min(log_bytes, need.journal.bytes);
+  if (wanted.logged()) {
+    plan.nvme_fixed_bytes += log_bytes_missing;
+  } else if (plan.read_back.has_value()) {
+    plan.read_back->spill_bytes = log_bytes_missing;
+  }
+  if (!wanted.durable()) return plan;
+  plan.durable = true;
+  plan.nvme_fixed_bytes += store.spare_bytes_missing(need.missing);
+  plan.shape.logged = wanted.logged();
+  if (!wanted.logged()) plan.shape.flushed_share = 1.0 / static_cast<double>(wanted.spec.pin_interval());
+  return plan;
+}
+
+std::optional<JournalSize> SpillOf(const SpaceNeed& need, const model::EpochPlan& plan, const HeldChunks& chunks) {
+  if (need.wanted.logged()) return std::nullopt;
+  NewChunks wanted = need.wanted;
+  wanted.spilt = {};
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (chunks[i]->logged) wanted.AddSpilt(plan, need.mine[i]);
+  }
+  if (wanted.spilt.trained.empty() && wanted.spilt.frozen.empty()) return std::nullopt;
+  return wanted.journal_size(need.journal.segment_bytes);
+}
+
+uint64_t SliceBytes(const storage::StateLayout& layout, uint64_t read_back_bytes, const model::EpochPlan& plan,
+                    const HeldChunks& chunks, const HeldChunks& spares) {
+  if (read_back_bytes == 0) return 0;
+  const uint64_t unlogged_bytes = SliceBytesPerElement(layout.optimizer());
+  uint64_t needed = read_back_bytes + LargestSlices(plan.open().spec(), layout.optimizer()).values_bytes;
+  for (const auto& spare : spares) {
+    if (!spare->logged && !spare->is_frozen()) needed += spare->elements * unlogged_bytes;
+  }
+  for (const auto& chunk : chunks) {
+    if (chunk->is_frozen()) continue;
+    if (!chunk->logged) {
+      needed += chunk->elements * unlogged_bytes;
+    } else if (plan.slices_of_chunk(chunk->id).size() > 1) {
+      // Several slices share the chunk's gradient, which stays in memory.
+      needed += chunk->elements * layout.gradient_element_bytes();
+    }
+  }
+  return needed;
+}
+
+Retiled RetiledBy(const SpaceState& state, const SpaceNeed& need, const model::EpochPlan& plan, uint64_t free_dram) {
+  Retiled retiled;
+  if (!need.makes_store) {
+    const uint64_t needed = SliceBytes(state.store->layout(), state.read_back_bytes, plan, *state.chunks, state.spares);
+    const uint64_t missing = needed - std::min(needed, state.memory->reserved_bytes());
+    // Beyond the budget the job's own state and working copies make room.
+    retiled.slice_bytes = std::min(missing, free_dram);
+  }
+  std::optional<JournalSize> size = SpillOf(need, plan, *state.chunks);
+  // As a real Open does where all chunks are there.
+  if (need.wanted.logged() && (!need.wanted.elements.empty() || need.journal.segment_bytes == 0)) {
+    size = need.wanted.journal_size(need.journal.segment_bytes);
+  }
+  if (size.has_value()) retiled.journal_bytes = size->bytes() - std::min(size->bytes(), need.journal.bytes);
+  return retiled;
+}
+
+v1::OpenResponse DryRunAnswer(const SpaceNeed& need, const Retiled& retiled, const storage::PlanRequest& request,
+                              const storage::Plan& placed) {
+  v1::OpenResponse answer;
+  answer.set_plan(placed.Explain());
+  if (need.wanted.logged()) absl::StrAppend(answer.mutable_plan(), " ", need.wanted.ExplainLog());
+  const uint64_t staging = placed.state.nvme > 0                     ? request.staging_bytes
+                           : request.durable && placed.state.hbm > 0 ? request.flush_buffer_bytes
+                                                                     : 0;
+  const bool counted = need.wanted.logged() || placed.spill_bytes > 0;
+  storage::TierBytes other;
+  other.dram = placed.slice_bytes + placed.pull.bytes() + staging + retiled.slice_bytes;
+  other.nvme = request.nvme_fixed_bytes + (counted ? placed.spill_bytes : retiled.journal_bytes);
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    const uint64_t durable = kind == storage::TierKind::kNvme ? placed.durable_bytes : 0;
+    AddTier(kind, placed.state[kind] + durable, placed.working[kind], other[kind], &answer);
+  }
+  if (placed.prediction.has_value()) *answer.mutable_prediction() = PredictionMessage(*placed.prediction);
+  return answer;
+}
+
+v1::OpenResponse DryRunAnswer(const Retiled& retiled) {
+  v1::OpenResponse answer;
+  answer.set_plan("All of the job's chunks have their places here already.");
+  storage::TierBytes other;
+  other.dram = retiled.slice_bytes;
+  other.nvme = retiled.journal_bytes;
+  for (int i = 0; i < storage::kTierKinds; ++i) {
+    const auto kind = static_cast<storage::TierKind>(i);
+    AddTier(kind, 0, 0, other[kind], &answer);
+  }
+  return answer;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,306 @@
+// ballastctl: the operator's hand.
+//
+//   ballastctl status [--json] --servers host:port,...
+//   ballastctl top [--once] [--json] [--interval S] --servers host:port,...
+//   ballastctl trace --job NAME [--out FILE] --servers host:port,...
+//   ballastctl drop --job NAME --servers host:port,...
+//   ballastctl unpin --job NAME --version N --servers host:port,...
+//   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
+//   ballastctl verify --data-directory DIR [--nvme DIR]... [--json] [--rebuild]
+//   ballastctl iotune [--directory DIR] [--json] [--seconds N] [--out FILE] [--hbm-device N]
+//   ballastctl doctor [--config FILE] [--servers host:port,...] [--json]
+//   ballastctl completion bash|zsh|fish
+//   ballastctl plan --params N --dram BYTES [--nvme BYTES] [--ranks N] [--server-count N] ...
+//
+// Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
+// apart). top: as status with --once, else 0. trace: 0 all servers told; 1 not all. drop: 0 no server has the job any
+// more; 1 some server did not drop it.
+// unpin: 0 no server keeps the version for a request any more; 1 some server may. budget: 0 all servers have the new
+// budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its
+// profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0 nothing stops a server; 1 something
+// does. completion: 0. All: 2 usage.
+#include <signal.h>
+#include <spdlog/sinks/stdout_color_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <fstream>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "ballast/proto/base/byte_sizes.h"
+#include "ballast/proto/base/mutexes.h"
+#include "ballast/proto/model/protocol.h"
+#include "ballast/proto/registry/roster.h"
+#include "ballast/services/daemon/config.h"
+#include "ballast/services/journal/log_steps.h"
+#include "ballast/services/monitoring/trace.h"
+#include "ballast/services/tools/budget_command.h"
+#include "ballast/services/tools/cluster.h"
+#include "ballast/services/tools/completion.h"
+#include "ballast/services/tools/doctor/doctor_command.h"
+#include "ballast/services/tools/drop_command.h"
+#include "ballast/services/tools/iotune/iotune_command.h"
+#include "ballast/services/tools/plan_command.h"
+#include "ballast/services/tools/top/top.h"
+#include "ballast/services/tools/verify/verify_command.h"
+
+namespace ballast::services {
+namespace {
+
+enum Exit { kHealthy = 0, kDegraded = 1, kUsage = 2 };
+
+int Status(const std::vector<std::string>& servers, bool json, const Asking& asking) {
+  const ClusterView cluster = Judge(LookAt(servers, asking));
+  std::fputs((json ? ShowJson(cluster) : ShowText(cluster)).c_str(), stdout);
+  return cluster.problems.empty() ? kHealthy : kDegraded;
+}
+
+int Trace(const std::vector<std::string>& servers, const std::string& job, const std::string& out,
+          const Asking& asking) {
+  std::vector<ServerSteps> seen;
+  int code = kHealthy;
+  for (const std::string& server : servers) {
+    const absl::StatusOr<v1::JobSteps> steps = LastSteps(server, job, asking);
+    if (steps.ok()) {
+      seen.emplace_back(server, *steps);
+    } else {
+      std::fprintf(stderr, "%s: %s\n", server.c_str(), std::string(steps.status().message()).c_str());
+      code = kDegraded;
+    }
+  }
+  if (seen.empty()) return kDegraded;
+  const std::string trace = ShowTrace(seen);
+  if (out.empty()) {
+    std::fputs(trace.c_str(), stdout);
+    return code;
+  }
+  std::ofstream file(out);
+  file << trace;
+  file.close();
+  if (file.good()) return code;
+  std::fprintf(stderr, "%s cannot be written; name another file with --out\n", out.c_str());
+  return kDegraded;
+}
+
+int Unpin(const std::vector<std::string>& servers, const std::string& job, int64_t version, const Asking& asking) {
+  int code = kHealthy;
+  for (const std::string& server : servers) {
+    const absl::StatusOr<v1::UnpinResponse> answer = UnpinVersion(server, job, version, asking);
+    if (answer.ok()) {
+      std::printf("%s: unpinned version %lld of job '%s'%s\n", server.c_str(), static_cast<long long>(version),
+                  job.c_str(),
+                  answer->stays_automatic() ? ", which the server keeps for itself until it has a later one" : "");
+      continue;
+    }
+    std::printf("%s: %s\n", server.c_str(), std::string(answer.status().message()).c_str());
+    if (answer.status().code() != absl::StatusCode::kNotFound) code = kDegraded;
+  }
+  return code;
+}
+
+template <typename Bytes>
+CLI::Option* AddBytes(CLI::App* command, const char* name, Bytes* to) {
+  const auto parse = [name, to](const std::string& text) {
+    const auto bytes = model::ParseBytes(text);
+    if (!bytes.ok()) throw CLI::ValidationError(name, std::string(bytes.status().message()));
+    *to = *bytes;
+  };
+  return command->add_option_function<std::string>(name, parse, "bytes, such as 512MiB");
+}
+
+int Complain(const absl::Status& status, Exit code) {
+  std::fprintf(stderr, "ballastctl: --servers: %s\n", std::string(status.message()).c_str());
+  return code;
+}
+
+void AddAccess(CLI::App* command, model::Access* to) {
+  command->add_option("--ca", to->ca, "CAs of the servers (PEM); turns on TLS")->envname("BALLAST_CA");
+  command->add_option("--certificate", to->certificate, "your certificate (PEM), with --key")
+      ->envname("BALLAST_CERTIFICATE");
+  command->add_option("--key", to->key, "your private key (PEM), with --certificate")->envname("BALLAST_KEY");
+  command->add_option("--token-file", to->token_file, "your bearer token")->envname("BALLAST_TOKEN_FILE");
+}
+
+CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
+  CLI::App* plan = app.add_subcommand("plan",
+                                      "estimate what a job would need on servers and trainers, and how long its steps "
+                                      "would take; exit 0 if it fits, 1 if not");
+  plan->add_option("--params", to->parameters, "parameters of the model, such as 268435456, 7B or 1.5e9")->required();
+  plan->add_option("--units", to->units, "layers of equal size")->capture_default_str()->check(CLI::Range(1, 1 << 20));
+  plan->add_option("--ranks", to->ranks, "trainers")->capture_default_str()->check(CLI::Range(1, 1 << 16));
+  plan->add_option("--server-count", to->servers, "equal state servers")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 12));
+  AddBytes(plan, "--hbm", &to->budget.hbm);
+  AddBytes(plan, "--dram", &to->budget.dram)->required();
+  AddBytes(plan, "--nvme", &to->budget.nvme);
+  AddBytes(plan, "--staging", &to->staging_bytes);
+  plan->add_option("--optimizer", to->optimizer, "adamw, adam, sgd, adagrad or lion")->capture_default_str();
+  plan->add_flag("--amsgrad", to->amsgrad, "adamw and adam with amsgrad, which keeps one moment more");
+  plan->add_flag("--momentum", to->momentum, "sgd with momentum, which keeps a buffer");
+  plan->add_option("--moments", to->moments, "f32, bf16, i8 or f8")->capture_default_str();
+  plan->add_option("--master", to->master, "f32, or remainder: only the bits that bf16 working copies lack")
+      ->capture_default_str();
+  plan->add_option("--gradient-dtype", to->gradient, "bf16, f16 or f32")->capture_default_str();
+  plan->add_option("--working-dtype", to->working, "bf16, f16 or f32")->capture_default_str();
+  plan->add_option("--durability", to->durability, "step, every-K or none")->capture_default_str();
+  plan->add_option("--pin-interval", to->pin_interval, "the K of every-K, in steps");
+  plan->add_option("--log-steps", to->log_steps, "steps that the gradient log holds, like the server's log_steps")
+      ->check(CLI::Range(kLogStepsMin, kLogStepsConfiguredMax));
+  plan->add_option("--threads", to->threads, "computing threads of each server")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 64));
+  plan->add_option("--profile", to->machine_profile,
+                   "profile of `iotune`; default: ballast-profile.yaml here, if it exists")
+      ->type_name("FILE");
+  plan->add_flag("--json", to->json, "print JSON");
+  return plan;
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app{"Shows and administers Ballast state servers.", "ballastctl"};
+  app.require_subcommand(1);
+  app.get_formatter()->column_width(44);  // names and values on one line, as help2man expects
+  app.set_version_flag("--version", std::string("ballastctl ") + model::Version());
+  app.set_help_all_flag("--help-all", "Print this help message with all commands' options and exit");
+  std::vector<std::string> servers;
+  std::string job;
+  bool json = false;
+  double timeout_s = 5;
+  Asking asking;
+
+  CLI::App* status = app.add_subcommand(
+      "status", "show verdict, servers, jobs, versions and tiers; exit 0 healthy, 1 degraded, 2 usage");
+  status->add_flag("--json", json, "print JSON");
+  TopOptions topping;
+  double interval_s = 1;
+  CLI::App* top = app.add_subcommand(
+      "top", "show the status on the whole terminal and refresh it; keys: q quits, s sorts, 1 shows each server");
+  top->add_flag("--once", topping.once, "print one frame as plain text; exit 0 healthy, 1 degraded");
+  top->add_flag("--json", topping.json, "print a line of `status --json` for each frame");
+  top->add_option("--interval", interval_s, "seconds between two frames")
+      ->capture_default_str()
+      ->check(CLI::Range(0.1, 3600.0));
+  CLI::App* trace = app.add_subcommand(
+      "trace",
+      "write a job's last 256 steps as a Chrome trace (chrome://tracing, Perfetto); exit 0 if all servers answered");
+  std::string trace_file;
+  trace->add_option("--job", job, "name of the job")->required();
+  trace->add_option("--out", trace_file, "file to write; default: standard output");
+  CLI::App* drop = app.add_subcommand("drop", "delete a job and its state on all servers");
+  DropCommand dropping;
+  drop->add_option("--job", dropping.job, "name of the job")->required();
+  drop->add_option(
+          "--lost", dropping.lost,
+          "ids of the job's servers that will never come back, separated by commas; all others must be registered")
+      ->delimiter(',');
+  CLI::App* unpin =
+      app.add_subcommand("unpin", "give up a durable pin on all servers; its version can no longer be restored");
+  int64_t version = -1;
+  unpin->add_option("--job", job, "name of the job")->required();
+  unpin->add_option("--version", version, "version of the pin, as `status` shows it")
+      ->required()
+      ->check(CLI::NonNegativeNumber);
+  BudgetCommand budgets;
+  CLI::App* budget =
+      app.add_subcommand("budget", "set new budgets until the servers restart; chunks then move between tiers");
+  AddBytes(budget, "--hbm", &budgets.hbm_bytes);
+  AddBytes(budget, "--dram", &budgets.dram_bytes);
+  AddBytes(budget, "--nvme", &budgets.nvme_bytes);
+  PlanCommand planned;
+  CLI::App* plan = AddPlan(app, &planned);
+  VerifyCommand scrub;
+  CLI::App* verify = app.add_subcommand("verify",
+                                        "check the data directory of a stopped server; exit 0 clean, "
+                                        "1 damage found, 2 usage, 3 a server uses it");
+  verify->add_option("--data-directory", scrub.directory, "the server's data_directory")->required()->type_name("DIR");
+  verify->add_option("--nvme", scrub.nvme, "a directory of budget.nvme, if the catalog is lost or the path is new")
+      ->type_name("DIR");
+  verify->add_flag("--json", scrub.json, "print JSON");
+  verify->add_flag("--rebuild", scrub.rebuild, "rebuild the catalog's job entries from extents and logs");
+  IotuneCommand tune;
+  CLI::App* iotune =
+      app.add_subcommand("iotune", "measure memory, disk and GPU link of this machine and write a profile");
+  iotune->add_option("--directory", tune.directory, "directory on the disk to measure")->check(CLI::ExistingDirectory);
+  iotune->add_option("--out", tune.out, "file for the profile; default: ballast-profile.yaml in the directory")
+      ->type_name("FILE");
+  iotune->add_option("--seconds", tune.seconds, "approximate duration")->check(CLI::PositiveNumber);
+  iotune->add_option("--hbm-device", tune.hbm_device, "GPU whose link to measure")->check(CLI::NonNegativeNumber);
+  iotune->add_flag("--json", tune.json, "print JSON");
+  DoctorCommand examined;
+  CLI::App* doctor = app.add_subcommand(
+      "doctor", "find what stops or slows down a server on this machine; exit 0 if nothing stops it, else 1");
+  doctor->add_option("--config", examined.config, "the server's YAML file; BALLAST_* variables apply too")
+      ->type_name("FILE");
+  doctor->add_flag("--json", examined.json, "print JSON");
+  for (CLI::App* command : {status, top, trace, drop, unpin, budget, doctor}) {
+    command
+        ->add_option("--servers", servers, "host:port of every server, separated by commas; or etcd://host:port/prefix")
+        ->required(command != doctor)
+        ->delimiter(',');
+    command->add_option("--timeout", timeout_s, "seconds to wait for each server")
+        ->capture_default_str()
+        ->check(CLI::PositiveNumber);
+    AddAccess(command, &asking.access);
+  }
+  std::string shell;
+  CLI::App* completion = app.add_subcommand("completion", "print a script that makes a shell complete ballastctl");
+  completion->add_option("shell", shell, "bash: eval \"$(ballastctl completion bash)\"; zsh and fish alike")
+      ->required()
+      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
+  model::StopDeadlockSearch();
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kHealthy : kUsage;
+  }
+  spdlog::set_default_logger(spdlog::stderr_color_mt("ballastctl"));  // standard output is the answer's
+  if (completion->parsed()) return std::fputs(CompletionScript(app, shell).c_str(), stdout) < 0;
+  if (verify->parsed()) return RunVerify(scrub);
+  if (iotune->parsed()) return RunIotune(tune);
+  if (plan->parsed()) {
+    spdlog::set_level(spdlog::level::warn);  // a temporary server answers
+    return RunPlan(planned);
+  }
+  asking.timeout = absl::Seconds(timeout_s);
+  if (const absl::Status named = registry::CheckServers(servers); !named.ok()) return Complain(named, kUsage);
+  if (doctor->parsed()) {
+    examined.servers = servers;
+    examined.asking = asking;
+    return RunDoctor(examined);
+  }
+  if (drop->parsed()) {
+    dropping.servers = servers;
+    dropping.asking = asking;
+    return RunDrop(dropping);
+  }
+  const auto found = registry::FindServers(servers, asking.timeout);
+  if (!found.ok()) return Complain(found.status(), kDegraded);
+  servers = *found;
+  if (top->parsed()) {
+    topping.look = [&] { return LookAt(servers, asking); };
+    topping.interval = absl::Seconds(interval_s);
+    return RunTop(topping);
+  }
+  if (trace->parsed()) return Trace(servers, job, trace_file, asking);
+  if (unpin->parsed()) return Unpin(servers, job, version, asking);
+  if (budget->parsed()) {
+    budgets.servers = servers;
+    budgets.asking = asking;
+    return RunBudget(budgets);
+  }
+  return Status(servers, json, asking);
+}
+
+}  // namespace
+}  // namespace ballast::services
+
+int main(int argc, char** argv) {
+  signal(SIGXFSZ, SIG_IGN);  // a file at the limit of its size is an error, which names the file
+  return ballast::services::Main(argc, argv);
+}

@@ -1,0 +1,175 @@
+// The disk under a data directory, and how the kernel lets a server use it.
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <map>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/daemon/machine_files.h"
+#include "ballast/services/monitoring/show.h"
+#include "ballast/services/tools/doctor/checks.h"
+#include "ballast/storage/io/disk.h"
+#include "ballast/storage/io/io_queue.h"
+
+namespace ballast::services {
+namespace {
+
+namespace fs = std::filesystem;
+
+// The catalog and its write-ahead log, beside budget.nvme.
+constexpr uint64_t kCatalogBytes = uint64_t{256} << 20;
+constexpr long kXfsMagic = 0x58465342;
+constexpr long kNfsMagic = 0x6969;
+constexpr long kCifsMagic = static_cast<long>(0xff534d42);
+constexpr long kSmb2Magic = static_cast<long>(0xfe534d42);
+constexpr long kFuseMagic = 0x65735546;
+constexpr long kZfsMagic = 0x2fc12fc1;
+
+Check CheckIoUring(const Subject& subject) {
+  Check check{Verdict::kOk, "io_uring", storage::IoBackendProbe(), "io_uring"};
+  if (check.found == "io_uring") return check;
+  check.verdict = Verdict::kNote;
+  const std::string status = ReadMachineFile(subject.root + "/proc/self/status");
+  const std::string disabled = ReadMachineFile(subject.root + "/proc/sys/kernel/io_uring_disabled");
+  if (!disabled.empty() && disabled != "0") {
+    absl::StrAppend(&check.found, "; kernel.io_uring_disabled is ", disabled);
+    check.mend = "sysctl kernel.io_uring_disabled=0";
+  } else if (NumberAfter(status, "Seccomp:").value_or(0) == 2) {
+    absl::StrAppend(&check.found, "; a seccomp filter is on");
+    check.mend =
+        "a profile that allows io_uring_setup, io_uring_enter and io_uring_register (deploy/seccomp): podman, "
+        "docker: --security-opt seccomp=FILE; Kubernetes: seccompProfile.localhostProfile";
+  } else {
+    check.mend = "Linux 5.6 or later";
+  }
+  return check;
+}
+
+// The folder itself, or the nearest above that is there: a server makes its data directory.
+fs::path Nearest(fs::path folder) {
+  std::error_code error;
+  folder = fs::absolute(folder, error);
+  while (!fs::exists(folder, error) && folder != folder.root_path()) folder = folder.parent_path();
+  return folder;
+}
+
+struct FileSystem {
+  std::string name;
+  std::string trouble;  // empty: a local disk
+};
+FileSystem FileSystemOf(const fs::path& folder) {
+  static const std::map<long, FileSystem> kKnown = {
+      {EXT4_SUPER_MAGIC, {"ext4", ""}},
+      {kXfsMagic, {"xfs", ""}},
+      {BTRFS_SUPER_MAGIC, {"btrfs", "copies each written block, which fragments nvme.tier"}},
+      {kZfsMagic, {"zfs", "copies each written block, which fragments nvme.tier"}},
+      {TMPFS_MAGIC, {"tmpfs", "is memory: durable jobs do not survive a restart of the machine"}},
+      {RAMFS_MAGIC, {"ramfs", "is memory: durable jobs do not survive a restart of the machine"}},
+      {OVERLAYFS_SUPER_MAGIC, {"overlayfs", "is deleted with its container"}},
+      {kNfsMagic, {"nfs", "is a disk of another machine: slower, and two servers can take its locks"}},
+      {kCifsMagic, {"cifs", "is a disk of another machine: slower, and two servers can take its locks"}},
+      {kSmb2Magic, {"smb2", "is a disk of another machine: slower, and two servers can take its locks"}},
+      {kFuseMagic, {"fuse", "runs in a process, which may be slow and may end"}},
+  };
+  struct statfs info = {};
+  if (statfs(folder.c_str(), &info) != 0) return {"unknown", ""};
+  const auto known = kKnown.find(static_cast<long>(info.f_type));
+  return known != kKnown.end() ? known->second : FileSystem{absl::StrCat("type 0x", absl::Hex(info.f_type)), ""};
+}
+
+// Opens a file as the server does, and removes it.
+Check CheckDirect(const fs::path& folder) {
+  Check check{Verdict::kOk, "direct transfers", "O_DIRECT",
+              absl::StrCat("O_DIRECT in blocks of ", storage::kIoAlignment, " bytes")};
+  const std::string path = folder / absl::StrCat(".ballast-doctor-", getpid());
+  const auto file = storage::SystemDisk()->Open(path, storage::Disk::Mode::kEmptied);
+  unlink(path.c_str());
+  if (!file.ok()) {
+    check.verdict = Verdict::kBad;
+    check.found = std::string(file.status().message());
+    check.mend = absl::StrCat("mount ", folder.string(), " writable, or name another data_directory");
+    return check;
+  }
+  struct statx info = {};
+  if (statx((*file)->fd(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0) {
+    absl::StrAppend(&check.found, " in blocks of ", info.stx_dio_offset_align, " bytes");
+  }
+  if ((*file)->buffered_because().empty()) return check;
+  check.verdict = Verdict::kNote;
+  check.found = (*file)->buffered_because() + "; through the page cache, at more CPU and memory";
+  check.mend = "data_directory on ext4 or xfs, on a disk with blocks of at most 4096 bytes";
+  return check;
+}
+
+// Bytes on the disk of files that are a server's already.
+uint64_t Occupied(const fs::path& folder) {
+  uint64_t bytes = 0;
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder, error)) {
+    struct stat info = {};
+    if (entry.is_regular_file(error) && lstat(entry.path().c_str(), &info) == 0) bytes += info.st_blocks * 512;
+  }
+  return bytes;
+}
+
+Check CheckSpace(const fs::path& nearest, const std::string& directory, uint64_t budget) {
+  Check check{Verdict::kOk, "free space", "", ShowBytes(budget) + " (budget.nvme) and " + ShowBytes(kCatalogBytes)};
+  struct statvfs info = {};
+  if (statvfs(nearest.c_str(), &info) != 0) {
+    check.verdict = Verdict::kBad;
+    check.found = absl::StrCat(nearest.string(), " cannot be asked");
+    check.mend = "name another data_directory";
+    return check;
+  }
+  const uint64_t free = info.f_bavail * info.f_frsize, own = Occupied(directory);
+  check.found = absl::StrCat(ShowBytes(free), " on ", nearest.string());
+  if (own > 0) absl::StrAppend(&check.found, ", and ", ShowBytes(own), " are the server's already");
+  if (free + own >= budget + kCatalogBytes) return check;
+  check.verdict = Verdict::kBad;
+  const uint64_t room = free + own, most = room - std::min(room, kCatalogBytes);
+  check.mend =
+      absl::StrCat("free ", ShowBytes(budget + kCatalogBytes - room), ", or budget.nvme: at most ", ShowBytes(most));
+  return check;
+}
+
+}  // namespace
+
+Checks CheckDisk(const Subject& subject) {
+  Checks checks = {CheckIoUring(subject)};
+  if (!subject.config.has_value()) return checks;
+  const std::string& directory = subject.config->server.data_directory;
+  const fs::path nearest = Nearest(directory);
+  Check data{Verdict::kOk, "data directory", nearest.string(), "a folder that this user may write"};
+  std::error_code error;
+  if (!fs::is_directory(nearest, error) || access(nearest.c_str(), W_OK | X_OK) != 0) {
+    data.verdict = Verdict::kBad;
+    data.found = absl::StrCat(nearest.string(), fs::is_directory(nearest, error)
+                                                    ? absl::StrCat(": no right to write there for user ", geteuid())
+                                                    : ": no folder");
+    data.mend = absl::StrCat("install -d -o USER ", directory, "; or name another data_directory");
+    checks.push_back(data);
+    return checks;
+  }
+  if (nearest != fs::absolute(directory, error)) absl::StrAppend(&data.found, ", below which the server makes its own");
+  checks.push_back(data);
+  const FileSystem file_system = FileSystemOf(nearest);
+  Check kind{Verdict::kOk, "file system", file_system.name, "ext4 or xfs on a local disk"};
+  if (!file_system.trouble.empty()) {
+    kind.verdict = Verdict::kNote;
+    absl::StrAppend(&kind.found, ", which ", file_system.trouble);
+    kind.mend = "data_directory on ext4 or xfs of a local NVMe disk";
+  }
+  checks.push_back(kind);
+  checks.push_back(CheckDirect(nearest));
+  checks.push_back(CheckSpace(nearest, directory, subject.config->server.budget.nvme));
+  return checks;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,117 @@
+// Memory of this machine against the budget of a server.
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "ballast/services/daemon/machine_files.h"
+#include "ballast/services/daemon/memory_room.h"
+#include "ballast/services/monitoring/show.h"
+#include "ballast/services/tools/doctor/checks.h"
+#include "ballast/storage/memory/memory_nodes.h"
+
+namespace ballast::services {
+namespace {
+
+// A trial locks so much more than the limit; larger limits are believed.
+constexpr uint64_t kTrialBytes = 1 << 20;
+constexpr uint64_t kTrialLimitMax = uint64_t{64} << 20;
+
+// Whether this process may lock more than `limit` bytes: the right CAP_IPC_LOCK lifts the limit.
+bool LocksBeyond(uint64_t limit) {
+  if (limit > kTrialLimitMax) return false;
+  const uint64_t bytes = limit + kTrialBytes;
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return false;
+  const bool locked = mlock(memory, bytes) == 0;
+  munmap(memory, bytes);
+  return locked;
+}
+
+Check CheckMemlock(const Subject& subject) {
+  Check check{Verdict::kOk, "locked memory", "", "unlimited"};
+  const uint64_t wanted = subject.config.has_value() ? subject.config->server.budget.dram : RLIM_INFINITY;
+  if (subject.config.has_value()) check.wanted = ShowBytes(wanted) + " (budget.dram)";
+  rlimit limit = {};
+  getrlimit(RLIMIT_MEMLOCK, &limit);
+  check.found = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : ShowBytes(limit.rlim_cur);
+  if (limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= wanted) return check;
+  if (LocksBeyond(limit.rlim_cur)) {
+    check.found += ", and the right to lock more";
+    return check;
+  }
+  check.verdict = Verdict::kNote;
+  check.found += "; memory may be swapped out, and io_uring's buffers stay unregistered";
+  check.mend = "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; podman, docker: --ulimit memlock=-1";
+  return check;
+}
+
+Check CheckHugePages(const Subject& subject) {
+  Check check{Verdict::kOk, "huge pages", "", "madvise or always"};
+  const std::string file = "/sys/kernel/mm/transparent_hugepage/enabled";
+  const std::string text = ReadMachineFile(subject.root + file);
+  if (absl::StrContains(text, "[madvise]") || absl::StrContains(text, "[always]")) {
+    check.found = absl::StrContains(text, "[always]") ? "always" : "madvise";
+    return check;
+  }
+  check.verdict = Verdict::kNote;
+  check.found = text.empty() ? "this kernel has none" : "never: each update pays for many small pages";
+  check.mend = absl::StrCat("echo madvise >", file);
+  return check;
+}
+
+Check CheckPhysical(const Subject& subject, uint64_t budget) {
+  Check check{Verdict::kOk, "memory", "", ShowBytes(budget) + " (budget.dram) and " + ShowBytes(kBesideBudgetBytes)};
+  const std::string text = ReadMachineFile(subject.root + "/proc/meminfo");
+  const uint64_t total = NumberAfter(text, "MemTotal:").value_or(0) << 10;
+  const uint64_t free = NumberAfter(text, "MemAvailable:").value_or(0) << 10;
+  check.found = absl::StrCat(ShowBytes(total), ", available ", ShowBytes(free));
+  if (total < budget) {
+    check.verdict = Verdict::kBad;
+    check.mend = absl::StrCat("budget.dram: at most ", ShowBytes(total - std::min(total, kBesideBudgetBytes)));
+  } else if (free < budget + kBesideBudgetBytes) {
+    check.verdict = Verdict::kNote;
+    check.mend = "end what else uses the memory, unless it is this server; or lower budget.dram";
+  }
+  return check;
+}
+
+Check CheckGroup(const Subject& subject, uint64_t budget) {
+  const MemoryAllowance allowance = AllowedMemory(budget, subject.root);
+  const Verdict verdict = allowance.room == MemoryRoom::kEnough  ? Verdict::kOk
+                          : allowance.room == MemoryRoom::kTight ? Verdict::kNote
+                                                                 : Verdict::kBad;
+  return {verdict, "memory limit", allowance.found, allowance.wanted, allowance.mend};
+}
+
+Check CheckNuma(const Subject& subject) {
+  Check check{Verdict::kOk, "NUMA", "one node", "memory on all nodes in turn"};
+  const std::string nodes = ReadMachineFile(subject.root + "/sys/devices/system/node/has_memory");
+  if (nodes.empty() || nodes == "0") return check;
+  const std::vector<int> used = storage::MemoryNodes();
+  check.found = absl::StrCat("nodes ", nodes, ", of which a server uses ", absl::StrJoin(used, ","));
+  if (used.size() > 1) return check;
+  check.verdict = Verdict::kNote;
+  if (used.empty()) check.found = absl::StrCat("nodes ", nodes, "; a policy was set for this process, and holds");
+  check.mend = "start the server without numactl and without a cpuset of one node, or run one server a node";
+  return check;
+}
+
+}  // namespace
+
+Checks CheckMemory(const Subject& subject) {
+  Checks checks = {CheckMemlock(subject), CheckHugePages(subject)};
+  if (subject.config.has_value()) {
+    const uint64_t budget = subject.config->server.budget.dram;
+    checks.push_back(CheckPhysical(subject, budget));
+    checks.push_back(CheckGroup(subject, budget));
+  }
+  checks.push_back(CheckNuma(subject));
+  return checks;
+}
+
+}  // namespace ballast::services

@@ -1,0 +1,149 @@
+#include "ballast/storage/store/kept_extents.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ballast/proto/base/status.h"
+
+namespace ballast::storage {
+
+absl::StatusOr<NvmeRoom> KeptExtents::Reserve(uint64_t bytes, bool automatic) {
+  const uint64_t there = automatic ? std::min(bytes, aside_.bytes()) : 0;
+  NvmeRoom room;
+  if (bytes > there) {
+    BALLAST_ASSIGN_OR_RETURN(room, nvme_->Promise(bytes - there, "a durable pin of all chunks' state"));
+    room.Mark(TierPart::kPins);
+    room.Charge(account_);
+  }
+  if (there > 0) room.Join(aside_.Split(there));
+  return room;
+}
+
+bool KeptExtents::KeepsNewest(uint64_t chunk) const {
+  const auto found = newest_.find(chunk);
+  return found != newest_.end() && !found->second.expired();
+}
+
+bool KeptExtents::NeedsBytes(uint64_t chunk, bool automatic) const {
+  const auto found = newest_.find(chunk);
+  const std::shared_ptr<Kept> kept = found == newest_.end() ? nullptr : found->second.lock();
+  return kept == nullptr || (kept->aside && !automatic);
+}
+
+uint64_t KeptExtents::AsideBytes(int64_t pin) const {
+  uint64_t bytes = 0;
+  if (const auto found = pins_.find(pin); found != pins_.end()) {
+    for (const auto& [chunk, kept] : found->second) bytes += kept->aside ? kept->entry.bytes : 0;
+  }
+  return bytes;
+}
+
+void KeptExtents::Pay(Kept* kept, NvmeRoom* reserve) {
+  if (!std::exchange(kept->aside, false)) return;
+  aside_.Join(reserve->Split(kept->entry.bytes));
+}
+
+void KeptExtents::Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, NvmeRoom* reserve, bool automatic) {
+  std::shared_ptr<Kept> kept = newest_[chunk].lock();
+  if (kept == nullptr) {
+    kept = std::make_shared<Kept>();
+    kept->entry = entry;
+    kept->reserve = reserve->Split(entry.bytes);
+    kept->aside = automatic;
+    newest_[chunk] = kept;
+  } else if (!automatic) {
+    Pay(kept.get(), reserve);
+  }
+  pins_[pin][chunk] = std::move(kept);
+}
+
+void KeptExtents::Adopt(int64_t pin, NvmeRoom reserve) {
+  for (auto& [chunk, kept] : pins_[pin]) Pay(kept.get(), &reserve);
+}
+
+absl::Status KeptExtents::TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry, bool automatic) {
+  // Two pins between which the chunk did not change share its extent.
+  for (const auto& [other, chunks] : pins_) {
+    const auto found = chunks.find(chunk);
+    if (found == chunks.end() || found->second->entry.offset != entry.offset ||
+        found->second->entry.file != entry.file) {
+      continue;
+    }
+    found->second->aside = found->second->aside && automatic;
+    pins_[pin][chunk] = found->second;
+    return absl::OkStatus();
+  }
+  absl::StatusOr<NvmeExtent> extent = nvme_->TakeKept(entry.offset, entry.file);
+  if (!extent.ok()) return extent.status();
+  auto kept = std::make_shared<Kept>();
+  kept->entry = entry;
+  kept->extent = *std::move(extent);
+  kept->extent.Mark(TierPart::kPins);
+  kept->extent.Charge(account_);
+  kept->aside = automatic;
+  pins_[pin][chunk] = std::move(kept);
+  return absl::OkStatus();
+}
+
+void KeptExtents::Drop(int64_t pin) {
+  const auto found = pins_.find(pin);
+  if (found == pins_.end()) return;
+  for (auto& [chunk, kept] : found->second) {
+    if (kept.use_count() > 1 || !kept->aside) continue;
+    aside_.Join(std::move(kept->reserve));
+    if (kept->extent.bytes() > 0) SetAside(kept->extent.TakeRoom());
+  }
+  pins_.erase(found);
+}
+
+std::vector<uint64_t> KeptExtents::ChunksOf(int64_t pin) const {
+  std::vector<uint64_t> chunks;
+  if (const auto found = pins_.find(pin); found != pins_.end()) {
+    for (const auto& [chunk, kept] : found->second) chunks.push_back(chunk);
+  }
+  return chunks;
+}
+
+const DurableChunk* KeptExtents::Find(int64_t pin, uint64_t chunk) const {
+  const auto chunks = pins_.find(pin);
+  if (chunks == pins_.end()) return nullptr;
+  const auto kept = chunks->second.find(chunk);
+  return kept == chunks->second.end() ? nullptr : &kept->second->entry;
+}
+
+std::vector<DurableChunk> KeptExtents::Of(uint64_t chunk) const {
+  std::vector<DurableChunk> entries;
+  for (const auto& [pin, chunks] : pins_) {
+    const auto kept = chunks.find(chunk);
+    if (kept == chunks.end()) continue;
+    const DurableChunk& entry = kept->second->entry;
+    const bool seen = std::any_of(entries.begin(), entries.end(), [&](const DurableChunk& other) {
+      return other.offset == entry.offset && other.file == entry.file;
+    });
+    if (!seen) entries.push_back(entry);
+  }
+  return entries;
+}
+
+NvmeRoom KeptExtents::TakeOver(uint64_t chunk, NvmeExtent* old) {
+  const auto found = newest_.find(chunk);
+  if (found == newest_.end()) return {};
+  const std::shared_ptr<Kept> kept = found->second.lock();
+  newest_.erase(found);
+  if (kept == nullptr) return {};
+  kept->extent = std::move(*old);
+  kept->extent.Mark(TierPart::kPins);
+  return std::move(kept->reserve);
+}
+
+void KeptExtents::Leave() {
+  aside_.Leave();
+  for (auto& [pin, chunks] : pins_) {
+    for (auto& [chunk, kept] : chunks) {
+      kept->reserve.Leave();
+      kept->extent.Leave();
+    }
+  }
+}
+
+}  // namespace ballast::storage

@@ -1,0 +1,86 @@
+// Kept versions: states of a durable store's chunks that stay on the disk until their pin is dropped.
+//
+// Nothing is copied: a pin keeps the extents that hold its version. While a kept extent is its chunk's newest, the
+// chunk owns the extent. When the chunk moves on to a new extent, the pin takes over the old extent and hands the chunk
+// the room that was taken when the pin was made.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ballast/storage/store/extent_label.h"
+#include "ballast/storage/tier/nvme_tier.h"
+
+namespace ballast::storage {
+
+// Threads: the store's thread. `chunk`: the store's own index.
+class KeptExtents {
+ public:
+  // `account`: whose all that the pins take is.
+  explicit KeptExtents(NvmeTier* nvme, std::shared_ptr<Account> account = nullptr)
+      : nvme_(nvme), account_(std::move(account)) {}
+
+  // Sets room aside for automatic pins only. Dropping an automatic pin returns its room here, so that automatic
+  // pins always find room.
+  void SetAside(NvmeRoom room) {
+    room.Mark(TierPart::kPins);
+    aside_.Join(std::move(room));
+  }
+  // Takes room for keeping `bytes`; an automatic pin first uses what was set aside. RESOURCE_EXHAUSTED: (BUDGET), or
+  // (DISK_FULL) if the disk itself is full.
+  absl::StatusOr<NvmeRoom> Reserve(uint64_t bytes, bool automatic = false);
+  // Does some pin keep the chunk's newest extent already?
+  bool KeepsNewest(uint64_t chunk) const;
+  // Would a further pin of the chunk's newest extent have to bring the extent's bytes? Yes if no pin keeps the extent
+  // yet, or if only automatic pins do and the further pin is not automatic.
+  bool NeedsBytes(uint64_t chunk, bool automatic) const;
+  // Bytes of set-aside room in use by `pin`.
+  uint64_t AsideBytes(int64_t pin) const;
+
+  // Registers the pin, which may keep nothing.
+  void Expect(int64_t pin) { pins_.try_emplace(pin); }
+  bool Has(int64_t pin) const { return pins_.contains(pin); }
+  // `entry`: the chunk's newest extent. Takes the extent's bytes out of `reserve` if NeedsBytes.
+  void Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, NvmeRoom* reserve, bool automatic = false);
+  // Pays from `reserve` for all of `pin` that set-aside budget paid for. REQUIRES: `reserve` has AsideBytes(pin).
+  void Adopt(int64_t pin, NvmeRoom reserve);
+  // After a restart, for an `entry` that is not the chunk's newest extent. DATA_LOSS (IO) unless the NVMe tier kept the
+  // extent.
+  absl::Status TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry, bool automatic = false);
+  // The chunks that the pin keeps, ascending.
+  std::vector<uint64_t> ChunksOf(int64_t pin) const;
+  // Null if the pin does not keep the chunk.
+  const DurableChunk* Find(int64_t pin, uint64_t chunk) const;
+
+  // The chunk's states that pins keep, each once.
+  std::vector<DurableChunk> Of(uint64_t chunk) const;
+
+  // The chunk has moved on from extent `old` to a new extent. If pins keep `old`, the pins take `old` over, which
+  // leaves it empty, and the chunk gets the pin's room of the same size in return.
+  NvmeRoom TakeOver(uint64_t chunk, NvmeExtent* old);
+  // Frees the extents that neither a further pin nor a chunk has.
+  void Drop(int64_t pin);
+  // Call before destroying a store whose pins stay: leaves the extents to the next run.
+  void Leave();
+
+ private:
+  struct Kept {
+    DurableChunk entry;
+    NvmeRoom reserve;    // held until the extent is taken over
+    NvmeExtent extent;   // held from then on
+    bool aside = false;  // its budget comes from what was set aside
+  };
+  void Pay(Kept* kept, NvmeRoom* reserve);
+
+  NvmeTier* const nvme_;
+  const std::shared_ptr<Account> account_;
+  NvmeRoom aside_;
+  std::map<int64_t, std::map<uint64_t, std::shared_ptr<Kept>>> pins_;  // by pin and chunk
+  std::map<uint64_t, std::weak_ptr<Kept>> newest_;                     // by chunk: its newest extent, while kept
+};
+
+}  // namespace ballast::storage

@@ -1,0 +1,70 @@
+#include "ballast/storage/store/store_chunks.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/storage/store/update_checks.h"
+
+namespace ballast::storage {
+
+absl::StatusOr<StoredChunk*> StoreChunks::Find(uint64_t chunk) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  if (chunk >= chunks_.size()) {
+    return Bad(model::kBadRange, absl::StrCat("chunk ", chunk, " of a store of ", chunks_.size(), " chunks"));
+  }
+  return const_cast<StoredChunk*>(&chunks_[chunk]);
+}
+
+uint64_t StoreChunks::count() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  return chunks_.size();
+}
+
+std::vector<StoredChunk*> StoreChunks::All() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  std::vector<StoredChunk*> all;
+  all.reserve(chunks_.size());
+  for (const StoredChunk& chunk : chunks_) all.push_back(const_cast<StoredChunk*>(&chunk));
+  return all;
+}
+
+std::vector<PlacedChunk> StoreChunks::placed() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  return placed_;
+}
+
+ChunkStore::Residency StoreChunks::residency() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  return residency_;
+}
+
+std::vector<StoredChunk*> StoreChunks::Append(std::vector<NewChunk> added) {
+  std::vector<StoredChunk*> chunks;
+  absl::MutexLock lock(&mutex_);
+  for (NewChunk& fresh : added) {
+    StoredChunk& chunk = chunks_.emplace_back(fresh.layout, chunks_.size(), fresh.elements, fresh.id,
+                                              std::move(fresh.memory), std::move(fresh.extent));
+    placed_.push_back({chunk.elements, chunk.memory.placement(), chunk.layout.frozen()});
+    CountIn(chunk);
+    chunks.push_back(&chunk);
+  }
+  return chunks;
+}
+
+void StoreChunks::Replace(const StoredChunk& chunk) {
+  absl::MutexLock lock(&mutex_);
+  ChunkPlacement& placement = placed_[chunk.index].placement;
+  residency_.state[placement.state] -= chunk.state_bytes();
+  if (placement.working.has_value()) residency_.working[*placement.working] -= chunk.working_bytes();
+  placement = chunk.memory.placement();
+  CountIn(chunk);
+}
+
+void StoreChunks::CountIn(const StoredChunk& chunk) {
+  const ChunkPlacement& placement = chunk.memory.placement();
+  residency_.state[placement.state] += chunk.state_bytes();
+  if (placement.working.has_value()) residency_.working[*placement.working] += chunk.working_bytes();
+}
+
+}  // namespace ballast::storage

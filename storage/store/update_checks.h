@@ -1,0 +1,29 @@
+// Which updates a chunk can take: checked before a run changes anything.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/storage/store/chunk_update.h"
+#include "ballast/storage/store/stored_chunk.h"
+
+namespace ballast::storage {
+
+inline absl::Status Bad(const char* reason, absl::string_view message) {
+  return model::Error(absl::StatusCode::kInvalidArgument, reason, message);
+}
+
+inline absl::Status CheckRange(uint64_t chunk, uint64_t elements, uint64_t begin, uint64_t count) {
+  if (begin <= elements && count <= elements - begin) return absl::OkStatus();
+  return Bad(model::kBadRange, absl::StrCat("elements [", begin, ", ", begin, " + ", count, ") leave chunk ", chunk,
+                                            " of ", elements, " elements"));
+}
+
+// INVALID_ARGUMENT: (BAD_RANGE) elements outside the chunk, or a segment or coded values that begin within a block;
+// (BAD_LENGTH) a gradient that does not cover its segments; (BAD_REQUEST) an update of another kind than the chunk
+// takes.
+absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update);
+
+}  // namespace ballast::storage

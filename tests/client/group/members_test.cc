@@ -1,0 +1,37 @@
+#include "ballast/client/group/members.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace ballast::client {
+namespace {
+
+std::string PageOf(const std::string& told, const std::string& reached) {
+  v1::IdentifyResponse identity;
+  identity.set_server_id("one");
+  identity.set_page(told);
+  const v1::Peer peer = MakePeer(identity, reached);
+  EXPECT_EQ(peer.server_id(), "one");
+  return peer.page();
+}
+
+TEST(Members, APageIsWhereABrowserElsewhereFindsIt) {
+  EXPECT_EQ(PageOf("10.0.0.2:9070", "node2:7070"), "10.0.0.2:9070");
+  EXPECT_EQ(PageOf("0.0.0.0:9070", "node2:7070"), "node2:9070");
+  EXPECT_EQ(PageOf("[::]:9070", "[fd00::2]:7070"), "[fd00::2]:9070");
+  EXPECT_EQ(PageOf("127.0.0.1:9070", "127.0.0.1:7070"), "127.0.0.1:9070");
+  EXPECT_EQ(PageOf("127.0.0.1:9070", "localhost:7070"), "127.0.0.1:9070");
+  // On another machine loopback would be the reader's own.
+  EXPECT_EQ(PageOf("127.0.0.1:9070", "node2:7070"), "");
+  EXPECT_EQ(PageOf("[::1]:9070", "10.0.0.2:7070"), "");
+}
+
+TEST(Members, NoPageWhereNoneIsTold) {
+  EXPECT_EQ(PageOf("", "node2:7070"), "");
+  EXPECT_EQ(PageOf("javascript:alert(1)", "node2:7070"), "");
+  EXPECT_EQ(PageOf("10.0.0.2:9070", "embedded"), "");
+}
+
+}  // namespace
+}  // namespace ballast::client

@@ -1,0 +1,52 @@
+// What several servers keep of a job, put together without a server.
+#include "ballast/client/group/pins.h"
+
+#include <gtest/gtest.h>
+
+namespace ballast::client {
+namespace {
+
+struct Kept {
+  int64_t version = 0;
+  uint64_t epoch = 0;  // 0: the server does not tell
+};
+
+v1::GetJobResponse Server(uint64_t life, const std::vector<Kept>& versions) {
+  v1::GetJobResponse answer;
+  answer.set_life(life);
+  for (const Kept& kept : versions) {
+    answer.add_durable_versions(kept.version);
+    answer.add_decided_by()->set_counter(kept.epoch);
+  }
+  return answer;
+}
+
+TEST(Pins, VersionsOfAllServersAscend) {
+  const Pins pins = PinsOf({Server(1, {{9, 3}, {4, 2}}), Server(6, {{9, 3}})});
+  ASSERT_EQ(pins.versions.size(), 2u);
+  EXPECT_EQ(pins.life, 7u);
+  EXPECT_EQ(pins.versions[0].kept.version, 4);
+  EXPECT_EQ(pins.versions[0].servers, 1u);
+  EXPECT_EQ(pins.versions[1].kept.version, 9);
+  EXPECT_EQ(pins.versions[1].servers, 2u);
+  EXPECT_EQ(pins.versions[1].kept.life, 7u);
+  EXPECT_EQ(pins.versions[1].kept.decided_by.counter(), 3u);
+  EXPECT_FALSE(pins.versions[1].differs);
+}
+
+TEST(Pins, DifferentStatesUnderANumberAreSeen) {
+  const Pins pins = PinsOf({Server(1, {{9, 3}}), Server(2, {{9, 4}})});
+  ASSERT_EQ(pins.versions.size(), 1u);
+  EXPECT_TRUE(pins.versions[0].differs);
+}
+
+TEST(Pins, WhatOneServerDoesNotTellIsNotKnown) {
+  const Pins pins = PinsOf({Server(1, {{9, 3}}), Server(0, {{9, 0}})});
+  ASSERT_EQ(pins.versions.size(), 1u);
+  EXPECT_EQ(pins.life, 0u);
+  EXPECT_FALSE(pins.versions[0].differs);
+  EXPECT_EQ(pins.versions[0].kept.decided_by.counter(), 0u);
+}
+
+}  // namespace
+}  // namespace ballast::client

@@ -1,0 +1,304 @@
+// Pulls of versions, and the pins that keep a version readable.
+#include "ballast/services/job/pulls.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/job/read_pins.h"
+#include "ballast/tests/services/job_part.h"
+
+namespace ballast::services {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class PullsTest : public JobPartTest {
+ protected:
+  ~PullsTest() override {
+    EndTimers();
+    core_.JoinThreads();
+    pulls_.JoinThreads();
+  }
+  // A pull of the first `count` elements of the first chunk.
+  struct Pulled {
+    std::string bytes;
+    AnswerRoom::Lease room;
+    Answer<uint32_t> answer;
+  };
+  v1::PullRequest RequestOf(int64_t version, v1::Content content = v1::CONTENT_MASTER, uint64_t count = 8) const {
+    v1::PullRequest request;
+    request.set_job("job");
+    request.set_version(version);
+    request.set_content(content);
+    request.set_end(count);
+    return request;
+  }
+  void Send(const v1::PullRequest& request, Pulled* pulled, bool keeps_room = false) {
+    pulls_.Pull(
+        request, absl::InfiniteFuture(),
+        [pulled, keeps_room](uint64_t bytes, AnswerRoom::Lease room) {
+          if (keeps_room) pulled->room = std::move(room);
+          pulled->bytes.resize(bytes);
+          return absl::MakeSpan(reinterpret_cast<std::byte*>(pulled->bytes.data()), bytes);
+        },
+        pulled->answer.reply(), Checksum::kCrc32c);
+    RunAll();
+  }
+  absl::Status Pull(const v1::PullRequest& request, Pulled* pulled) {
+    Send(request, pulled);
+    return pulled->answer.arrived() ? pulled->answer.Wait().status() : absl::UnavailableError("it waits");
+  }
+  // The value of all pulled masters.
+  absl::StatusOr<float> Master(int64_t version) {
+    Pulled pulled;
+    BALLAST_RETURN_IF_ERROR(Pull(RequestOf(version), &pulled));
+    EXPECT_EQ(*pulled.answer.Wait(),
+              kernels::Crc32c({reinterpret_cast<const std::byte*>(pulled.bytes.data()), pulled.bytes.size()}));
+    std::vector<float> values(8);
+    EXPECT_EQ(pulled.bytes.size(), values.size() * sizeof(float));
+    std::memcpy(values.data(), pulled.bytes.data(), pulled.bytes.size());
+    for (const float value : values) EXPECT_EQ(value, values[0]);
+    return values[0];
+  }
+  void ExpectRefused(const v1::PullRequest& request, const char* reason, const char* words) {
+    Pulled pulled;
+    const absl::Status status = Pull(request, &pulled);
+    EXPECT_EQ(model::ReasonOf(status), reason) << status;
+    EXPECT_THAT(status.ToString(), HasSubstr(words));
+  }
+
+  // A pin of the version; none: it waits.
+  Outcome<v1::PinResponse> Pin(int64_t version, uint64_t holder = 0, uint64_t lease_ms = 0, uint64_t* waits = nullptr) {
+    v1::PinRequest request;
+    request.set_version(version);
+    request.set_holder(holder);
+    request.set_lease_ms(lease_ms);
+    Outcome<v1::PinResponse> outcome;
+    uint64_t fresh = 0;
+    if (waits == nullptr) waits = &fresh;
+    Locked([&] { outcome = pins_.Pin(request, waits); });
+    if (!outcome.ok() || outcome->has_value()) return outcome;
+    if (waits != &fresh) return outcome;
+    RunAll();
+    Locked([&] { outcome = pins_.Pin(request, waits); });
+    return outcome;
+  }
+  absl::Status PinAs(int64_t version, uint64_t holder) {
+    return Pin(version, holder, holder == 0 ? 0 : 60'000).status();
+  }
+  void Unpin(int64_t version, uint64_t holder) {
+    Locked([&] { pins_.Unpin(version, holder); });
+    RunAll();
+  }
+  std::vector<int64_t> Pinned() {
+    std::vector<int64_t> versions;
+    Locked([&] { versions = pins_.Versions(); });
+    return versions;
+  }
+
+  ReadPins pins_{&core_};
+  Pulls pulls_{&core_, &pins_};
+};
+
+TEST_F(PullsTest, AVersionIsPulledOnceItIsThere) {
+  Open();
+  Pulled early;
+  Send(RequestOf(0), &early);
+  EXPECT_FALSE(early.answer.arrived());
+  StepOfValues(3);
+  EXPECT_EQ(early.answer.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(early.bytes.size(), 8 * sizeof(float));
+  EXPECT_EQ(*Master(0), 3);
+  Pulled working;
+  ASSERT_EQ(Pull(RequestOf(0, v1::CONTENT_WORKING), &working), absl::OkStatus());
+  EXPECT_EQ(working.bytes.size(), 8 * sizeof(kernels::bf16));
+}
+
+TEST_F(PullsTest, AVersionThatIsPastIsGoneUnlessItIsPinned) {
+  Open();
+  StepOfValues(3);
+  StepOfValues(4);
+  ExpectRefused(RequestOf(0), model::kVersionGone, "is not pinned");
+  ASSERT_EQ(PinAs(1, 0), absl::OkStatus());
+  StepOfValues(5);
+  EXPECT_EQ(*Master(1), 4);
+  EXPECT_EQ(*Master(2), 5);
+  Unpin(1, 0);
+  ExpectRefused(RequestOf(1), model::kVersionGone, "is not pinned");
+}
+
+TEST_F(PullsTest, AnUpdateUnderWayLeavesOnlyThePinnedVersion) {
+  Open();
+  StepOfValues(3);
+  Locked([&] {
+    chunks_[0]->AwaitUpdate();
+    chunks_[0]->BeginUpdate();
+  });
+  ExpectRefused(RequestOf(0), model::kVersionGone, "(at 1)");
+}
+
+TEST_F(PullsTest, WhatNoChunkHasIsRefused) {
+  ExpectRefused(RequestOf(0), model::kNotOpen, "was not opened on server 's' yet");
+  Open();
+  StepOfValues(3);
+  ExpectRefused(RequestOf(-1), model::kBadRequest, "versions count from 0");
+  ExpectRefused(RequestOf(0, v1::CONTENT_UNSPECIFIED), model::kBadRequest, "is neither WORKING nor MASTER");
+  ExpectRefused(RequestOf(0, static_cast<v1::Content>(v1::CONTENT_MASTER + 3)), model::kBadRequest, "one of 2 moment");
+  ExpectRefused(RequestOf(0, v1::CONTENT_MASTER, 65537), model::kBadRange, "it touches 2");
+}
+
+TEST_F(PullsTest, AnAnswerWaitsForItsRoom) {
+  Open();
+  StepOfValues(3);
+  // Half of 1 MiB for this job: two chunks' masters of 256 KiB each.
+  Pulled first, second, third;
+  Send(RequestOf(0, v1::CONTENT_MASTER, 65536), &first, /*keeps_room=*/true);
+  Send(RequestOf(0, v1::CONTENT_MASTER, 65536), &second, /*keeps_room=*/true);
+  ASSERT_TRUE(first.answer.arrived() && second.answer.arrived());
+  Send(RequestOf(0, v1::CONTENT_MASTER, 65536), &third);
+  EXPECT_FALSE(third.answer.arrived());
+  first.room.reset();
+  RunAll();
+  ASSERT_TRUE(third.answer.arrived());
+  EXPECT_EQ(third.answer.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(third.bytes, second.bytes);
+}
+
+TEST_F(PullsTest, ADroppedJobRefusesThePullsThatWait) {
+  Open();
+  Pulled waits;
+  Send(RequestOf(0), &waits);
+  Locked([&](Replies* replies) { core_.Refuse(absl::CancelledError("dropped"), replies); });
+  RunAll();
+  EXPECT_EQ(waits.answer.Wait().status(), absl::CancelledError("dropped"));
+  Pulled late;
+  EXPECT_EQ(Pull(RequestOf(0), &late), absl::CancelledError("dropped"));
+}
+
+using ReadPinsOfAJobTest = PullsTest;
+
+TEST_F(ReadPinsOfAJobTest, OnlyTheLastDecidedStepIsPinned) {
+  Open();
+  StepOfValues(3);
+  StepOfValues(4);
+  EXPECT_EQ(model::ReasonOf(PinAs(0, 0)), model::kVersionGone);
+  EXPECT_EQ(model::ReasonOf(PinAs(2, 0)), model::kBehind);
+  const auto pinned = Pin(1);
+  ASSERT_TRUE(pinned.ok() && pinned->has_value()) << pinned.status();
+  EXPECT_EQ((*pinned)->tensor_steps_size(), static_cast<int>(tensors()));
+  EXPECT_THAT(Pinned(), ElementsAre(1));
+}
+
+TEST_F(ReadPinsOfAJobTest, APinWaitsForTheWorker) {
+  Open();
+  StepOfValues(3);
+  uint64_t waits = 0;
+  EXPECT_FALSE((*Pin(0, 0, 0, &waits)).has_value());
+  EXPECT_NE(waits, 0);
+  EXPECT_TRUE(Pinned().empty());
+  EXPECT_FALSE((*Pin(0, 0, 0, &waits)).has_value());
+  Locked([&] { EXPECT_FALSE(*pins_.Readable(0)); });
+  RunAll();
+  EXPECT_TRUE((*Pin(0, 0, 0, &waits)).has_value());
+}
+
+TEST_F(ReadPinsOfAJobTest, AWaitingRequestHearsThatItsPinIsGone) {
+  Open();
+  StepOfValues(3);
+  uint64_t waits = 0;
+  EXPECT_FALSE((*Pin(0, 0, 0, &waits)).has_value());
+  Unpin(0, 0);
+  EXPECT_EQ(Pin(0, 0, 0, &waits).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(PinAs(0, 0), absl::OkStatus()) << "asked for again";
+}
+
+TEST_F(ReadPinsOfAJobTest, AVersionStaysWhileAnybodyHoldsIt) {
+  Open();
+  StepOfValues(3);
+  ASSERT_EQ(PinAs(0, 0), absl::OkStatus());
+  ASSERT_EQ(PinAs(0, 7), absl::OkStatus());
+  StepOfValues(4);
+  Unpin(0, 0);
+  Unpin(0, 0);
+  EXPECT_EQ(*Master(0), 3);
+  Unpin(0, 8);
+  EXPECT_EQ(*Master(0), 3);
+  Unpin(0, 7);
+  EXPECT_TRUE(Pinned().empty());
+  EXPECT_FALSE(Master(0).ok());
+}
+
+TEST_F(ReadPinsOfAJobTest, ALeaseIsAReadersAndHasABound) {
+  Open();
+  StepOfValues(3);
+  EXPECT_EQ(model::ReasonOf(Pin(0, /*holder=*/7, /*lease_ms=*/0).status()), model::kBadRequest);
+  EXPECT_EQ(model::ReasonOf(Pin(0, /*holder=*/0, /*lease_ms=*/1000).status()), model::kBadRequest);
+  EXPECT_EQ(model::ReasonOf(Pin(0, /*holder=*/7, /*lease_ms=*/600'001).status()), model::kBadRequest);
+  EXPECT_EQ(Pin(0, /*holder=*/7, /*lease_ms=*/600'000).status(), absl::OkStatus());
+}
+
+TEST_F(ReadPinsOfAJobTest, AReaderThatEndsWithoutAWordHoldsNothingForLong) {
+  Open();
+  StepOfValues(3);
+  ASSERT_EQ(PinAs(0, 8), absl::OkStatus());
+  ASSERT_EQ(Pin(0, /*holder=*/7, /*lease_ms=*/1).status(), absl::OkStatus());
+  Unpin(0, 8);
+  for (const absl::Time end = absl::Now() + absl::Minutes(1); !Pinned().empty() && absl::Now() < end;) {
+    absl::SleepFor(absl::Milliseconds(1));
+    RunAll();
+  }
+  EXPECT_TRUE(Pinned().empty());
+}
+
+TEST_F(ReadPinsOfAJobTest, ReadersLeaveTheGroupHalfOfThePins) {
+  Open();
+  for (int64_t version = 0; version < 8; ++version) {
+    StepOfValues(1);
+    ASSERT_EQ(PinAs(version, 7), absl::OkStatus());
+  }
+  StepOfValues(1);
+  const absl::Status refused = PinAs(8, 7);
+  EXPECT_EQ(model::ReasonOf(refused), model::kBudget);
+  EXPECT_THAT(refused.ToString(), HasSubstr("readers of job 'job' hold 8 versions"));
+  EXPECT_EQ(PinAs(8, 0), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(PinAs(8, 7)), model::kBudget) << "the group's version too would be one more";
+  for (int64_t version = 9; version < 16; ++version) {
+    StepOfValues(1);
+    ASSERT_EQ(PinAs(version, 0), absl::OkStatus());
+  }
+  StepOfValues(1);
+  const absl::Status full = PinAs(16, 0);
+  EXPECT_EQ(model::ReasonOf(full), model::kBudget);
+  EXPECT_THAT(full.ToString(), HasSubstr("holds 16 pins"));
+  Unpin(3, 7);
+  EXPECT_EQ(PinAs(16, 0), absl::OkStatus());
+}
+
+TEST_F(ReadPinsOfAJobTest, AReadersPinYieldsBeforeTheGroupsOlderOne) {
+  Open();
+  StepOfValues(3);
+  ASSERT_EQ(PinAs(0, 0), absl::OkStatus());
+  StepOfValues(4);
+  ASSERT_EQ(PinAs(1, 7), absl::OkStatus());
+  StepOfValues(5);
+  std::shared_ptr<storage::ChunkStore> store;
+  Locked([&] { store = core_.state.store(); });
+  const absl::Status cause = absl::ResourceExhaustedError("no room for a copy");
+  EXPECT_TRUE(pins_.GiveUpOldest(store.get(), cause));
+  EXPECT_THAT(Pinned(), ElementsAre(0));
+  ExpectRefused(RequestOf(1), model::kVersionGone, "given up so that training could go on: no room for a copy");
+  EXPECT_EQ(model::ReasonOf(PinAs(1, 7)), model::kVersionGone);
+  EXPECT_EQ(*Master(0), 3);
+  EXPECT_TRUE(pins_.GiveUpOldest(store.get(), cause));
+  EXPECT_FALSE(pins_.GiveUpOldest(store.get(), cause));
+  Unpin(1, 7);
+  ExpectRefused(RequestOf(1), model::kVersionGone, "is not pinned");
+}
+
+}  // namespace
+}  // namespace ballast::services

@@ -1,0 +1,142 @@
+// What a decided step does to chunks: a function of the job's state, without a server.
+#include "ballast/services/job/step_work.h"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cstring>
+
+#include "ballast/tests/services/job_state.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr uint64_t kAttempt = 3;
+
+class StepWorkTest : public testing::Test {
+ protected:
+  StepWorkTest() : chunks_(job_.ChunksOf(*plan_)) { tensor_steps_.assign(SmallModel().size(), 1); }
+
+  // All slices of `kind`, filled with zeros.
+  void Push(v1::SliceKind kind) {
+    for (const auto& chunk : chunks_) {
+      for (const uint32_t slice : plan_->slices_of_chunk(chunk->id)) {
+        absl::StatusOr<Intake::Receipt> receipt = chunk->intake.BeginReceive(slice, kind, kAttempt);
+        ASSERT_TRUE(receipt.ok()) << receipt.status();
+        std::memset(receipt->to, 0, receipt->range.size() * (kind == v1::SLICE_KIND_VALUE ? sizeof(float) : 2));
+        std::vector<Intake::Completed> completed = chunk->intake.EndReceive(*receipt, true);
+        if (!completed.empty()) chunk->intake.StoreNorms(*receipt, completed);
+      }
+    }
+  }
+  StepWork Work(const v1::StepHeader& header, bool skip = false) {
+    prepared_.set_step(step_);
+    prepared_.set_attempt(kAttempt);
+    *prepared_.mutable_header() = header;
+    v1::Decision decision;
+    decision.set_step(step_);
+    decision.mutable_verdict()->set_skip(skip);
+    decision.mutable_verdict()->set_factor_bits(std::bit_cast<uint32_t>(1.0f));
+    return WorkOf({.chunks = chunks_,
+                   .layout = &layout_,
+                   .seed = 17,
+                   .tensor_steps = tensor_steps_,
+                   .lent = nullptr,
+                   .logged = logged_},
+                  prepared_, decision);
+  }
+
+  const uint32_t tensors_ = static_cast<uint32_t>(SmallModel().size());
+  const std::shared_ptr<const model::EpochPlan> plan_ = PlanOf(MakeSpec("job", SmallModel()), 2);
+  const storage::StateLayout layout_{*model::OptimizerOf(plan_->open().spec())};
+  const JobMemory job_;
+  std::vector<std::shared_ptr<HeldChunk>> chunks_;
+  std::vector<uint64_t> tensor_steps_;
+  v1::PreparedRecord prepared_;
+  int64_t step_ = 0;
+  bool logged_ = false;
+};
+
+TEST_F(StepWorkTest, AnUpdateTouchesEachChunkAndChangesNothingBeforeItIsCommitted) {
+  Push(v1::SLICE_KIND_GRADIENT);
+  const StepWork work = Work(UpdateHeader(tensors_));
+  ASSERT_EQ(work.touched, chunks_);
+  EXPECT_EQ(work.changed, chunks_);
+  EXPECT_TRUE(work.untouched.empty());
+  for (size_t i = 0; i < chunks_.size(); ++i) {
+    const storage::ChunkUpdate& update = work.updates[i];
+    EXPECT_EQ(update.chunk, chunks_[i]->store_index);
+    EXPECT_EQ(update.version, step_);
+    EXPECT_EQ(update.random.seed, 17u);
+    EXPECT_EQ(update.segments.size(), chunks_[i]->layout().segments.size());
+    EXPECT_EQ(update.gradient.size(), chunks_[i]->elements * layout_.gradient_element_bytes());
+    EXPECT_EQ(chunks_[i]->changed(), -1);
+    EXPECT_FALSE(chunks_[i]->awaits_update());
+    EXPECT_TRUE(chunks_[i]->intake.Holds(prepared_.header(), kAttempt));
+  }
+  EXPECT_EQ(Commit(work, chunks_, /*release_idle=*/false), chunks_.size());  // a buffer of each chunk comes back
+  for (const auto& chunk : chunks_) {
+    EXPECT_EQ(chunk->changed(), step_);
+    EXPECT_TRUE(chunk->awaits_update());
+    EXPECT_FALSE(chunk->intake.Holds(prepared_.header(), kAttempt));
+  }
+}
+
+TEST_F(StepWorkTest, AStepThatIsSkippedTouchesNoChunk) {
+  Push(v1::SLICE_KIND_GRADIENT);
+  const StepWork work = Work(UpdateHeader(tensors_), /*skip=*/true);
+  EXPECT_EQ(work.untouched, chunks_);
+  EXPECT_TRUE(work.updates.empty());
+  EXPECT_TRUE(work.changed.empty());
+  EXPECT_EQ(Commit(work, chunks_, /*release_idle=*/false), 0u);
+  EXPECT_FALSE(chunks_[0]->intake.Holds(prepared_.header(), kAttempt));
+}
+
+TEST_F(StepWorkTest, AChunkThatIsAheadOfTheLogIsLeftAloneButWasChanged) {
+  Push(v1::SLICE_KIND_VALUE);
+  chunks_[1]->Reach(step_);
+  const StepWork work = Work(ValuesHeader(tensors_));
+  EXPECT_EQ(work.changed, chunks_);
+  EXPECT_EQ(work.touched.size(), chunks_.size() - 1);
+  for (const auto& chunk : work.touched) EXPECT_NE(chunk, chunks_[1]);
+  EXPECT_TRUE(work.untouched.empty());
+  (void)Commit(work, chunks_, /*release_idle=*/false);
+  EXPECT_FALSE(chunks_[1]->awaits_update());
+  EXPECT_FALSE(chunks_[1]->intake.Holds(prepared_.header(), kAttempt));
+}
+
+TEST_F(StepWorkTest, OnlyChunksOfPresentTensorsAreTouched) {
+  Push(v1::SLICE_KIND_GRADIENT);
+  v1::StepHeader header = UpdateHeader(tensors_);
+  header.set_gradient_presence(model::MakeBitmap(tensors_, {0}));  // "embed", in unit 0
+  const StepWork work = Work(header);
+  ASSERT_FALSE(work.touched.empty());
+  for (const auto& chunk : work.touched) EXPECT_EQ(chunk->layout().unit, 0u);
+  for (const auto& chunk : work.untouched) EXPECT_EQ(chunk->changed(), -1);
+  EXPECT_EQ(work.touched.size() + work.untouched.size(), chunks_.size());
+  EXPECT_EQ(work.changed, work.touched);
+}
+
+// No pin has a chunk that never had a state. With a log a restore is flushed at once: a replay would need its pin.
+TEST_F(StepWorkTest, ARestoreBringsBackTheChunksThatHadAState) {
+  step_ = 9;
+  for (const auto& chunk : chunks_) chunk->Reach(8);
+  for (size_t i = 1; i < chunks_.size(); ++i) chunks_[i]->SetChanged(4);
+  v1::StepHeader header;
+  header.set_kind(v1::STEP_KIND_RESTORE);
+  header.set_restored_version(5);
+  for (const bool logged : {false, true}) {
+    logged_ = logged;
+    const StepWork work = Work(header);
+    EXPECT_EQ(work.untouched, (std::vector{chunks_[0]}));
+    ASSERT_EQ(work.touched.size(), chunks_.size() - 1);
+    for (const storage::ChunkUpdate& update : work.updates) {
+      EXPECT_EQ(update.restored, 5);
+      EXPECT_EQ(update.flush, logged);
+      EXPECT_TRUE(update.segments.empty());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ballast::services

@@ -1,0 +1,66 @@
+#include "ballast/services/job_state/job_state.h"
+
+#include <gtest/gtest.h>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/tests/services/job_state.h"
+
+namespace ballast::services {
+namespace {
+
+TEST(JobState, AnOpenBringsItsChunksAndEndsWhatCameBefore) {
+  const JobMemory job;
+  JobState state;
+  uint32_t slice = 0;
+  v1::PushRequest header;
+  header.set_end(1);
+  EXPECT_EQ(state.FindSlice(header, &slice), nullptr) << "before the first Open";
+  const auto plan = PlanOf(MakeSpec("job", SmallModel()));
+  const HeldChunks chunks = job.ChunksOf(*plan);
+  // The server has all chunks but the first.
+  const HeldChunks mine(chunks.begin() + 1, chunks.end());
+  std::vector<uint64_t> indices;
+  for (const auto& chunk : mine) indices.push_back(chunk->id);
+  state.Open(plan, mine, indices);
+  EXPECT_EQ(state.chunks(), mine);
+  EXPECT_EQ(state.Find(chunks[0]->id), nullptr);
+  EXPECT_EQ(state.Find(mine[0]->id), mine[0]);
+  EXPECT_EQ(*state.Held(mine[0]->id), mine[0]);
+  const absl::Status missing = state.Held(chunks[0]->id).status();
+  EXPECT_EQ(model::ReasonOf(missing), model::kDiverged);
+  EXPECT_NE(missing.message().find(absl::StrCat("chunk ", chunks[0]->id, " ")), std::string::npos) << missing;
+  for (uint32_t index = 0; index < plan->slices().size(); ++index) {
+    const model::Slice& cut = plan->slices()[index];
+    header.set_unit(cut.unit);
+    header.set_begin(cut.range.begin);
+    header.set_end(cut.range.end);
+    EXPECT_EQ(state.FindSlice(header, &slice), state.Find(cut.chunk));
+    if (state.Find(cut.chunk) != nullptr) {
+      EXPECT_EQ(slice, index);
+    }
+  }
+  // The next epoch: slices are void, and nothing is lent.
+  const uint32_t first = plan->slices_of_chunk(mine[0]->id)[0];
+  absl::StatusOr<Intake::Receipt> receipt = mine[0]->intake.BeginReceive(first, v1::SLICE_KIND_VALUE, 1);
+  ASSERT_TRUE(receipt.ok()) << receipt.status();
+  (void)mine[0]->intake.EndReceive(*receipt, true);
+  const uint64_t generation = mine[0]->intake.generation();
+  const auto next = PlanOf(MakeSpec("job", SmallModel()), 2);
+  state.Open(next, mine, indices);
+  EXPECT_EQ(state.plan(), next);
+  EXPECT_NE(mine[0]->intake.generation(), generation);
+  EXPECT_EQ(state.lent(), nullptr);
+}
+
+TEST(JobState, AStoreIsReplacedWhole) {
+  const JobMemory job;
+  JobState state;
+  const auto store = std::make_shared<storage::ChunkStore>(job.tiers.get(), storage::StateLayout());
+  EXPECT_EQ(state.Replace(store), nullptr);
+  EXPECT_EQ(state.store(), store);
+  EXPECT_EQ(state.Replace(nullptr), store);
+}
+
+}  // namespace
+}  // namespace ballast::services

@@ -1,0 +1,177 @@
+// What an Open needs beside what the job has: a function, without a server.
+#include "ballast/services/space/space_need.h"
+
+#include <gtest/gtest.h>
+
+#include "ballast/proto/base/status.h"
+#include "ballast/services/journal/log_length.h"
+#include "ballast/tests/services/job_state.h"
+
+namespace ballast::services {
+namespace {
+
+class SpaceNeedTest : public testing::Test {
+ protected:
+  SpaceNeedTest() {
+    state_.job = "job";
+    state_.server_id = "s";
+  }
+
+  std::shared_ptr<storage::ChunkStore> StoreOf(const v1::JobSpec& spec) const {
+    return std::make_shared<storage::ChunkStore>(job_.tiers.get(), storage::StateLayout(*model::OptimizerOf(spec)));
+  }
+  // The job took an Open of `plan`.
+  void Adopt(const std::shared_ptr<const model::EpochPlan>& plan) {
+    state_.plan = plan;
+    state_.chunks = std::make_shared<const HeldChunks>(job_.ChunksOf(*plan));
+    state_.store = StoreOf(plan->open().spec());
+    state_.memory = job_.memory;
+  }
+  SpaceNeed NeedOf(const model::EpochPlan& plan) const {
+    absl::StatusOr<SpaceNeed> need = Need(state_, plan);
+    EXPECT_TRUE(need.ok()) << need.status();
+    return need.ok() ? *std::move(need) : SpaceNeed();
+  }
+  v1::JobSpec Spec(v1::Durability durability = v1::DURABILITY_NONE) const {
+    v1::JobSpec spec = MakeSpec("job", SmallModel());
+    spec.set_durability(durability);
+    if (durability == v1::DURABILITY_EVERY_K) spec.set_pin_interval(2);
+    return spec;
+  }
+
+  const JobMemory job_;
+  SpaceState state_;
+};
+
+TEST_F(SpaceNeedTest, TheFirstOpenNeedsAStoreAndAllChunks) {
+  const auto plan = PlanOf(Spec());
+  const SpaceNeed need = NeedOf(*plan);
+  EXPECT_TRUE(need.makes_store);
+  EXPECT_FALSE(need.replaces_store);
+  EXPECT_FALSE(need.drops_journal);
+  ASSERT_EQ(need.missing.size(), plan->layout().chunks().size());
+  for (size_t i = 0; i < need.missing.size(); ++i) {
+    EXPECT_EQ(need.missing[i].id, plan->layout().chunks()[i].index);
+    EXPECT_EQ(need.missing[i].elements, plan->layout().chunks()[i].range.size());
+    EXPECT_EQ(need.taken[i], nullptr);
+  }
+  EXPECT_FALSE(HasAll(state_, *plan));
+}
+
+TEST_F(SpaceNeedTest, ADryRunIsAnsweredFromTheNeedAndTakesNothing) {
+  const auto plan = PlanOf(Spec());
+  const SpaceNeed need = NeedOf(*plan);
+  const storage::TierBytes free = FreeOf(job_.tiers->usage(), need.freed);
+  const storage::PlanRequest request = RequestOf(need, *StoreOf(Spec()), free);
+  const absl::StatusOr<storage::Plan> placed = storage::MakePlan(request);
+  ASSERT_TRUE(placed.ok()) << placed.status();
+  const v1::OpenResponse answer = DryRunAnswer(need, RetiledBy(state_, need, *plan, free.dram), request, *placed);
+  ASSERT_EQ(answer.tiers_size(), storage::kTierKinds);
+  const v1::PlannedTier& dram = answer.tiers(static_cast<int>(storage::TierKind::kDram));
+  EXPECT_EQ(dram.state_bytes(), placed->state.dram);
+  EXPECT_GE(dram.other_bytes(), placed->slice_bytes);
+  EXPECT_EQ(job_.tiers->used().dram, 0u);
+}
+
+TEST_F(SpaceNeedTest, AJobThatHasAllChunksNeedsNothing) {
+  const auto plan = PlanOf(Spec());
+  Adopt(plan);
+  EXPECT_TRUE(HasAll(state_, *plan));
+  EXPECT_TRUE(HasAll(state_, *PlanOf(Spec(), 2))) << "memory for slices does not depend on the ranks";
+  const SpaceNeed need = NeedOf(*plan);
+  EXPECT_TRUE(need.missing.empty());
+  EXPECT_TRUE(need.taken.empty());
+  EXPECT_FALSE(need.makes_store);
+  state_.recovering = true;
+  EXPECT_FALSE(HasAll(state_, *plan));
+}
+
+// An Open changes a chunk's layout under the job's lock, while a dry run asks without the lock.
+TEST_F(SpaceNeedTest, TheOpenPlanSaysHowTheJobIsLaidOut) {
+  const auto plan = PlanOf(Spec());
+  Adopt(plan);
+  for (const auto& chunk : *state_.chunks) chunk->Open({}, *plan);
+  EXPECT_TRUE(NeedOf(*plan).missing.empty());
+  EXPECT_TRUE(HasAll(state_, *plan));
+}
+
+TEST_F(SpaceNeedTest, AppendedTensorsNeedTheirChunksAlone) {
+  Adopt(PlanOf(Spec()));
+  v1::JobSpec longer = Spec();
+  Append({{"more", "u2", 100, 0}}, 3, &longer);
+  const auto plan = PlanOf(longer);
+  EXPECT_FALSE(HasAll(state_, *plan));
+  const SpaceNeed need = NeedOf(*plan);
+  EXPECT_EQ(need.mine.size(), state_.chunks->size() + 1);
+  ASSERT_EQ(need.missing.size(), 1u);
+  EXPECT_EQ(need.missing[0].id, need.mine.back());
+}
+
+TEST_F(SpaceNeedTest, AnOpenThatLaysTheJobOutDifferentlyIsRefused) {
+  Adopt(PlanOf(Spec()));
+  const auto other = PlanOf(MakeSpec("job", {{"embed", "u0", 70000, 0}}));
+  EXPECT_EQ(model::ReasonOf(Need(state_, *other).status()), model::kBadSpec);
+  v1::JobSpec moments = Spec();
+  moments.set_gradient_dtype(v1::DTYPE_F32);
+  EXPECT_EQ(model::ReasonOf(Need(state_, *PlanOf(moments)).status()), model::kBadSpec);
+}
+
+// The disk knows a durable chunk by its id.
+TEST_F(SpaceNeedTest, SparesOfARefusedOpenAreTakenByTheOpenThatTheyFit) {
+  for (const v1::Durability durability : {v1::DURABILITY_NONE, v1::DURABILITY_EVERY_K}) {
+    const auto plan = PlanOf(Spec(durability));
+    HeldChunks spares = job_.ChunksOf(*plan);
+    spares.pop_back();
+    state_ = {.job = "job", .server_id = "s", .spares = spares, .memory = job_.memory};
+    state_.store = std::make_shared<storage::ChunkStore>(
+        job_.tiers.get(), storage::StateLayout(*model::OptimizerOf(plan->open().spec())), nullptr,
+        durability == v1::DURABILITY_NONE ? std::nullopt : std::optional(storage::DurableOptions{.job = "job"}));
+    const SpaceNeed need = NeedOf(*plan);
+    ASSERT_EQ(need.missing.size(), 1u);
+    EXPECT_EQ(HeldChunks(need.taken.begin(), need.taken.end() - 1), spares);
+    EXPECT_EQ(need.taken.back(), nullptr);
+    EXPECT_TRUE(need.spares.empty());
+    EXPECT_EQ(state_.spares, spares) << "the state is as before";
+  }
+}
+
+TEST_F(SpaceNeedTest, AStoreThatARefusedOpenLeftGoesWithItsSparesAndItsLog) {
+  const auto left = PlanOf(Spec());
+  ASSERT_TRUE(job_.memory->Reserve(uint64_t{1} << 20).ok());
+  state_.spares = job_.ChunksOf(*left);
+  state_.store = StoreOf(Spec());
+  state_.memory = job_.memory;
+  state_.read_back_bytes = 4096;
+  state_.journal = {.durable = true, .segment_bytes = uint64_t{4} << 20, .bytes = uint64_t{64} << 20};
+  v1::JobSpec other = Spec();
+  other.set_gradient_dtype(v1::DTYPE_F32);
+  const SpaceNeed need = NeedOf(*PlanOf(other));
+  EXPECT_TRUE(need.replaces_store);
+  EXPECT_TRUE(need.makes_store);
+  EXPECT_TRUE(need.drops_journal);
+  EXPECT_EQ(need.missing.size(), left->layout().chunks().size());
+  EXPECT_FALSE(need.has_read_back);
+  EXPECT_EQ(need.freed.dram, uint64_t{1} << 20);
+  EXPECT_EQ(need.freed.nvme, uint64_t{64} << 20);
+  EXPECT_EQ(need.journal.segment_bytes, 0u);
+}
+
+TEST_F(SpaceNeedTest, ALogKeepsItsLengthAndBoundsWhatTheJobMayBecome) {
+  const auto plan = PlanOf(Spec(v1::DURABILITY_STEP));
+  EXPECT_EQ(NeedOf(*plan).wanted.log_steps, kLogStepsFirst);
+  Adopt(plan);
+  state_.store = std::make_shared<storage::ChunkStore>(
+      job_.tiers.get(), storage::StateLayout(*model::OptimizerOf(plan->open().spec())), nullptr,
+      storage::DurableOptions{.job = "job", .record = [](auto) { return absl::OkStatus(); }});
+  state_.journal = {.durable = true, .path = "log", .segment_bytes = uint64_t{4} << 20, .bytes = uint64_t{64} << 20};
+  state_.journal.record_bytes_max = uint64_t{4} << 20;
+  state_.journal.steps_held = 12;
+  EXPECT_EQ(NeedOf(*plan).wanted.log_steps, 12u);
+  EXPECT_TRUE(HasAll(state_, *plan));
+  state_.journal.record_bytes_max = 4096;
+  EXPECT_EQ(model::ReasonOf(Need(state_, *plan).status()), model::kBudget);
+  EXPECT_FALSE(HasAll(state_, *plan));
+}
+
+}  // namespace
+}  // namespace ballast::services
