@@ -128,11 +128,12 @@ class ResettingService final : public grpc::CallbackGenericService {
   };
   grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext* context) override {
     if (resets_) context->TryCancel();
-    if (!came_.HasBeenNotified()) came_.Notify();
+    if (!any_came_.exchange(true)) came_.Notify();  // calls come on several threads
     return new Call;
   }
 
   const bool resets_;
+  std::atomic<bool> any_came_ = false;
   absl::Notification came_;
 };
 
