@@ -18,6 +18,7 @@
 #include "ballast/services/gateway/rpc_server.h"
 #include "ballast/tests/client/session/forwarding_transport.h"
 #include "ballast/tests/client/session/session_fixture.h"
+#include "ballast/tests/held_port.h"
 
 namespace ballast::client {
 namespace {
@@ -62,6 +63,7 @@ class Served {
   Served() {
     state_options_.server_id = "s";
     state_options_.budget = {0, uint64_t{64} << 20, uint64_t{512} << 20};
+    rpc_options_.listen = port_.address();
   }
   // Ends what is there, and starts a server with this directory and protocol version.
   absl::Status Start(const std::string& directory, uint32_t version) {
@@ -71,13 +73,13 @@ class Served {
     BALLAST_ASSIGN_OR_RETURN(state_, services::StateServer::Start(state_options_));
     rpc_options_.protocol_version = version;
     BALLAST_ASSIGN_OR_RETURN(rpc_, services::RpcServer::Start(rpc_options_, state_.get()));
-    rpc_options_.listen = rpc_->address();
     return absl::OkStatus();
   }
-  const std::string& address() const { return rpc_options_.listen; }
+  const std::string& address() const { return port_.address(); }
   services::StateServer* state() const { return state_.get(); }
 
  private:
+  const HeldPort port_;
   services::StateServerOptions state_options_;
   services::RpcServerOptions rpc_options_;
   std::unique_ptr<services::StateServer> state_;

@@ -20,6 +20,7 @@
 #include "ballast/services/gateway/rpc_server.h"
 #include "ballast/services/gateway/shared_memory.h"
 #include "ballast/services/server/state_server.h"
+#include "ballast/tests/held_port.h"
 #include "ballast/tests/scratch_directory.h"
 
 namespace ballast::client {
@@ -186,9 +187,10 @@ TEST(SharedSlotsHandOver, AServerThatSaysNothingIsGivenUp) {
 // A server that restarts at the same address.
 TEST(SharedSlotsTransport, SharesAgainWithARestartedServer) {
   const ScratchDirectory directory;
+  const HeldPort port;
   std::unique_ptr<services::StateServer> state;
   std::unique_ptr<services::RpcServer> rpc;
-  const auto start = [&](const std::string& listen, uint64_t shared_bytes) {
+  const auto start = [&](uint64_t shared_bytes) {
     services::StateServerOptions options;
     options.data_directory = directory.path();
     options.budget.dram = 64 * kMiB;
@@ -196,15 +198,14 @@ TEST(SharedSlotsTransport, SharesAgainWithARestartedServer) {
     ASSERT_TRUE(started.ok()) << started.status();
     state = *std::move(started);
     services::RpcServerOptions rpc_options;
-    rpc_options.listen = listen;
+    rpc_options.listen = port.address();
     rpc_options.shared_memory_bytes = shared_bytes;
     auto serving = services::RpcServer::Start(rpc_options, state.get());
     ASSERT_TRUE(serving.ok()) << serving.status();
     rpc = *std::move(serving);
   };
-  start("127.0.0.1:0", 1024 * kMiB);
-  const std::string address = rpc->address();
-  const std::unique_ptr<Transport> transport = MakeGrpcTransport(address);
+  start(1024 * kMiB);
+  const std::unique_ptr<Transport> transport = MakeGrpcTransport(port.address());
   const auto identify = [&] {
     for (const absl::Time end = Soon(); absl::Now() < end;) {
       absl::Notification done;
@@ -226,14 +227,14 @@ TEST(SharedSlotsTransport, SharesAgainWithARestartedServer) {
   for (const uint64_t shared_bytes : {1024 * kMiB, uint64_t{0}, 1024 * kMiB}) {
     rpc.reset();
     state.reset();
-    start(address, shared_bytes);
+    start(shared_bytes);
     identify();
     EXPECT_EQ(mapped(), shared_bytes > 0 ? 64 * kMiB : 0);
   }
   // Without Identify: calls notice, go over the wire, and have the memory replaced.
   rpc.reset();
   state.reset();
-  start(address, 1024 * kMiB);
+  start(1024 * kMiB);
   std::vector<std::byte> to(kMiB);
   for (const absl::Time end = Soon(); mapped() == 0 && absl::Now() < end;) {
     absl::Notification done;
