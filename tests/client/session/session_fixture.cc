@@ -99,8 +99,8 @@ SessionOptions TestOptions() {
   options.job = "test";
   options.group_count = 2;
   options.chunk_elements = kChunk;
-  options.step_timeout = absl::Seconds(30);
-  options.open_timeout = absl::Seconds(10);
+  options.step_timeout = absl::Minutes(2);
+  options.open_timeout = absl::Minutes(1);
   return options;
 }
 

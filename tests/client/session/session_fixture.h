@@ -30,7 +30,7 @@ class SessionFixture {
 
   // Runs `rank` for each rank of a loopback group, each on its own thread. Returns the error of the lowest rank.
   static absl::Status RunRanks(int world_size, const std::function<absl::Status(Collective*)>& rank,
-                               absl::Duration timeout = absl::Seconds(30));
+                               absl::Duration timeout = absl::Minutes(2));
 
   absl::StatusOr<std::unique_ptr<Session>> Open(Collective* collective, const SessionOptions& options,
                                                 const std::vector<TensorSpec>& tensors) const {

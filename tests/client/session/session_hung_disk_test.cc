@@ -41,7 +41,7 @@ class SessionHungDisk : public ::testing::Test {
       options.foundation = &servers_[i].disk;
       servers_[i].state = *services::StateServer::Start(options);
     }
-    options_.open_timeout = absl::Seconds(5);
+    options_.open_timeout = absl::Seconds(30);
   }
   ~SessionHungDisk() override {
     for (Server& server : servers_) server.disk.Release();

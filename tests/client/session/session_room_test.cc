@@ -99,6 +99,11 @@ TEST_F(RoomTest, WhileAPushWaitsOtherCallsOfTheSessionReturn) {
                   const absl::Status pulled = PullSome(*session);  // beside the wait, and past the pushes
                   {
                     absl::MutexLock lock(&door_.mutex);
+                    const auto comes = [&] {
+                      door_.mutex.AssertHeld();
+                      return !door_.waiting.empty();
+                    };
+                    door_.mutex.Await(absl::Condition(&comes));  // on the transport's thread
                     EXPECT_EQ(door_.waiting.size(), 1u) << "one slice has room";
                   }
                   door_.Set(false);

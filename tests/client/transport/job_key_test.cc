@@ -68,7 +68,8 @@ class SmallEtcd final : public grpc::CallbackGenericService {
   class Answer final : public grpc::ServerGenericBidiReactor {
    public:
     Answer(SmallEtcd* etcd, std::string method) : etcd_(etcd), method_(std::move(method)) { StartRead(&question_); }
-    void OnReadDone(bool /*ok*/) override {
+    void OnReadDone(bool ok) override {
+      if (!ok) return Finish(grpc::Status::CANCELLED);  // the client gave up before its question came
       grpc::Slice question;
       (void)question_.DumpToSingleSlice(&question);
       const std::string bytes(reinterpret_cast<const char*>(question.begin()), question.size());

@@ -184,9 +184,15 @@ TEST(Router, GivesUpAtTheDeadlineAndSaysWhom) {
   Rig rig;
   rig.server->script = {Down()};
   rig.server->repeat_last = true;
-  const absl::Time start = absl::Now();
-  const absl::Status status = rig.Ask(absl::Milliseconds(300));
-  EXPECT_GE(absl::Now() - start, absl::Milliseconds(250));
+  absl::Status status;
+  // On a busy machine a short time may be over before the second try.
+  for (absl::Duration timeout = absl::Milliseconds(300); timeout < absl::Seconds(30); timeout *= 4) {
+    rig.server->calls = 0;
+    const absl::Time start = absl::Now();
+    status = rig.Ask(timeout);
+    EXPECT_GE(absl::Now() - start, timeout - absl::Milliseconds(50));
+    if (rig.server->calls > 1) break;
+  }
   EXPECT_TRUE(absl::IsUnavailable(status)) << status;
   EXPECT_EQ(model::ReasonOf(status), model::kServerDown);
   EXPECT_THAT(std::string(status.message()), HasSubstr("server scripted"));
