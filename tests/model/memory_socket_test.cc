@@ -129,7 +129,7 @@ TEST(MemorySocketTest, MemoryThatIsMappedByBothKeepsItsPages) {
   EXPECT_EQ(mapped->bytes()[0], std::byte{1});
 }
 
-// A socket whose close lasts for three seconds.
+// A socket whose close lasts for half a minute, or until its listener is closed.
 int SlowSocket(int* listener) {
   *listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const int slow = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -141,7 +141,7 @@ int SlowSocket(int* listener) {
   EXPECT_EQ(listen(*listener, 1), 0);
   EXPECT_EQ(getsockname(*listener, reinterpret_cast<sockaddr*>(&address), &bytes), 0);
   EXPECT_EQ(connect(slow, reinterpret_cast<sockaddr*>(&address), bytes), 0);
-  const linger lasting = {.l_onoff = 1, .l_linger = 3};
+  const linger lasting = {.l_onoff = 1, .l_linger = 30};
   EXPECT_EQ(setsockopt(slow, SOL_SOCKET, SO_LINGER, &lasting, sizeof(lasting)), 0);
   const std::string data(1 << 16, 'x');
   while (send(slow, data.data(), data.size(), MSG_DONTWAIT) > 0) {
@@ -149,8 +149,8 @@ int SlowSocket(int* listener) {
   return slow;
 }
 
-// Runs `close`, which lasts, and opens and closes other descriptors meanwhile.
-void ExpectHoldsUpNobody(const std::function<void()>& close) {
+// Closes a SlowSocket by `close`, opens and closes other descriptors meanwhile, and closes the listener.
+void ExpectHoldsUpNobody(int listener, const std::function<void()>& close) {
   std::atomic<bool> closed{false};
   std::thread closing([&] {
     close();
@@ -158,6 +158,7 @@ void ExpectHoldsUpNobody(const std::function<void()>& close) {
   });
   for (int i = 0; i < 1000; ++i) Descriptor opened(open("/dev/null", O_RDONLY | O_CLOEXEC));
   EXPECT_FALSE(closed) << "the close did not last, or the others waited for it";
+  ::close(listener);
   closing.join();
 }
 
@@ -165,8 +166,7 @@ void ExpectHoldsUpNobody(const std::function<void()>& close) {
 TEST(MemorySocketTest, AForeignDescriptorThatClosesSlowlyHoldsUpNobody) {
   int listener = -1;
   const int slow = SlowSocket(&listener);
-  ExpectHoldsUpNobody([&] { Descriptor::Foreign(slow) = Descriptor(); });
-  close(listener);
+  ExpectHoldsUpNobody(listener, [&] { Descriptor::Foreign(slow) = Descriptor(); });
 }
 
 // The descriptor is closed with the socket where it waits unread.
@@ -176,8 +176,7 @@ TEST(MemorySocketTest, ASocketWithAForeignDescriptorHoldsUpNobody) {
   const int slow = SlowSocket(&listener);
   ASSERT_EQ(SendSocketMessage(pair.server.get(), "x", slow), absl::OkStatus());
   close(slow);
-  ExpectHoldsUpNobody([&] { pair.client = Descriptor(); });
-  close(listener);
+  ExpectHoldsUpNobody(listener, [&] { pair.client = Descriptor(); });
 }
 
 TEST(MemorySocketTest, AMessageBringsOneDescriptorAtMost) {

@@ -15,7 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
 #include "ballast/storage/io/disk.h"
 #include "ballast/storage/io/file_lock.h"
 #include "ballast/storage/memory/arena.h"
@@ -76,10 +75,8 @@ TEST(DescriptorTest, AForkedChildKeepsNoFileByItsRing) {
   EXPECT_TRUE(done[0].status.ok()) << done[0].status;
   queue.reset();
   file.reset();
-  const absl::Time began = absl::Now();
   const auto again = SystemDisk()->Open(directory / "f", Disk::Mode::kKept);
   EXPECT_TRUE(again.ok()) << again.status();
-  EXPECT_LT(absl::Now() - began, absl::Seconds(1));
 }
 
 TEST(DescriptorTest, AForkedChildClosesItsCopyAndNothingElseLater) {

@@ -115,8 +115,9 @@ TEST_F(LogFaultTest, AFailedSyncOfAnExtension) {
 TEST_F(LogFaultTest, AThreadGivesPayloadsBackAfterAnError) {
   absl::Notification failed;
   disk_.FailNext(SimOperation::kSync, 1, SimFault::kEio);
-  const absl::Status started = caller_.log().Start([&] {
-    if (!caller_.log().status().ok() && !failed.HasBeenNotified()) failed.Notify();
+  GradientLog* const log = &caller_.log();  // the caller lets go of it before its thread ends
+  const absl::Status started = log->Start([&failed, log] {
+    if (!log->status().ok() && !failed.HasBeenNotified()) failed.Notify();
   });
   ASSERT_TRUE(started.ok()) << started;
   ASSERT_TRUE(caller_.Append({.payload_bytes = 5000, .keep_for = 1}));
