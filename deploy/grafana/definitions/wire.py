@@ -44,10 +44,11 @@ def board():
     b.row('Traffic')
     b.series(
         'Payloads by job',
-        'Bytes per second of gradients and of parameters.',
+        "Bytes per second of gradients and of parameters. In place: gradients that a server read in its trainer's memory, and did not copy.",
         'Bps',
         [
             (f'sum by (training_job) ({rate("ballast_received_bytes_total", JOBS)})', '{{training_job}} pushed'),
+            (f'sum by (training_job) ({rate("ballast_received_in_place_bytes_total", JOBS)})', '{{training_job}} in place'),
             (f'sum by (training_job) ({rate("ballast_sent_bytes_total", JOBS)})', '{{training_job}} pulled'),
         ],
     )
