@@ -336,7 +336,8 @@ TEST(FrozenSpace, FirstValuesNeedRoomOnce) {
     TrainerGroup group({server->get()}, spec, 1);
     BALLAST_RETURN_IF_ERROR(group.Start());
     BALLAST_RETURN_IF_ERROR(group.Initialise(Initial));
-    BALLAST_RETURN_IF_ERROR(group.Read(0, v1::CONTENT_WORKING, 0).status());  // they are applied
+    BALLAST_RETURN_IF_ERROR(group.Read(0, v1::CONTENT_WORKING, 0).status());
+    AwaitIdle(server->get(), "job");  // they are applied, and the worker has given back what it took for them
     const uint64_t used = server->get()->Status().tiers(1).used_bytes();
     EXPECT_LT(used, 2 * kElements + 2 * kMiB);
     return absl::OkStatus();

@@ -21,6 +21,7 @@ class JobPull : public Test {
   void SetUp() override {
     ASSERT_EQ(group_.Start(), absl::OkStatus());
     ASSERT_EQ(group_.Initialise(Ones), absl::OkStatus());
+    AwaitIdle(server_.get(), "job");  // all chunks are at version 0
     request_.set_job("job");
     request_.set_content(v1::CONTENT_WORKING);
     request_.set_unit(0);
@@ -32,7 +33,7 @@ class JobPull : public Test {
     BALLAST_RETURN_IF_ERROR(group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones));
     return group_.Finish(UpdateHeader(4)).status();
   }
-  absl::Status PullNow(absl::Time deadline = absl::Now() + absl::Seconds(30)) {
+  absl::Status PullNow(absl::Time deadline = absl::Now() + absl::Seconds(50)) {
     std::string bytes;
     return group_.Pull(server_.get(), request_, deadline, &bytes).Wait().status();
   }
@@ -41,7 +42,7 @@ class JobPull : public Test {
     request.set_job("job");
     request.set_version(version);
     Answer<v1::PinResponse> answer;
-    server_->Pin(request, absl::Now() + absl::Seconds(30), answer.reply());
+    server_->Pin(request, absl::Now() + absl::Seconds(50), answer.reply());
     return answer.Wait();
   }
   absl::Status Unpin(int64_t version) {
@@ -61,7 +62,7 @@ class JobPull : public Test {
 TEST_F(JobPull, WaitsUntilTheVersionIsThere) {
   request_.set_version(1);
   std::string bytes;
-  Answer<uint32_t> answer = group_.Pull(server_.get(), request_, absl::Now() + absl::Seconds(30), &bytes);
+  Answer<uint32_t> answer = group_.Pull(server_.get(), request_, absl::Now() + absl::Seconds(50), &bytes);
   EXPECT_FALSE(answer.arrived());
   EXPECT_EQ(server_->counters().waiting_requests, 1u);
   ASSERT_EQ(Step(), absl::OkStatus());
@@ -94,7 +95,7 @@ bool StepEndsBesideAPull() {
       request, absl::Now() + absl::Seconds(60),
       [&](uint64_t, const AnswerRoom::Lease&) {
         copying.Notify();
-        let_go_in_time = let_go.WaitForNotificationWithTimeout(absl::Seconds(10));
+        let_go_in_time = let_go.WaitForNotificationWithTimeout(absl::Seconds(30));
         return absl::MakeSpan(reinterpret_cast<std::byte*>(bytes.data()), bytes.size());
       },
       pulled.reply());

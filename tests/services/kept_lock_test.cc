@@ -25,6 +25,7 @@ class KeptLock : public ::testing::Test {
     group = std::make_unique<TrainerGroup>(std::vector<StateServer*>{server.get()}, MakeSpec("job", SmallModel()), 1);
     EXPECT_EQ(group->Start(), absl::OkStatus());
     EXPECT_EQ(group->Initialise(Ones), absl::OkStatus());
+    AwaitIdle(server.get(), "job");  // the next task that is posted is the fence's
   }
   // A fence keeps the job's lock until the machine opens.
   void KeepLock() {

@@ -75,11 +75,16 @@ class ManyRanksTest : public RpcTest {
     bool ok = false;
     return queue_.Next(&tag, &ok) ? static_cast<Sealing*>(tag) : nullptr;
   }
-  void AwaitWaiting(uint64_t count) {
+  // Waits until so many seals have been evaluated, once as they came and once as they were filed, and wait. One that
+  // found the job's lock taken waits before it is evaluated.
+  void AwaitSeals(uint64_t count) {
     const absl::Time patience = absl::Now() + absl::Minutes(2);
-    while (server_->counters().waiting_requests != count && absl::Now() < patience)
-      absl::SleepFor(absl::Milliseconds(1));
-    ASSERT_EQ(server_->counters().waiting_requests, count);
+    const auto all = [&] {
+      return server_->counters().evaluated_seals >= 2 * count && server_->counters().waiting_requests == count;
+    };
+    bool wait = false;
+    while (!(wait = all()) && absl::Now() < patience) absl::SleepFor(absl::Milliseconds(1));
+    ASSERT_TRUE(wait) << server_->counters().waiting_requests.load() << " of " << count;
   }
 
   grpc::CompletionQueue queue_;
@@ -97,7 +102,7 @@ TEST_F(ManyRanksTest, AStaleSealWakesNobody) {
     seal.set_rank(rank);
     BeginSeal(seal);
   }
-  AwaitWaiting(kRanks);
+  AwaitSeals(kRanks);
   const uint64_t evaluated = server_->counters().evaluated_seals;
 
   seal.mutable_epoch()->set_counter(1);
@@ -171,6 +176,7 @@ void WaitWithBlobs(TestServer* server, const std::vector<TestTensor>& model, siz
     ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
   }
   ASSERT_EQ(group.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(tensors), Ones), absl::OkStatus());
+  AwaitIdle(server->get(), "job");
   const std::vector<std::string> blobs(kMost, std::string(blob_bytes, 'b'));
   v1::SealRequest seal = group.SealOf(1, UpdateHeader(tensors), /*wait_ms=*/600'000);
   seal.set_plan_hash(model::PlanHash(group.plan(), group.step(), 0, seal.header(), blobs));

@@ -127,6 +127,7 @@ TEST(Shares, AJobWhoseAnswersAreNotReadLeavesRoomToOthers) {
     ASSERT_EQ(group->Start(), absl::OkStatus());
     ASSERT_EQ(group->Initialise(Ones), absl::OkStatus());
     ASSERT_EQ(group->Read(0, v1::CONTENT_WORKING, 0).status(), absl::OkStatus());
+    AwaitIdle(server.get(), group->spec().name());
   }
   std::deque<std::vector<std::byte>> memory;
   std::vector<AnswerRoom::Lease> unread;

@@ -52,9 +52,9 @@ class TakenTest : public ::testing::TestWithParam<Server> {
  protected:
   TakenTest() : server_("s", GetParam().budget), spec_(Spec("job", GetParam().durability)) {}
 
-  std::map<std::string, uint64_t> Taken() {
+  std::map<std::string, uint64_t> Taken() { return TakenIn(server_->Status()); }
+  static std::map<std::string, uint64_t> TakenIn(const v1::GetServerStatusResponse& status) {
     std::map<std::string, uint64_t> taken;
-    const v1::GetServerStatusResponse status = server_->Status();
     for (const v1::JobStatus& job : status.jobs()) {
       for (const v1::TierStatus& tier : job.tiers()) {
         uint64_t parts = 0;
@@ -67,8 +67,9 @@ class TakenTest : public ::testing::TestWithParam<Server> {
   }
   // What the server's tiers have given away is the jobs'.
   void ExpectAllAccounted(const std::string& when) {
-    std::map<std::string, uint64_t> taken = Taken();
+    AwaitIdle(server_.get(), "job");
     const v1::GetServerStatusResponse status = server_->Status();
+    std::map<std::string, uint64_t> taken = TakenIn(status);
     for (const v1::TierStatus& tier : status.tiers()) {
       EXPECT_EQ(tier.used_bytes(), taken[tier.tier()]) << tier.tier() << ", " << when;
     }

@@ -1,5 +1,6 @@
 #include "ballast/tests/services/trainer_group.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -13,12 +14,6 @@ namespace ballast::services {
 
 std::vector<TestTensor> SmallModel() {
   return {{"embed", "u0", 70000, 0}, {"norm", "u0", 100, 1}, {"weight", "u1", 140000, 0}, {"bias", "u1", 300, 1}};
-}
-
-std::vector<TestTensor> EndlessModel() {
-  std::vector<TestTensor> tensors;
-  for (int i = 0; i < 100'000; ++i) tensors.push_back({absl::StrCat("t", i), "u", 256, 0});
-  return tensors;
 }
 
 v1::JobSpec MakeSpec(const std::string& job, const std::vector<TestTensor>& tensors) {
@@ -102,7 +97,7 @@ absl::Status TrainerGroup::Fence(std::vector<v1::GetJobResponse>* answers) {
     *request.mutable_epoch() = epoch_;
     request.set_protocol_version(model::kProtocolVersion);
     Answer<v1::FenceResponse> answer;
-    server->Fence(request, absl::Now() + absl::Seconds(60), answer.reply());
+    server->Fence(request, absl::Now() + absl::Seconds(55), answer.reply());
     BALLAST_ASSIGN_OR_RETURN(const v1::FenceResponse response, answer.Wait());
     answers->push_back(response.job());
   }
@@ -134,7 +129,7 @@ absl::Status TrainerGroup::Open(int64_t base, const std::optional<v1::Decision>&
   step_ = base + 1;
   for (StateServer* server : servers_) {
     Answer<v1::OpenResponse> answer;
-    server->Open(request, absl::Now() + absl::Seconds(60), answer.reply());
+    server->Open(request, absl::Now() + absl::Seconds(55), answer.reply());
     BALLAST_RETURN_IF_ERROR(answer.Wait().status());
   }
   return absl::OkStatus();
@@ -186,7 +181,7 @@ Answer<v1::PushResponse> TrainerGroup::BeginPushSlice(uint32_t slice, v1::SliceK
   server_of(plan_->slices()[slice].chunk)
       ->Push(PushHeader(slice, kind, payload),
              absl::MakeConstSpan(reinterpret_cast<const std::byte*>(payload.data()), payload.size()),
-             absl::Now() + absl::Seconds(30), answer.reply(), checksum_);
+             absl::Now() + absl::Seconds(50), answer.reply(), checksum_);
   return answer;
 }
 
@@ -223,7 +218,7 @@ absl::StatusOr<std::vector<v1::PreparedRecord>> TrainerGroup::SealAll(const v1::
   for (StateServer* server : servers_) {
     std::vector<Answer<v1::SealResponse>> answers(world_size_);
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
-      server->Seal(SealOf(rank, header, 20'000), absl::Now() + absl::Seconds(30), answers[rank].reply());
+      server->Seal(SealOf(rank, header, 50'000), absl::Now() + absl::Seconds(55), answers[rank].reply());
     }
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
       BALLAST_ASSIGN_OR_RETURN(const v1::SealResponse response, answers[rank].Wait());
@@ -287,7 +282,7 @@ absl::StatusOr<std::vector<float>> TrainerGroup::Read(uint32_t tensor, v1::Conte
     request.set_begin(piece.range.begin);
     request.set_end(piece.range.end);
     std::string bytes;
-    const auto crc = Pull(server_of(piece.chunk), request, absl::Now() + absl::Seconds(30), &bytes).Wait();
+    const auto crc = Pull(server_of(piece.chunk), request, absl::Now() + absl::Seconds(50), &bytes).Wait();
     if (!crc.ok()) return crc.status();
     if (*crc != kernels::Crc32c(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()))) {
       return absl::DataLossError("CRC32C");
@@ -330,6 +325,18 @@ absl::Status UnpinDurably(StateServer* server, const std::string& job, const std
   Answer<v1::UnpinResponse> unpinned;
   server->Unpin(DurablePin<v1::UnpinRequest>(job, epoch, version), unpinned.reply());
   return unpinned.Wait().status();
+}
+
+void AwaitIdle(StateServer* server, const std::string& job) {
+  const auto busy = [&] {
+    const v1::GetServerStatusResponse all = server->Status();
+    return std::any_of(all.jobs().begin(), all.jobs().end(),
+                       [&](const v1::JobStatus& status) { return status.name() == job && status.queued_steps() > 0; });
+  };
+  for (const absl::Time end = absl::Now() + absl::Minutes(1); busy();) {
+    ASSERT_LT(absl::Now(), end) << "the steps of job '" << job << "' are not applied";
+    absl::SleepFor(absl::Milliseconds(1));
+  }
 }
 
 TestServer::TestServer(const std::string& id, storage::TierBytes budget) {

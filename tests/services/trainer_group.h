@@ -27,8 +27,6 @@ struct TestTensor {
 
 // Two units, two groups, several chunks of 2^16 elements, padding inside and at ends.
 std::vector<TestTensor> SmallModel();
-// So many tensors that a server needs a while to lay them out, with more elements than a test's budget holds.
-std::vector<TestTensor> EndlessModel();
 v1::JobSpec MakeSpec(const std::string& job, const std::vector<TestTensor>& tensors);
 void Append(const std::vector<TestTensor>& tensors, int64_t version, v1::JobSpec* spec);
 v1::StepHeader UpdateHeader(uint32_t tensors);
@@ -103,6 +101,10 @@ absl::Status PinDurably(StateServer* server, const std::string& job, const std::
                         int64_t version);
 absl::Status UnpinDurably(StateServer* server, const std::string& job, const std::optional<v1::Epoch>& epoch,
                           int64_t version);
+
+// Waits until the server has applied all decided steps of the job, so that nobody takes the job's lock but whoever
+// calls: a call that finds it taken for some milliseconds is looked at by another thread, some time after it was made.
+void AwaitIdle(StateServer* server, const std::string& job);
 
 // A server over its own scratch directory, removed with the object.
 class TestServer {

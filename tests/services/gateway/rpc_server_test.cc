@@ -321,8 +321,11 @@ TEST_F(RpcServerTest, ACallWhoseClientIsGoneGivesItsPlaceBack) {
   sealing->Finish(&sealed, &seal_status, nullptr);
   const auto await_waiting = [this](uint64_t count) {
     const absl::Time patience = absl::Now() + absl::Seconds(30);
-    while (server_->counters().waiting_requests != count && absl::Now() < patience) std::this_thread::yield();
-    return server_->counters().waiting_requests.load();
+    uint64_t waiting = 0;
+    while ((waiting = server_->counters().waiting_requests) != count && absl::Now() < patience) {
+      std::this_thread::yield();
+    }
+    return waiting;
   };
   ASSERT_EQ(await_waiting(2), 2u);
   pull_context.TryCancel();
@@ -411,7 +414,7 @@ TEST_F(RpcServerTest, StopAnswersWhatWaits) {
   const absl::Time patience = absl::Now() + absl::Seconds(30);
   while (server_->counters().waiting_requests == 0 && absl::Now() < patience) std::this_thread::yield();
   EXPECT_EQ(server_->counters().waiting_requests, 1u) << "the request must wait when the server stops";
-  rpc_->Stop(absl::Seconds(5));
+  rpc_->Stop(absl::Minutes(1));
   puller.join();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
   EXPECT_EQ(model::ReasonOf(status), model::kServerDown);

@@ -37,14 +37,15 @@ class Ballastctl : public ::testing::Test {
     servers_ = rpcs_[0]->address() + "," + rpcs_[1]->address();
     ASSERT_EQ(group_.Start(), absl::OkStatus());
     ASSERT_EQ(group_.Initialise(Ones), absl::OkStatus());
+    for (TestServer* server : {&one_, &two_}) AwaitIdle(server->get(), "job");
   }
   Finished Status(const std::vector<std::string>& extra = {}) const {
-    std::vector<std::string> command = {CtlPath(), "status", "--servers", servers_};
+    std::vector<std::string> command = {CtlPath(), "status", "--timeout", "60", "--servers", servers_};
     command.insert(command.end(), extra.begin(), extra.end());
     return RunProcess(command);
   }
   Finished Drop(const std::string& job) const {
-    return RunProcess({CtlPath(), "drop", "--job", job, "--servers", servers_});
+    return RunProcess({CtlPath(), "drop", "--job", job, "--timeout", "60", "--servers", servers_});
   }
 
   TestServer one_{"one"}, two_{"two"};
@@ -68,7 +69,7 @@ TEST_F(Ballastctl, ShowsAHealthyClusterVerdictFirst) {
 
 TEST_F(Ballastctl, TracesAJobsSteps) {
   const auto trace = [&](const std::string& job, const std::vector<std::string>& extra = {}) {
-    std::vector<std::string> command = {CtlPath(), "trace", "--job", job, "--servers", servers_};
+    std::vector<std::string> command = {CtlPath(), "trace", "--job", job, "--timeout", "60", "--servers", servers_};
     command.insert(command.end(), extra.begin(), extra.end());
     return RunProcess(command);
   };
@@ -108,7 +109,7 @@ TEST_F(Ballastctl, TracesAJobsSteps) {
 
 TEST_F(Ballastctl, ChangesBudgets) {
   const auto budget = [&](const std::vector<std::string>& options) {
-    std::vector<std::string> command = {CtlPath(), "budget", "--servers", servers_};
+    std::vector<std::string> command = {CtlPath(), "budget", "--timeout", "60", "--servers", servers_};
     command.insert(command.end(), options.begin(), options.end());
     return RunProcess(command);
   };
@@ -212,7 +213,7 @@ TEST_F(Ballastctl, UnpinsWhatOneServerOnlyHasPinned) {
   ASSERT_EQ(group.Initialise(Ones), absl::OkStatus());
   ASSERT_EQ(PinDurably(durable.get(), "kept", group.epoch(), 0), absl::OkStatus());
   const auto unpin = [&](const std::string& version) {
-    return RunProcess({CtlPath(), "unpin", "--job", "kept", "--version", version, "--servers",
+    return RunProcess({CtlPath(), "unpin", "--job", "kept", "--version", version, "--timeout", "60", "--servers",
                        absl::StrCat(rpcs_[0]->address(), ",", (*rpc)->address())});
   };
   const Finished done = unpin("0");

@@ -1,14 +1,14 @@
 // `ballastctl verify` on directories that a server really wrote: clean ones, and ones with a seeded damage each.
-#include <chrono>
 #include <filesystem>
 #include <fstream>
-#include <thread>
 
+#include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/storage/catalog/directory_format.h"
 #include "ballast/storage/io/small_file.h"
 #include "ballast/tests/directory_content.h"
 #include "ballast/tests/services/daemon.h"
+#include "ballast/tests/services/logged_slices.h"
 #include "ballast/tests/services/tools/verify_fixture.h"
 
 namespace ballast::services {
@@ -54,8 +54,12 @@ TEST_F(VerifyTest, FindsNothingAfterACrash) {
   for (uint32_t slice = 0; slice < 3; ++slice) {  // of a step that nobody finishes
     ASSERT_EQ(group_->PushSlice(slice, v1::SLICE_KIND_GRADIENT, Gradients(group_->step())), absl::OkStatus());
   }
-  std::this_thread::sleep_for(
-      std::chrono::milliseconds(200));  // the server is idle then: a copy is what a crash leaves
+  // The server is idle then: a copy is what a crash leaves.
+  AwaitIdle(server_.get(), "job");
+  const absl::Time patience = absl::Now() + absl::Minutes(1);
+  while (LoggedSlices(group_->step(), directory_ / "log-job").size() < 3 && absl::Now() < patience) {
+    absl::SleepFor(absl::Milliseconds(5));
+  }
   ScratchDirectory crashed;
   fs::copy(directory_.path(), crashed.path(), fs::copy_options::recursive);
   StopServer();
