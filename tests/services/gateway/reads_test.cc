@@ -22,6 +22,9 @@ struct FakeRead final : Read {
   int started = 0, late = 0, gave_way = 0, crowded_out = 0;
 };
 
+// Seconds apart from each other and from Reads::kPatience: a machine that stops the test meanwhile changes nothing.
+constexpr ReadRules kPatientRules = {.in_turn_patience = absl::Seconds(4), .aside_patience = absl::Seconds(7)};
+
 TEST(ReadsTest, OneCallersMessagesAreReadInTurn) {
   Reads reads;
   std::deque<FakeRead> of_one(Reads::kInTurnMax + 2);
@@ -43,7 +46,7 @@ TEST(ReadsTest, OneCallersMessagesAreReadInTurn) {
 
 // Half messages of one connection are not in the way of their caller's other connections.
 TEST(ReadsTest, AMessageThatComesSlowlyYields) {
-  Reads reads;
+  Reads reads(kPatientRules);
   const absl::Time start = absl::Now();
   std::deque<FakeRead> slow(Reads::kInTurnMax + Reads::kAsideMax + 1);
   for (FakeRead& read : slow) ASSERT_TRUE(reads.Ask("one", "slow", false, &read));
@@ -52,7 +55,7 @@ TEST(ReadsTest, AMessageThatComesSlowlyYields) {
   ASSERT_TRUE(reads.Ask("one", "prompt", false, &first));
   reads.Look(start);
   EXPECT_EQ(first.started, 0);
-  reads.Look(absl::Now() + ReadRules().in_turn_patience);
+  reads.Look(absl::Now() + kPatientRules.in_turn_patience);
   EXPECT_EQ(first.started, 1);
   EXPECT_EQ(slow.back().started, 0);
   EXPECT_TRUE(reads.Come(&first));
@@ -63,13 +66,13 @@ TEST(ReadsTest, AMessageThatComesSlowlyYields) {
   EXPECT_EQ(second.started, 1) << "before those of the slow connection, which came earlier";
   ASSERT_TRUE(reads.Ask("one", "prompt", false, &third));
   EXPECT_EQ(third.started, 0);
-  reads.Look(absl::Now() + ReadRules().in_turn_patience);
+  reads.Look(absl::Now() + kPatientRules.in_turn_patience);
   EXPECT_EQ(third.started, 1);
   EXPECT_EQ(slow[0].gave_way, 1) << "one more would be too many";
   EXPECT_FALSE(reads.Come(&slow[0]));
   EXPECT_EQ(slow[1].gave_way, 0);
   EXPECT_EQ(slow.back().started, 0);
-  reads.Look(absl::Now() + ReadRules().aside_patience);
+  reads.Look(absl::Now() + kPatientRules.aside_patience);
   EXPECT_EQ(slow[1].gave_way, 1) << "others wait to be read aside";
   EXPECT_EQ(slow[Reads::kInTurnMax + 1].started + slow.back().started, 2);
   EXPECT_EQ(late_comer.started, 0) << "so many at a time";
@@ -156,12 +159,12 @@ TEST(ReadsTest, WhatHasJustBegunDoesNotYield) {
 }
 
 TEST(ReadsTest, AConnectionIsSlowUntilAMessageComesPromptly) {
-  Reads reads;
+  Reads reads(kPatientRules);
   std::deque<FakeRead> slow(Reads::kInTurnMax + 1);
   for (FakeRead& read : slow) ASSERT_TRUE(reads.Ask("one", "slow", false, &read));
   FakeRead prompt;
   ASSERT_TRUE(reads.Ask("one", "prompt", false, &prompt));
-  reads.Look(absl::Now() + ReadRules().in_turn_patience);
+  reads.Look(absl::Now() + kPatientRules.in_turn_patience);
   EXPECT_TRUE(reads.Come(&prompt));
   reads.End(&prompt);
   FakeRead more;

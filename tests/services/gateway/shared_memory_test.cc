@@ -215,10 +215,13 @@ TEST_F(SharedMemoryTest, ItsEndIsToldToClients) {
   ASSERT_EQ(client.answer, model::kTaken);
   EXPECT_FALSE(model::SocketEnded(client.socket.get()));
   const std::string name = Offer().socket();
-  shared_.reset();
-  EXPECT_TRUE(model::SocketEnded(client.socket.get()));
+  shared_.reset();  // which waits for its thread for some seconds alone
+  for (const absl::Time end = Soon(); model::ConnectToMemorySocket(name).ok() && absl::Now() < end;) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
   EXPECT_FALSE(model::ConnectToMemorySocket(name).ok());
-  EXPECT_EQ(counters_->mapped_bytes, 0u);
+  EXPECT_TRUE(model::SocketEnded(client.socket.get()));
+  AwaitMapped(0);
 }
 
 }  // namespace

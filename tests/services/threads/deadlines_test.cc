@@ -14,9 +14,10 @@ namespace {
 TEST(Deadlines, CallBackInOrderOfTime) {
   absl::Mutex mu;
   std::vector<int> order;
-  absl::Notification last;
+  absl::Notification added, last;
   Deadlines deadlines;  // ends first: its thread may still be leaving a callback
   const absl::Time now = absl::Now();
+  deadlines.Add(now, [&] { added.WaitForNotification(); });  // none of the others runs before all are there
   const auto note = [&](int i) {
     absl::MutexLock lock(&mu);
     order.push_back(i);
@@ -25,20 +26,23 @@ TEST(Deadlines, CallBackInOrderOfTime) {
   deadlines.Add(now + absl::Milliseconds(60), [&] { note(3); });
   deadlines.Add(now + absl::Milliseconds(20), [&] { note(1); });
   deadlines.Add(now + absl::Milliseconds(40), [&] { note(2); });
-  ASSERT_TRUE(last.WaitForNotificationWithTimeout(absl::Seconds(30)));
+  added.Notify();
+  ASSERT_TRUE(last.WaitForNotificationWithTimeout(absl::Minutes(1)));
   EXPECT_GE(absl::Now(), now + absl::Milliseconds(60));
   EXPECT_EQ(order, (std::vector<int>{1, 2, 3}));
 }
 
 TEST(Deadlines, CancelledOnesNeverRun) {
   bool ran = false;
-  absl::Notification later;
+  absl::Notification cancelled, later;
   Deadlines deadlines;
+  deadlines.Add(absl::Now(), [&] { cancelled.WaitForNotification(); });
   const uint64_t id = deadlines.Add(absl::Now() + absl::Milliseconds(30), [&] { ran = true; });
   deadlines.Add(absl::Now() + absl::Milliseconds(60), [&] { later.Notify(); });
   deadlines.Cancel(id);
   deadlines.Cancel(id);
-  ASSERT_TRUE(later.WaitForNotificationWithTimeout(absl::Seconds(30)));
+  cancelled.Notify();
+  ASSERT_TRUE(later.WaitForNotificationWithTimeout(absl::Minutes(1)));
   EXPECT_FALSE(ran);
 }
 

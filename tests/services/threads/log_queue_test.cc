@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <string>
 #include <thread>
 
@@ -36,18 +37,15 @@ TEST(LogQueue, AStuckReaderHoldsNobodyUpAndLostLinesAreCounted) {
     EXPECT_GT(dropped, LogQueue::kLinesMax);
     EXPECT_LT(dropped, kLines);
     // Once somebody reads, the rest is written.
+    std::atomic<bool> drained = false;
     std::thread reading([&] {
       std::array<char, 1 << 16> piece;
-      for (int idle = 0; idle < 200;) {
-        if (::read(reader, piece.data(), piece.size()) > 0) {
-          idle = 0;
-        } else {
-          ++idle;
-          ::usleep(10'000);
-        }
+      while (!drained) {
+        if (::read(reader, piece.data(), piece.size()) <= 0) ::usleep(10'000);
       }
     });
     EXPECT_TRUE(queue.Drain(absl::Seconds(60)));
+    drained = true;
     reading.join();
   }
   // The count outlives the queue.
