@@ -6,14 +6,17 @@
 #include <iostream>
 #include <thread>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/tiling.h"
 #include "ballast/services/tools/cluster.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
 #include "ballast/tests/services/gateway/rpc_fixture.h"
+#include "ballast/tests/services/monitoring/http_fixture.h"
 #include "ballast/tests/small_disk.h"
 
 namespace ballast::services {
@@ -164,7 +167,12 @@ TEST(Ballastd, AnEndlessDryRunIsRefusedAndSigtermEndsTheLongestThatIsNot) {
   }
   {
     LongPlan plan(daemon, model::kRoutesWeighedMax / 4096 - 64, 4096);
-    ASSERT_FALSE(plan.AwaitEnd(absl::Milliseconds(500))) << plan.status();
+    const absl::Time patience = absl::Now() + absl::Minutes(1);
+    while (!absl::StrContains(Get(daemon.metrics(), "/metrics").body, "\nballast_waiting_requests 1\n") &&
+           absl::Now() < patience) {
+      absl::SleepFor(absl::Milliseconds(10));  // until the plan is under way
+    }
+    ASSERT_FALSE(plan.AwaitEnd(absl::Milliseconds(100))) << plan.status();
     const absl::Time told = absl::Now();
     daemon.Signal(SIGTERM);
     ASSERT_TRUE(plan.AwaitEnd(absl::Minutes(1)));

@@ -14,7 +14,7 @@ HttpAnswer Ask(const std::string& address, const std::string& request) {
   const int fd = ConnectTo(address);
   if (fd < 0) return {};
   // Rings that are taken down interrupt calls of the thread that used them: hence the retries.
-  const timeval wait_max = {.tv_sec = 10, .tv_usec = 0};
+  const timeval wait_max = {.tv_sec = 60, .tv_usec = 0};
   (void)::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait_max, sizeof wait_max);
   (void)TEMP_FAILURE_RETRY(::send(fd, request.data(), request.size(), MSG_NOSIGNAL));
   std::string bytes;

@@ -10,7 +10,7 @@ struct HttpAnswer {
   std::string head, body;
 };
 
-// Sends `request` as it is, then reads until the end of the connection or 10 s, as Prometheus waits.
+// Sends `request` as it is, then reads until the end of the connection or a minute.
 HttpAnswer Ask(const std::string& address, const std::string& request);
 HttpAnswer Get(const std::string& address, const std::string& path);
 

@@ -71,6 +71,9 @@ class HttpTlsTest : public ::testing::Test {
     httplib::SSLClient client(address->host, address->port, certificate, key);
     client.set_ca_cert_path((dir_ / "trusted.crt").c_str());
     client.enable_server_certificate_verification(true);
+    client.set_connection_timeout(60);
+    client.set_read_timeout(60);
+    client.set_write_timeout(60);
     const httplib::Result result = client.Get(path);
     return result ? std::pair(result->status, result->body) : std::pair(0, httplib::to_string(result.error()));
   }

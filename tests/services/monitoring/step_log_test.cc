@@ -142,7 +142,7 @@ TEST(StepLog, SumsTheStagesOfTheLastSteps) {
   for (size_t i = 5; i < steps.size(); ++i) expected += Sum(steps[i].stages);
   ASSERT_TRUE(log.last_stages().has_value());
   EXPECT_EQ(Sum(*log.last_stages()), expected);
-  EXPECT_GE(Sum(steps[4].stages), absl::Milliseconds(10));
+  EXPECT_GE(Sum(steps[4].stages), absl::Milliseconds(9));
 }
 
 TEST(StepLog, IsBounded) {
