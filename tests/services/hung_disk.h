@@ -21,7 +21,7 @@ namespace ballast::services {
 inline constexpr uint64_t kMiB = uint64_t{1} << 20;
 
 inline uint32_t Tensors() { return static_cast<uint32_t>(SmallModel().size()); }
-inline absl::Time Soon() { return absl::Now() + absl::Seconds(20); }
+inline absl::Time Soon() { return absl::Now() + absl::Seconds(50); }
 
 inline v1::JobSpec Spec(const std::string& name, v1::Durability durability) {
   v1::JobSpec spec = MakeSpec(name, SmallModel());

@@ -174,7 +174,7 @@ TEST_F(HungDiskTest, AReadThatHoldsUpAnUnpinHoldsUpNoPullOfParameters) {
     }
     pulled.Notify();
   });
-  EXPECT_TRUE(pulled.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_TRUE(pulled.WaitForNotificationWithTimeout(absl::Minutes(1)));
   disk_.Release();
   puller.join();
   reads.ExpectOk();
@@ -213,7 +213,7 @@ TEST_F(HungDiskTest, APullThatMustGoToItsPinGivesItsThreadBack) {
   ASSERT_TRUE(group.Finish(UpdateHeader(Tensors())).ok());
   disk_.AwaitWaiting();  // the update
   updating.Notify();
-  EXPECT_TRUE(returned.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_TRUE(returned.WaitForNotificationWithTimeout(absl::Minutes(1)));
   EXPECT_TRUE(std::any_of(answers.begin(), answers.end(), [](const auto& answer) { return !answer.arrived(); }));
   disk_.Release();
   for (std::thread& thread : threads) thread.join();
@@ -258,7 +258,7 @@ TEST(HungHbmTest, AFlushHoldsUpNoPullOfParameters) {
     }
     pulled.Notify();
   });
-  EXPECT_TRUE(pulled.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_TRUE(pulled.WaitForNotificationWithTimeout(absl::Minutes(1)));
   EXPECT_FALSE(pinned.arrived());
   disk.Release();
   puller.join();

@@ -40,7 +40,7 @@ grpc::Status RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::s
   grpc::CompletionQueue queue;
   grpc::GenericStub stub(channel);
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Minutes(1)));
   if (!authorization.empty()) context.AddMetadata("authorization", authorization);
   context.AddMetadata(model::kVersionMetadata, absl::StrCat(model::kProtocolVersion));
   const grpc::Slice sent(request);

@@ -50,12 +50,12 @@ class RpcTest : public ::testing::Test {
     admin_ = v1::AdminService::NewStub(channel_);
   }
 
-  // Makes a call with a deadline of 30 s; the status carries the server's reason.
+  // Makes a call with a deadline of a minute; the status carries the server's reason.
   template <typename Request, typename Response>
   absl::Status Call(grpc::Status (v1::StateService::Stub::*method)(grpc::ClientContext*, const Request&, Response*),
                     const Request& request, Response* response) {
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(30)));
+    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Minutes(1)));
     NameTarget(*server_.get(), &context);
     return FromGrpc((state_.get()->*method)(&context, request, response));
   }

@@ -336,6 +336,7 @@ TEST_F(DoctorTest, PeersAndThisServer) {
   Subject subject = SubjectWith(64 * kMiB);
   subject.config->listen = server.listen();
   subject.servers = {server.listen(), "127.0.0.1:1"};
+  subject.asking.timeout = absl::Seconds(30);
   const Checks checks = CheckNetwork(subject);
   EXPECT_EQ(Find(checks, "listen").verdict, Verdict::kNote);
   EXPECT_THAT(Find(checks, "listen").found, HasSubstr("the Ballast server 'a'"));

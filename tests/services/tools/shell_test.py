@@ -60,7 +60,7 @@ def zsh(script, line, folder):
         os.execvp('zsh', ['zsh', '-d', '-i'])
     seen = ''
 
-    def until(what, seconds=20):
+    def until(what, seconds=60):
         nonlocal seen
         end = time.monotonic() + seconds
         while what not in seen and time.monotonic() < end:
