@@ -42,6 +42,16 @@ std::string DigestIn(const std::string& output) {
   return std::regex_search(output, match, std::regex("CRC32C ([0-9a-f]{8})")) ? match[1].str() : "no digest: " + output;
 }
 
+int LastStepIn(const std::string& output) {
+  const std::regex regex("step ([0-9]+)/");
+  int last = -1;
+  for (auto match = std::sregex_iterator(output.begin(), output.end(), regex); match != std::sregex_iterator();
+       ++match) {
+    last = std::stoi((*match)[1].str());
+  }
+  return last;
+}
+
 std::string ReferenceDigest(int steps) {
   std::vector<std::string> command = TrainerCommand(steps);
   command.push_back("--reference");
@@ -49,7 +59,7 @@ std::string ReferenceDigest(int steps) {
 }
 
 int VersionOn(const std::string& servers, const std::vector<std::string>& access) {
-  std::vector<std::string> command = {services::CtlPath(), "status", "--json", "--servers", servers};
+  std::vector<std::string> command = {services::CtlPath(), "status", "--json", "--servers", servers, "--timeout", "60"};
   command.insert(command.end(), access.begin(), access.end());
   const std::string status = services::RunProcess(command).out;
   std::smatch match;

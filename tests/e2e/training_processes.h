@@ -13,6 +13,8 @@ std::vector<std::string> RankCommand(int steps, const std::string& servers, cons
                                      int world_size);
 // The digest that a trainer printed; other text where it printed none.
 std::string DigestIn(const std::string& output);
+// The last step that a trainer with `--log-every 1` has told; -1 before the first.
+int LastStepIn(const std::string& output);
 // The digest of a run without servers and without faults.
 std::string ReferenceDigest(int steps);
 

@@ -35,7 +35,7 @@ int LastNumber(const std::string& text, const char* pattern) {
 
 Fleet::Fleet(FleetOptions options) : options_(std::move(options)) {
   for (int i = 0; i < kServers; ++i) {
-    listen_[i] = "127.0.0.1:0";
+    listen_[i] = services::OwnLoopback() + ":0";
     std::filesystem::create_directories(ServerDirectory(i));
     StartServer(i);
     if (servers_[i]->ready()) listen_[i] = servers_[i]->listen();
@@ -118,7 +118,7 @@ std::vector<services::Finished> Fleet::EndRanks() {
 
 Fleet::Status Fleet::AskStatus() const {
   const services::Finished finished =
-      services::RunProcess({services::CtlPath(), "status", "--json", "--servers", Addresses()});
+      services::RunProcess({services::CtlPath(), "status", "--json", "--servers", Addresses(), "--timeout", "60"});
   Status status{.text = finished.out + finished.err};
   status.answered = finished.code == 0;
   status.committed_min = LastNumber(finished.out, "\"committed_min\":(-?[0-9]+)");
@@ -130,7 +130,8 @@ Fleet::Status Fleet::AskStatus() const {
 }
 
 int Fleet::Drop() const {
-  return services::RunProcess({services::CtlPath(), "drop", "--job", kJob, "--servers", Addresses()}).code;
+  return services::RunProcess({services::CtlPath(), "drop", "--job", kJob, "--servers", Addresses(), "--timeout", "60"})
+      .code;
 }
 
 std::string Fleet::ReferenceDigest() const {

@@ -65,6 +65,12 @@ std::string PathFrom(const char* variable) {
 
 }  // namespace
 
+std::string OwnLoopback() {
+  const auto pid = static_cast<unsigned>(::getpid());
+  return "127." + std::to_string(1 + (pid >> 16) % 128) + "." + std::to_string((pid >> 8) % 256) + "." +
+         std::to_string(pid % 256);
+}
+
 std::string DaemonPath() { return PathFrom("DAEMON"); }
 std::string CtlPath() { return PathFrom("CTL"); }
 

@@ -58,6 +58,9 @@ class Daemon {
   std::string line_, listen_, metrics_;
 };
 
+// A loopback address of this process alone. A port there is still free when a killed server starts again; one of
+// 127.0.0.1 may be anybody's by then.
+std::string OwnLoopback();
 std::string DaemonPath();
 std::string CtlPath();
 std::string DaemonConfig(const std::string& data_directory, const std::string& id);
