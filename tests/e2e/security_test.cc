@@ -190,7 +190,12 @@ TEST_F(SecurityTest, IdentitiesOfTrainersAndOperators) {
   EXPECT_THAT(metrics, HasSubstr("ballast_tls_not_after_timestamp_seconds{what=\"certificate\"} 1"));
   EXPECT_THAT(metrics, HasSubstr("ballast_tls_reloads_total{what=\"certificates\",result=\"refused\"} 0\n"));
   EXPECT_THAT(metrics, HasSubstr("ballast_auth_denied_total{why=\"no_identity\"} 1\n"));
-  const std::string audit = Slurp(dir_ / "audit.log");
+  // Lines come behind the answers, in their order.
+  std::string audit;
+  for (int i = 0; i < 6000 && audit.find('\n', audit.find("call=DropJob")) == std::string::npos; ++i) {
+    absl::SleepFor(absl::Milliseconds(10));
+    audit = Slurp(dir_ / "audit.log");
+  }
   for (const char* line : {"call=Fence identity=\"spiffe://t/trainer\"", "call=Open identity=\"spiffe://t/trainer\"",
                            "call=DropJob identity=\"operator\"", "call=SetBudget identity=\"operator\""}) {
     EXPECT_THAT(audit, HasSubstr(line));
@@ -249,7 +254,7 @@ TEST_F(SecurityTest, TlsThatAsksNobodyIsWarnedOf) {
         dir_ / "server.crt",    "--tls.key", dir_ / "server.key"};
     command.insert(command.end(), more.begin(), more.end());
     services::Process server(command);
-    for (int i = 0; i < 1000 && !server.ended() && server.OutputSoFar().find("ready") == std::string::npos; ++i) {
+    for (int i = 0; i < 6000 && !server.ended() && server.OutputSoFar().find("ready") == std::string::npos; ++i) {
       absl::SleepFor(absl::Milliseconds(20));
     }
     server.Signal(SIGTERM);

@@ -58,6 +58,14 @@ bool Fleet::TryStartServer(int i) {
   return servers_[i]->ready();
 }
 
+bool Fleet::AwaitServerEnd(int i) const {
+  constexpr int kTries = 1000;
+  for (int tries = 0; tries < kTries && !server_ended(i); ++tries) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return server_ended(i);
+}
+
 void Fleet::KillServer(int i) { servers_[i]->End(SIGKILL); }
 
 void Fleet::StartAndKillServer(int i, int after_ms) {

@@ -39,6 +39,8 @@ class Fleet {
   // As StartServer, for a server that may die on the way. True if the server serves.
   bool TryStartServer(int i);
   bool server_ended(int i) const { return servers_[i]->ended(); }
+  // For a server whose connections have ended: the process itself ends later. False if it lives on.
+  bool AwaitServerEnd(int i) const;
   void KillServer(int i);
   // For the starts from now on.
   void set_log_steps(int steps) { options_.log_steps = steps; }
