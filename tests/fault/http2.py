@@ -30,7 +30,7 @@ class Http2:
 
     def __init__(self, address, source=""):
         host, port = address.rsplit(":", 1)
-        self.socket = socket.create_connection((host, int(port)), timeout=30, source_address=(source, 0))
+        self.socket = socket.create_connection((host, int(port)), timeout=120, source_address=(source, 0))
         self.window, self.streams, self.initial, self.next = 65535, {}, 65535, 1
         self.ended = {}  # by stream: the last headers
         self.answer, self.unread = b"", b""
@@ -118,7 +118,7 @@ def refusal(trailers):
     return (reason.group(1).decode() if reason else "none", message.group(0).decode() if message else repr(trailers))
 
 
-def call(address, path, token, message, patience=30):
+def call(address, path, token, message, patience=120):
     """What the server says to one call."""
     link = Http2(address)
     link.socket.settimeout(patience)

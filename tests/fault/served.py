@@ -1,5 +1,5 @@
 """A ballastd with two identities, `trainer` and `few` (the rights to train jobs x-*), and a trainer of its job `trained`."""
-import hashlib, json, os, subprocess, urllib.error, urllib.request
+import hashlib, json, os, subprocess, time, urllib.error, urllib.request
 
 MODEL = ["--layers", "2", "--width", "128", "--heads", "2", "--context", "32", "--batch", "1", "--micro-batches", "2",
          "--chunk-elements", "65536"]
@@ -52,9 +52,21 @@ class Server:
         return sorted((after - before, max([float(time["max_seconds"]) for time in step.get("trainers", []) if time["what"] == "compute"],
                                            default=0)) for (before, _), (after, step) in zip(decided, decided[1:]))
 
+    def step(self):
+        """The newest step of the trainer's job; -1 before the first."""
+        steps = [step for job in json.loads(self.get("/steps.json?last=1")[1]).get("jobs", []) for step in job.get("steps", [])]
+        return int(steps[-1]["step"]) if steps else -1
+
+    def await_step(self, step, seconds):
+        """The newest step; at least `step`, unless it takes longer."""
+        until = time.time() + seconds
+        while (newest := self.step()) < step and time.time() < until:
+            time.sleep(0.05)
+        return newest
+
     def get(self, path):
         try:
-            with urllib.request.urlopen(f"http://{self.http}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{self.http}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -67,4 +79,4 @@ class Server:
 
     def client_connects(self):
         return subprocess.run([f"{self.bin}/ballastctl", "status", "--servers", self.address, "--token-file",
-                               f"{self.dir}/trainer", "--timeout", "10"], capture_output=True, text=True)
+                               f"{self.dir}/trainer", "--timeout", "60"], capture_output=True, text=True)

@@ -7,7 +7,7 @@ The limit is the number of processes (RLIMIT_NPROC) of a user who has the server
 """
 import argparse, os, resource, subprocess, sys, tempfile, threading
 
-USER = 64998
+USER = 50000 + os.getpid() % 10000  # limits count the processes of all runs of this test that go on beside each other
 MODEL = ["--layers", "2", "--width", "128", "--heads", "2", "--context", "32", "--batch", "1", "--micro-batches", "2",
          "--chunk-elements", "65536"]
 PATIENCE = 15  # of the trainer, for each answer
@@ -26,7 +26,7 @@ def start(binaries, directory, limit):
         [f"{binaries}/ballastd", "--listen", "127.0.0.1:0", "--metrics_listen", "127.0.0.1:0", "--data_directory",
          f"{directory}/data", "--budget.dram", "256MiB", "--budget.nvme", "512MiB", "--compute_threads", "2"],
         stdout=subprocess.PIPE, stderr=open(f"{directory}/err", "w"), text=True, preexec_fn=restrict, cwd=directory)
-    late = threading.Timer(60, server.kill)  # nothing takes as long
+    late = threading.Timer(150, server.kill)  # nothing takes as long
     late.start()
     line = server.stdout.readline()
     late.cancel()
