@@ -13,6 +13,8 @@ import ballast.torch as bt
 from ballast import programs
 
 _jobs = itertools.count()
+# An address of this process alone: nobody takes a port there between its choice and its use, nor while its owner is dead.
+OWN_ADDRESS = f'127.{1 + (os.getpid() >> 16) % 128}.{(os.getpid() >> 8) % 256}.{os.getpid() % 256}'
 
 
 @pytest.fixture

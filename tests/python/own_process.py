@@ -1,10 +1,12 @@
 """Scripts in processes of their own, which may be killed."""
 import atexit
 import gc
+import itertools
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -28,6 +30,20 @@ def make(model, **more):
 '''
 
 _imported = None
+_ports = itertools.count()
+
+
+def free_port():
+    """One that is still free when a rank takes it: the system chooses none below 32768, and each process of tests has some of its own."""
+    while True:
+        port = 10000 + os.getpid() % 1000 * 20 + next(_ports) % 20
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(('', port))
+            except OSError:
+                continue
+            return port
 
 
 class Process:

@@ -397,7 +397,8 @@ def killed():
     model, step = divided(2, 1, 2)
     point = os.environ['POINT'] if dist.get_rank() == dist.get_world_size() - 1 else ''
     optimizer = bt.AdamW(model.named_parameters(), directory=f'{sys.argv[2]}/killed', dram='64MiB', nvme='512MiB', threads=1, name='killed',
-                         step_timeout=8.0, open_timeout=20.0, resume='never' if os.environ['POINT'] else 'must', **ARGUMENTS)
+                         step_timeout=8.0 if os.environ['POINT'] else 60.0, open_timeout=60.0,
+                         resume='never' if os.environ['POINT'] else 'must', **ARGUMENTS)
     if not os.environ['POINT']:
         optimizer.resume()
     found, losses = optimizer.job.progress.steps, []

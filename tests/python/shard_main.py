@@ -385,14 +385,14 @@ def evaluated():
 
 @script
 def alive():
-    """Units whose gradients were alive when another went, and after backward; both once servers had a second to take them."""
+    """Units whose gradients were alive when another went, and after backward; servers have had a second to take them, or a minute."""
     model = bt.shard(made(blocks=5))
     optimizer = ours(model)
     refs, most = [], 0
     send = pushes.Pushes._send
 
-    def left():
-        until = time.monotonic() + 1
+    def left(seconds):
+        until = time.monotonic() + seconds
         while time.monotonic() < until and not all(ref.expired() for ref in refs):
             time.sleep(0.001)
         return sum(not ref.expired() for ref in refs)
@@ -400,14 +400,14 @@ def alive():
     def watched(self, unit, tensors):
         nonlocal most
         of = {StorageWeakRef(self._hooked.members[j].parameter.grad.to_local().untyped_storage()) for j in tensors}
-        most = max(most, left() + 1)
+        most = max(most, left(1) + 1)
         refs.extend(of)
         send(self, unit, tensors)
     pushes.Pushes._send = watched
     try:
         for tokens in batches(3):
             loss_of(model, tokens).backward()
-            after = left()
+            after = left(60)
             real = sum(isinstance(p.grad, torch.Tensor) and not hasattr(p.grad.to_local(), 'of') for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()

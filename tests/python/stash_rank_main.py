@@ -40,7 +40,7 @@ def sharded(recompute):
 
 
 def moved_by(kept):
-    for _ in range(1000):
+    for _ in range(12000):
         stats = kept.stats()
         if stats['nvme'] == 0:  # a part on its way to the disk goes when it is there
             return stats['moved'], stats['weights']

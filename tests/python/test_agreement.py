@@ -52,14 +52,14 @@ REFUSED_THERE = {
 def test_all_ranks_are_told_the_same(name, ranks):
     mine, other = both(ranks, name)
     assert mine == other and mine.startswith(REFUSED[name])
-    assert max(rank[name][1] for rank in ranks) < 8
+    assert max(rank[name][1] for rank in ranks) < 55  # none waited for step_timeout
 
 
 @pytest.mark.parametrize('name', REFUSED_THERE)
 def test_an_error_on_one_rank_is_everybodys(name, ranks):
     mine, other = (told.removeprefix('rank 0: ').removeprefix('rank 1: ') for told in both(ranks, name))
     assert mine == other and mine.startswith(REFUSED_THERE[name])
-    assert max(rank[name][1] for rank in ranks) < 8
+    assert max(rank[name][1] for rank in ranks) < 55  # none waited for step_timeout
 
 
 def test_many_parameters_that_differ_are_told_in_parts(ranks):

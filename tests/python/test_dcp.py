@@ -2,11 +2,10 @@
 torch's."""
 import os
 import pathlib
-import socket
 
 import pytest
 import torch
-from own_process import Process
+from own_process import Process, free_port
 
 HERE = pathlib.Path(__file__).parent
 WRAPPINGS = ['uneven', 'last_dimension', 'sequence_parallel', 'fsdp_by_tensor_parallel', 'pipeline_gpipe', 'experts_by_fsdp']
@@ -21,9 +20,7 @@ WAYS = ['ours to ours', 'ours to theirs', 'theirs to ours']
 
 
 def run(world, scripts, folder, **variables):
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     ranks = [Process(HERE / 'dcp_main.py', folder, folder / f'{rank}.log', ','.join(scripts), folder, MASTER_ADDR='127.0.0.1',
                      MASTER_PORT=port, WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank), **variables) for rank in range(world)]
     codes = [rank.wait(1500) for rank in ranks]

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import OWN_ADDRESS
 from own_process import run
 from scripts import batches, loss_of, mlp
 from torch import nn
@@ -282,7 +283,7 @@ def test_a_skipped_step(job, two_servers):
 
 def test_over_a_server_that_is_killed_between_backward_and_step(job, tmp_path):
     """It has lost what went early, or has it in its log: the step comes out the same."""
-    def start(address='127.0.0.1:0'):
+    def start(address=f'{OWN_ADDRESS}:0'):
         server = subprocess.Popen(
             [programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', address, '--metrics_listen', '127.0.0.1:0',
              '--data_directory', str(tmp_path), '--budget.dram', '128MiB', '--budget.nvme', '4GiB', '--log_level', 'error'],

@@ -58,4 +58,4 @@ def test_a_rank_that_makes_no_pass(tmp_path):
     done = run(['absent'], tmp_path, world=3, script='gathers_main.py')['absent']
     for said, seconds in done[:-1]:
         assert said.startswith("a gather of unit '(root)' ended on rank ") and 'ranks [2] did not come to it' in said, said
-        assert seconds < 11
+        assert seconds < 100  # step_timeout is 4 s, and 120 s unless it is told

@@ -15,7 +15,7 @@ def run(case, folder):
     port, started = str(free_port()), time.monotonic()
     ranks = [Process(HERE / 'leaving_main.py', folder, folder / f'{rank}.log', case, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
                      WORLD_SIZE='2', RANK=str(rank), LOCAL_RANK=str(rank), TMPDIR=str(folder)) for rank in range(2)]
-    codes = [rank.wait(100) for rank in ranks]
+    codes = [rank.wait(300) for rank in ranks]
     return codes, [rank.output for rank in ranks], time.monotonic() - started
 
 
@@ -31,8 +31,8 @@ def test_a_slow_rank_still_reads(case, tmp_path):
 @pytest.mark.parametrize(('case', 'codes'), [('killed', [0, -signal.SIGKILL]), ('stays', [0, 0]), ('interrupted', [0, 0]),
                                              ('error', [1, 0])])
 def test_rank_0_waits_in_vain_for_nobody(case, codes, tmp_path):
-    """A process that is gone, a rank that does not close, Ctrl-C, an error that ends the script. step_timeout: 120 s, 'stays' 2 s."""
+    """A process that is gone, a rank that does not close, Ctrl-C, an error that ends the script. It would be for 120 s, in 'stays' for 2 s."""
     found, logs, seconds = run(case, tmp_path)
     assert found == codes, logs
-    assert seconds < 60
+    assert seconds < 110
     assert not list(tmp_path.glob('ballast-*'))

@@ -1,11 +1,10 @@
 """Four ranks whose parameters are placed in every way: the optimizer against torch's on the same model."""
 import os
 import pathlib
-import socket
 
 import pytest
 import torch
-from own_process import Process
+from own_process import Process, free_port
 
 HERE = pathlib.Path(__file__).parent
 WORLD = 4
@@ -21,9 +20,7 @@ if os.environ.get('TEST_ROUNDS') != 'full':  # those of which others are made, a
 
 def run_four(cases, folder, script='placed_main.py', **variables):
     """Processes of four ranks, which run the cases one after another."""
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     return [Process(HERE / script, folder, folder / f'{rank}.log', ','.join(cases), folder, MASTER_ADDR='127.0.0.1',
                     MASTER_PORT=port, WORLD_SIZE=str(WORLD), RANK=str(rank), LOCAL_RANK=str(rank), **variables) for rank in range(WORLD)]
 

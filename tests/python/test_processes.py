@@ -48,7 +48,7 @@ def test_a_private_daemon_outlives_the_thread_that_started_it(tmp_path):
         thread.start()
         thread.join()
         try:
-            daemons[0].process.wait(5)
+            daemons[0].process.wait(2)
         except subprocess.TimeoutExpired:
             daemons[0].stop()
         else:
@@ -139,7 +139,7 @@ def test_closing_while_another_thread_steps(tmp_path):
         raised = []
         def work():
             try:
-                for _ in range(2000):
+                while True:
                     optimizer.step()
             except ballast.Error as error:
                 raised.append(str(error))
@@ -227,7 +227,7 @@ assert os.path.isdir(mine)
 
 
 STOPPED = '''
-import atexit, subprocess, threading
+import atexit, subprocess, threading, time
 import ballast.programs
 server = subprocess.Popen([ballast.programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0',
                            '--metrics_listen', '127.0.0.1:0', '--data_directory', 'server', '--budget.dram', '64MiB',
@@ -236,7 +236,7 @@ server = subprocess.Popen([ballast.programs.path('ballastd'), '--end-with', str(
 atexit.register(server.kill)
 address = server.stdout.readline().split('listen=')[1].split()[0]
 def interrupt():
-    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
 model = mlp()
 def make(**more):
     return bt.AdamW(model.parameters(), servers=address, durability='none', step_timeout=3000, open_timeout=3000, **more)
@@ -269,7 +269,7 @@ interrupt()
 step()
 optimizer.wait()
 '''}[what]
-    done = run(tmp_path, STOPPED + body, expect=-2, seconds=60)
+    done = run(tmp_path, STOPPED + body, expect=-2, seconds=300)
     assert 'KeyboardInterrupt' in done.stderr
 
 
@@ -277,18 +277,23 @@ def test_ctrl_c_amid_a_step_that_ends_leaves_the_session_as_it_is(tmp_path):
     run(tmp_path, STOPPED + '''
 optimizer = make()
 step()
+loss_of(model, next(batches(1))).backward()
 server.send_signal(signal.SIGSTOP)
-interrupt()
-threading.Timer(2, server.send_signal, (signal.SIGCONT,)).start()
+def both():
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+    server.send_signal(signal.SIGCONT)
+threading.Thread(target=both).start()
 try:
-    step()
+    optimizer.step()
 except KeyboardInterrupt:
     interrupted = True
 assert interrupted
 assert optimizer.resume().step == 2
 step()
 assert optimizer.resume().step == 3
-''', seconds=60)
+''', seconds=300)
 
 
 def test_ctrl_c_amid_a_readers_call_ends_the_reader(tmp_path):
@@ -315,7 +320,7 @@ for call in (reader.newest, lambda: reader.read(model)):
 reader.close()
 with bt.Reader(servers=address) as another:
     assert another.newest() == 1
-''', seconds=60)
+''', seconds=300)
 
 
 def test_torchs_compilers_are_not_imported_until_somebody_compiles(tmp_path):

@@ -1,21 +1,14 @@
 """Two ranks, each a process: DDP and FSDP2 against torch's optimizer, over a private state server and over two named ones."""
 import pathlib
 import re
-import socket
 
 import pytest
 import torch
 from conftest import two_state_servers
-from own_process import NewProcess, Process
+from own_process import NewProcess, Process, free_port
 
 HERE = pathlib.Path(__file__).parent
 WORLD = 2
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]
 
 
 def run_pair(script, folder, *arguments, expect=0, anew=False, **variables):

@@ -18,7 +18,7 @@ HERE = pathlib.Path(__file__).parent
 STEPS = 60
 
 TRAINER = f'''
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 sys.path.insert(0, {str(HERE)!r})
 import torch
 import ballast.torch as bt
@@ -34,15 +34,17 @@ def tell():
 optimizer.resume()
 tell()
 losses = []
-for batch in batches({STEPS}):
+for i, batch in enumerate(batches({STEPS})):
     optimizer.zero_grad()
     loss = loss_of(model, batch)
     loss.backward()
     optimizer.step()
     losses.append(loss.item())
     tell()
-    if sys.argv[2] == 'watched':
-        time.sleep(0.02)
+    while sys.argv[2] == 'watched' and len(os.listdir('read')) < i // 8:
+        time.sleep(0.005)
+while sys.argv[2] == 'watched' and not os.path.exists('read/{STEPS}'):
+    time.sleep(0.005)
 optimizer.close()
 pathlib.Path(f'{{sys.argv[1]}}.json').write_text(json.dumps([losses, told]))
 '''
@@ -73,12 +75,13 @@ def test_a_trainer_and_its_evaluator(two_servers, tmp_path):
     """What is read is what the trainer had after some step, and the trainer does not notice."""
     script = tmp_path / 'trainer.py'
     script.write_text(TRAINER, encoding='utf-8')
+    (tmp_path / 'read').mkdir()  # a file for each version that was read: the trainer waits for some of them
     trainers = {name: Process(script, tmp_path, tmp_path / f'{name}.log', name, how, BALLAST_SERVERS=two_servers)
                 for name, how in (('watched', 'watched'), ('alone', 'alone'))}
     probe, model, seen = next(batches(1, seed=11)), mlp(), {}
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     reader = bt.Reader('watched', servers=two_servers, timeout=20)
-    while not (tmp_path / 'watched.json').exists() and time.monotonic() < until:
+    while max(seen, default=0) < STEPS and time.monotonic() < until:
         try:
             read = reader.read(model)
         except ballast.Error as error:
@@ -88,7 +91,8 @@ def test_a_trainer_and_its_evaluator(two_servers, tmp_path):
         assert read.version == read.steps and read.missing == read.unexpected == ()
         with torch.no_grad():
             seen[read.version] = loss_of(model, probe).item()
-    assert [trainer.wait(60) for trainer in trainers.values()] == [0, 0], '\n'.join(each.output for each in trainers.values())
+        (tmp_path / 'read' / str(read.version)).touch()
+    assert [trainer.wait() for trainer in trainers.values()] == [0, 0], '\n'.join(each.output for each in trainers.values())
     losses, told = json.loads((tmp_path / 'watched.json').read_text())
     assert len(seen) > 5 and max(seen) == STEPS
     assert {version: told[version] for version in seen} == seen

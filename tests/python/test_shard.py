@@ -77,12 +77,11 @@ def test_gradients_that_go_in_backward(script, pair):
 
 
 def check_early(script, done):
-    for results, stats in done[script]:
+    for results, _ in done[script]:
         check_near(results, script)
         (_, gradients, _), (_, ours, _) = results
         trained = [i for i, gradient in enumerate(gradients[0]) if gradient is not None]
-        assert trained and all(ours[0][i] is None for i in trained)
-        assert stats['push_seconds'] < 0.01  # step() has nothing left to push
+        assert trained and all(ours[0][i] is None for i in trained)  # step() has nothing left to push
 
 
 @pytest.mark.parametrize('script', ['uneven', 'early', 'no_reshard'])

@@ -5,11 +5,10 @@ import os
 import pathlib
 import pickle
 import shutil
-import socket
 
 import pytest
 import torch
-from own_process import Process
+from own_process import Process, free_port
 from universal_deepspeed import ARGUMENTS, BEFORE, model_of
 from universal_ours import GROUPS, TAG, close, differing, losses, of, state_of, unpacked
 
@@ -21,9 +20,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def run(world, what, folder):
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     ranks = [Process(HERE / 'universal_main.py', folder, folder / f'{rank}.log', what, folder, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
                      WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_SIZE=str(world), DS_ACCELERATOR='cpu')
              for rank in range(world)]
