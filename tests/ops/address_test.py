@@ -5,7 +5,7 @@ import ops
 
 HOSTS = pathlib.Path('/etc/hosts')  # this test's own
 # gRPC by itself asks for the name's address again after half a minute at the earliest.
-TIMEOUT = 15
+TIMEOUT = 25
 
 
 def serve(address):

@@ -43,13 +43,13 @@ class Watch:
         goal = self.version(job) + steps
         ops.wait_for(lambda: self.version(job, *trainers) >= goal, f'step {goal} of {job}')
 
-    def fires(self, *alerts, since, severity=None, seconds=60):
+    def fires(self, *alerts, since, severity=None, seconds=150):
         for alert in alerts:
             event = ops.wait_for(lambda alert=alert: self.hook.seen(alert, 'firing', severity, since), f'{alert} fires', seconds)[0]
             assert 'error expanding' not in str(event[3]), event
             print(f'{alert} fired after {event[0] - since:.1f} s: {event[3]["summary"]} {event[3]["description"]}')
 
-    def resolves(self, *alerts, since, seconds=60):
+    def resolves(self, *alerts, since, seconds=150):
         for alert in alerts:
             event = ops.wait_for(lambda alert=alert: self.hook.seen(alert, 'resolved', None, since), f'{alert} is resolved', seconds)[0]
             print(f'{alert} was resolved after {event[0] - since:.1f} s')
@@ -127,7 +127,7 @@ def test_jobs():
     watch.fires('BallastDataRepaired', since=began)
     demo = watched.trainer(servers[:1], 'demo')
     watch.trains('demo', demo)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while watch.value('ballast_job_failed{training_job="demo"}') != 1:  # a version that no step reads again is damaged in vain
         assert time.monotonic() < end, f'damage was not found: {pathlib.Path("demo0.log").read_text()[-500:]}'
         faults.damage_all(servers[0].folder / 'nvme.tier')
@@ -146,7 +146,7 @@ def test_jobs():
     servers[1].start()
     watch.fires('BallastStateLost', since=began)
     ops.run(ops.BIN / 'ballastctl', 'drop', '--job', 'nan', '--servers', servers[1].listen)
-    watch.resolves('BallastStateLost', 'BallastDataRepaired', since=began, seconds=90)
+    watch.resolves('BallastStateLost', 'BallastDataRepaired', since=began)
 
 
 def test_disks():
@@ -162,7 +162,7 @@ def test_disks():
     began = time.monotonic()
     disk.limit(operations_per_second=40)
     small.fill(free=0.1)
-    refused, end = [], began + 90
+    refused, end = [], began + 150
     while not (watch.hook.seen('BallastErrors') and watch.hook.seen('BallastDiskFull')):
         assert time.monotonic() < end, watch.hook.events
         small.fill(free=max(0, 0.1 - 0.01 * (time.monotonic() - began)))
@@ -188,7 +188,7 @@ def test_machine():
     watch.silent('BallastBusy')
 
     # Pulls of a version that is far away, with a deadline of 0.2 s: reason BUSY.
-    end = time.monotonic() + 60
+    end = time.monotonic() + 150
     while not watch.hook.seen('BallastBusy'):
         assert time.monotonic() < end, watch.hook.events
         faults.pull(servers[0].listen, 'demo', 1 << 40)

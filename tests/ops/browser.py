@@ -37,7 +37,7 @@ class Browser:
     def open(self, url, width=1280, height=900, status=None, down=False, **options):
         """A page at `url`. `status`: changes the server's /status.json on its way. `down`: failing requests to this host are expected."""
         page = self.chromium.new_page(viewport={'width': width, 'height': height}, **options)
-        page.set_default_timeout(10000)
+        page.set_default_timeout(60000)
         page.on('console', lambda message: None if down and 'ERR_' in message.text else self.faults.append(message.text))
         page.on('pageerror', lambda error: self.faults.append(str(error)))
         page.on('request', lambda request: None if request.url.startswith(url) else self.faults.append(f'asked {request.url}'))

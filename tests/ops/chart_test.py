@@ -186,7 +186,7 @@ def test_every_configured_key_is_known_to_ballastd():
     command = [ops.BIN / 'ballastd', *container['args'][:-1], 'data']
     # Kubernetes sets such a variable where a Service is called ballast, and ballastd passes it over.
     server = ops.start(*command, log='log', env={**environment, 'BALLAST_PORT': 'tcp://10.0.0.1:7070'})
-    ops.wait_for(lambda: 'ballastd ready' in open('log').read(), 'ballastd ready', 20)
+    ops.wait_for(lambda: 'ballastd ready' in open('log').read(), 'ballastd ready')
     server.terminate()
     ops.ended(server, 'log')
     refused = ops.run(*command, fails=True, env={**environment, 'BALLAST_PROT': '1'})
@@ -224,10 +224,10 @@ def test_tls_of_the_rendered_pod():
     environment = {entry['name']: entry.get('value', 'ballast-0').replace('/etc/ballast', str(folder))
                    .replace('$(BALLAST_SERVER_ID)', 'ballast-0') for entry in container['env']}
     server = ops.start(ops.BIN / 'ballastd', *container['args'][:-1], 'data', log='log', env=environment)
-    ops.wait_for(lambda: 'ballastd ready' in open('log').read(), 'ballastd ready', 20)
+    ops.wait_for(lambda: 'ballastd ready' in open('log').read(), 'ballastd ready')
 
     def get(path, context):
-        with socket.create_connection(('127.0.0.1', 9070), 5) as plain, context.wrap_socket(plain, server_hostname=name) as connection:
+        with socket.create_connection(('127.0.0.1', 9070), 60) as plain, context.wrap_socket(plain, server_hostname=name) as connection:
             connection.sendall(f'GET {path} HTTP/1.1\r\nHost: {name}\r\n\r\n'.encode())
             answer = b''
             while piece := connection.recv(65536):

@@ -77,7 +77,7 @@ def runs_and_trains(podman, image, *options):
            '--env', 'BALLAST_BUDGET_DRAM=64MiB',
            '--env', 'BALLAST_BUDGET_NVME=512MiB', *options, image)
     try:
-        ops.wait_for(answers, 'the server answers', 20)
+        ops.wait_for(answers, 'the server answers')
     except AssertionError:
         print(podman('logs', 'server'))
         raise
@@ -122,7 +122,7 @@ def test_memory_limit():
                     image, 'doctor', fails=True)
     assert re.search(f'bad +memory limit +{says}', doctor), doctor
     podman('run', '--detach', '--name', 'little', *little, image)
-    ops.wait_for(lambda: 'exited' in podman('inspect', '--format', '{{.State.Status}}', 'little'), 'the server has refused', 20)
+    ops.wait_for(lambda: 'exited' in podman('inspect', '--format', '{{.State.Status}}', 'little'), 'the server has refused')
     said = podman('logs', 'little')
     assert podman('inspect', '--format', '{{.State.ExitCode}} {{.State.OOMKilled}}', 'little').split() == ['2', 'false'], said
     assert re.search(f'memory limit {says}, wanted 64\\.0 MiB \\(budget.dram\\)', said) and 'raise the limit' in said, said
@@ -161,7 +161,7 @@ def chart_pod(image, **values):
 
 def plays(podman, *options):
     podman('kube', 'play', *options, 'pod.yaml')
-    ops.wait_for(answers, "the pod's server answers", 20)
+    ops.wait_for(answers, "the pod's server answers")
 
 
 def pod_trains(podman, image, options=(), **values):

@@ -43,13 +43,13 @@ def start(*command, log, **options):
         return subprocess.Popen([str(word) for word in command], stdout=output, stderr=subprocess.STDOUT, **options)
 
 
-def ended(process, log, seconds=120, code=0):
+def ended(process, log, seconds=300, code=0):
     """Waits for a process of start()."""
     got = process.wait(seconds)
     assert got == code, f'{process.args} ended with {got}, expected {code}:\n{pathlib.Path(log).read_text(errors="replace")}'
 
 
-def wait_for(condition, what, seconds=60):
+def wait_for(condition, what, seconds=120):
     """Value of condition() as soon as it is true; an exception within it counts as not yet."""
     last, end = None, time.monotonic() + seconds
     while time.monotonic() < end:
@@ -65,7 +65,7 @@ def wait_for(condition, what, seconds=60):
 def http(url):
     """(status, text); status 0 where nobody answers."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=30) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(errors='replace')

@@ -48,7 +48,7 @@ def test_deb_in_bare_root():
     containers.in_root(root, 'chown', 'ballast:', '/var/lib/ballast')
     server = ops.start('/usr/sbin/chroot', '--userspec', 'ballast', root, 'ballastd', '--config', '/etc/ballast/ballastd.yaml',
                        '--budget.dram', '64MiB', '--budget.nvme', '512MiB', log='server.log', env={'PATH': '/usr/bin:/bin'})
-    ops.wait_for(lambda: 'ballastd ready' in pathlib.Path('server.log').read_text(), 'ballastd ready', 20)
+    ops.wait_for(lambda: 'ballastd ready' in pathlib.Path('server.log').read_text(), 'ballastd ready')
     assert 'HEALTHY' in containers.in_root(root, 'ballastctl', 'status', '--servers', '127.0.0.1:7070')
     ops.run(*ops.trainer('127.0.0.1:7070', '--job', 'deb', '--dump-master', 'got'))
     server.terminate()

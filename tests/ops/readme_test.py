@@ -62,7 +62,7 @@ def test_run_it_for_real():
     into = ['nsenter', '-t', machine.pid, '-a', 'env', 'HOME=/root', 'OMP_NUM_THREADS=1', 'sh', '-ec']
     run = ops.start(*into, f'cd /root; {trainer[-1]}', log='run.log')
     try:
-        ops.wait_for(lambda: 'step 10:' in pathlib.Path('run.log').read_text(), 'step 10', 90)
+        ops.wait_for(lambda: 'step 10:' in pathlib.Path('run.log').read_text(), 'step 10', 200)
     except AssertionError:
         print(pathlib.Path('run.log').read_text())
         raise
@@ -76,7 +76,7 @@ def test_run_it_for_real():
     for line in monitor[:-1]:
         began = time.monotonic()
         print(machine('sh', '-ec', f'cd /root; {line}'), f'{time.monotonic() - began:.1f} s')
-    said = ops.wait_for(lambda: machine('sh', '-ec', monitor[-1]).strip(), 'Prometheus has scraped the server', 30)
+    said = ops.wait_for(lambda: machine('sh', '-ec', monitor[-1]).strip(), 'Prometheus has scraped the server')
     print(said)
     assert (found := re.search(r'instance="state1:9070".*training_job="example"} => (\d+) ', said)) and int(found.group(1)) >= 10, said
     fetch = 'import urllib.request; print(urllib.request.urlopen("http://127.0.0.1:9090/api/v1/rules").read().decode())'

@@ -85,13 +85,13 @@ def test_large_log():
     scraper = Scraper(server)
     while ops.http(f'http://{server.metrics}/readyz')[0] != 200:
         assert server.process.poll() is None, pathlib.Path(server.log).read_text()[-2000:]
-        assert time.monotonic() - began < 60, f'not ready: {scraper.answers[-4:]}'
+        assert time.monotonic() - began < 300, f'not ready: {scraper.answers[-4:]}'
         time.sleep(0.2)
     ready = time.monotonic()
     resident = int(re.search(r'VmHWM:\s+(\d+) kB', pathlib.Path(f'/proc/{server.process.pid}/status').read_text())[1]) << 10
     print(f'resident at most {resident / 1e9:.2f} GB, {resident / PARAMETERS:.1f} bytes a parameter')
     assert STATE_BYTES < resident < RESIDENT_BYTES_MAX
-    time.sleep(0.3)
+    ops.wait_for(lambda: any(answer[3] == 200 for answer in scraper.of('readyz')), 'the scraper has seen that it is ready')
     scraper.end()
     for connection in connections:
         connection.close()
@@ -111,7 +111,7 @@ def test_large_log():
 
     seen = [(at - began, *progress(text)) for at, path, _, _, text in scraper.answers if path != 'livez' and at < ready]
     total = seen[-1][2]
-    some = ', '.join(f'{at:.1f} s {done >> 20} MiB' for at, done, _ in seen[:: len(seen) // 30])
+    some = ', '.join(f'{at:.1f} s {done >> 20} MiB' for at, done, _ in seen[:: max(1, len(seen) // 30)])
     print(f'ready after {ready - began:.1f} s: {some}')
     assert all(earlier[1] <= later[1] for earlier, later in zip(seen, seen[1:], strict=False)), 'done shrinks'
     assert all(done <= all_ for _, done, all_ in seen), 'more done than there is'
@@ -121,7 +121,8 @@ def test_large_log():
     print(f'total {total / 1e9:.2f} GB, the log has {log_bytes / 1e9:.2f} GB')
     replayed = int(re.search(r'recovered step .* (\d+) MiB of slices replayed', pathlib.Path(server.log).read_text())[1]) << 20
     assert REPLAYED_BYTES_MIN < replayed < total < log_bytes + STATE_BYTES, replayed
-    # No long while without progress: what is done in each fifth of the time.
+    # No long while without progress: what is done from the last look before each fifth of the time to the first behind it.
     for fifth in range(5):
-        part = [done for at, done, _ in seen if fifth <= 5 * at / seen[-1][0] <= fifth + 1]
-        assert part[-1] - part[0] > total / 40, (fifth, part[0], part[-1])
+        before = max((done for at, done, _ in seen if 5 * at <= fifth * seen[-1][0]), default=0)
+        after = min(done for at, done, _ in seen if 5 * at >= (fifth + 1) * seen[-1][0])
+        assert after - before > total / 40, (fifth, before, after)

@@ -17,7 +17,7 @@ def test_by_tls():
     server = ops.start(ops.BIN / 'ballastd', '--listen', '127.0.0.1:7070', '--metrics_listen', '127.0.0.1:9070', '--data_directory', 'data',
                        '--budget.dram', '64MiB', '--tls.certificate', folder / 'server' / 'tls.crt', '--tls.key',
                        folder / 'server' / 'tls.key', '--tls.client_ca', ca, '--metrics_tls', 'true', log='log')
-    ops.wait_for(lambda: 'ballastd ready' in open('log').read(), 'ballastd ready', 20)
+    ops.wait_for(lambda: 'ballastd ready' in open('log').read(), 'ballastd ready')
     text = re.search(r'```yaml\n(scrape_configs:.*?)```', (ops.DEPLOY / 'prometheus' / 'README.md').read_text(), re.DOTALL)[1]
     for shown, here in [('servers-ca.crt', ca), ('prometheus.crt', folder / 'scrape' / 'tls.crt'),
                         ('prometheus.key', folder / 'scrape' / 'tls.key'), ("'node-1:9070', 'node-2:9070'", "'127.0.0.1:9070'")]:
@@ -28,9 +28,9 @@ def test_by_tls():
               log='prometheus.log')
 
     def answer(query):
-        with urllib.request.urlopen(f'http://127.0.0.1:9090/api/v1/query?query={query}', timeout=5) as got:
+        with urllib.request.urlopen(f'http://127.0.0.1:9090/api/v1/query?query={query}', timeout=30) as got:
             return [float(sample['value'][1]) for sample in json.load(got)['data']['result']]
-    ops.wait_for(lambda: answer('up{job="ballast"}') == [1], 'scraped by TLS', 30)
+    ops.wait_for(lambda: answer('up{job="ballast"}') == [1], 'scraped by TLS')
     assert answer('ballast_tls_not_after_timestamp_seconds{what="client_ca"}')[0] > 1e9
     server.terminate()
     ops.ended(server, 'log')

@@ -49,10 +49,10 @@ def cluster():
     environment = {**os.environ, 'SLURM_CONF': str(folder / 'slurm.conf'), 'USER': 'root', 'PATH': f'{ops.BIN}:{os.environ["PATH"]}'}
     ops.start('munged', '--foreground', '--force', f'--key-file={key}', f'--log-file={folder}/munged.log', '--pid-file=/run/munge/pid',
               f'--seed-file={folder}/seed', log='munged.out')
-    ops.wait_for(lambda: ops.run('munge', '-n', '-s', 'x'), 'munged answers', 20)
+    ops.wait_for(lambda: ops.run('munge', '-n', '-s', 'x'), 'munged answers')
     ops.start('slurmctld', '-D', log='slurmctld.out', env=environment)
     ops.start('slurmd', '-D', '-N', 'node1', log='slurmd.out', env=environment)
-    ops.wait_for(lambda: 'idle' in ops.run('sinfo', '-h', '-o', '%T', env=environment), 'the node is idle', 30)
+    ops.wait_for(lambda: 'idle' in ops.run('sinfo', '-h', '-o', '%T', env=environment), 'the node is idle')
     return environment
 
 
@@ -76,7 +76,7 @@ def log(job):
 def over(environment, job):
     busy = ('PENDING', 'RUNNING', 'COMPLETING')
     try:
-        return ops.wait_for(lambda: (now := state(environment, job)) not in busy and now, f'job {job} is over', 60)
+        return ops.wait_for(lambda: (now := state(environment, job)) not in busy and now, f'job {job} is over', 200)
     except AssertionError:
         print(log(job), ops.run('squeue', '--steps', env=environment), ops.run('ps', 'f', '-e'))
         raise

@@ -23,7 +23,7 @@ class Machine:
                                '--systemd=always', '--network', 'none', '--cap-add', 'SYS_ADMIN', '--security-opt', 'seccomp=unconfined',
                                *(f'--volume={here}:{there}:ro' for here, there in mounts),
                                '--rootfs', self.root, '/lib/systemd/systemd', log='boot.log', env=self.podman.environment)
-        ops.wait_for(lambda: self.state() in ('running', 'degraded'), 'systemd is up', 60)
+        ops.wait_for(lambda: self.state() in ('running', 'degraded'), 'systemd is up')
 
     def state(self):
         self.pid = self.podman('inspect', '--format', '{{.State.Pid}}', 'machine').strip()

@@ -31,7 +31,7 @@ def test_a_slow_rank_still_reads(case, tmp_path):
 @pytest.mark.parametrize(('case', 'codes'), [('killed', [0, -signal.SIGKILL]), ('stays', [0, 0]), ('interrupted', [0, 0]),
                                              ('error', [1, 0])])
 def test_rank_0_waits_in_vain_for_nobody(case, codes, tmp_path):
-    """A process that is gone, a rank that does not close, Ctrl-C, an error that ends the script. It would be for 120 s, in 'stays' for 2 s."""
+    """A process that is gone, a rank that does not close, Ctrl-C, an error that ends the script. In vain: 120 s, in 'stays' 2 s."""
     found, logs, seconds = run(case, tmp_path)
     assert found == codes, logs
     assert seconds < 110
