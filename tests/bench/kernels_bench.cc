@@ -336,8 +336,10 @@ std::vector<IsaTime> TakeTurns(const Case& c, const std::vector<Isa>& isas, uint
 // An EPYC with AVX-512 packs 4-bit codes at 0.78 of its AVX2 speed. They are made once, when a frozen tensor comes.
 double SpeedMin(const Case& c) { return c.kernel == "quantize/bf16/int4" ? 0.7 : kWiderSpeedMin; }
 
-// True if no set is slower than a narrower set. A set counts as slow only if all of three measurements find it slow, so
-// that the set is not blamed for other work on the machine.
+// A set counts as slow only if as many measurements, one behind the other, find it slow.
+constexpr int kGuardTries = 10;
+
+// True if no set is slower than a narrower set. No set is blamed for other work on the machine.
 bool Guard(const std::vector<Case>& cases, const std::string& filter, uint64_t n) {
   std::vector<Isa> isas = Isas();
   isas.emplace_back("scalar", HWY_BASELINE_SCALAR);
@@ -346,7 +348,7 @@ bool Guard(const std::vector<Case>& cases, const std::string& filter, uint64_t n
     if (c.kernel.find(filter) == std::string::npos) continue;
     if (c.state != nullptr) c.state->Reset();
     std::vector<SlowIsa> slow;
-    for (int tries = 0; tries < 3 && (tries == 0 || !slow.empty()); ++tries) {
+    for (int tries = 0; tries < kGuardTries && (tries == 0 || !slow.empty()); ++tries) {
       slow = SlowerThanNarrower(TakeTurns(c, isas, n), SpeedMin(c));
     }
     for (const SlowIsa& set : slow) {
