@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ballast.torch as bt
 
 ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1}
+STEPS = 30 if os.environ.get('TEST_ROUNDS') == 'full' else 16  # a parameter comes before the 13th
 
 
 def ours(parameters, **more):
@@ -33,7 +34,7 @@ def own_batches(count):
             yield batch
 
 
-def train(model, optimizer, steps=30, before_step=None):
+def train(model, optimizer, steps=STEPS, before_step=None):
     losses = []
     for i, batch in enumerate(own_batches(steps)):
         optimizer.zero_grad()

@@ -25,6 +25,7 @@ from ballast.torch.sharding import pulls, pushes
 ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1, 'eps': 1e-4}
 VOCABULARY = 17
 DEVICE = os.environ.get('BALLAST_TEST_DEVICE', 'cpu')
+STEPS = 30 if os.environ.get('TEST_ROUNDS') == 'full' else 12  # of both()
 SCRIPTS = {}
 
 
@@ -134,7 +135,7 @@ def whole_of(model):
     return values
 
 
-def both(name, make=made, policy=None, push_early=False, steps=30, backwards=1, extra=None, **more):
+def both(name, make=made, policy=None, push_early=False, steps=STEPS, backwards=1, extra=None, **more):
     """Plain FSDP2 with torch's optimizer, and shard() with ours: (losses, gradients of two steps, parameters) of each, and stats. extra:
     arguments that shard() alone has."""
     policy = policy or {}

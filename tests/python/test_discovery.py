@@ -77,7 +77,7 @@ def train(optimizer, model, begin, end):
         optimizer.step()
 
 
-@pytest.mark.parametrize('url, variable', [('plain', False), ('plain', True), ('tls', False)], indirect=['url'])
+@pytest.mark.parametrize('url, variable', [('plain', False), ('tls', True)], indirect=['url'])
 def test_a_server_that_comes_back_elsewhere_is_found(url, tmp_path, monkeypatch, variable):
     models, servers = [], [Server(tmp_path, name, url) for name in 'ab']
     for where in ('served', 'embedded'):

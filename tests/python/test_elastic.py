@@ -75,6 +75,8 @@ def test_all_ranks_are_started_again_over_a_store_that_lives_on(undisturbed, tmp
 
 def test_torchrun_starts_all_ranks_again(undisturbed, tmp_path):
     way, losses = undisturbed
+    if way == 'plain' and os.environ.get('TEST_ROUNDS') == 'ci':
+        pytest.skip('torchrun, each of whose ranks imports torch anew, starts those of shard() alone')
     printed = launch_by_torchrun(tmp_path / 'disturbed', way)
     check_last_attempt(tmp_path / 'disturbed', losses)
     assert ADVICE not in printed

@@ -11,6 +11,9 @@ from test_shard import run
 from ballast import programs
 
 FROZEN = ('working', 'q8')
+KILLED = [(frozen, world) for frozen in FROZEN for world in (1, 2)]
+if os.environ.get('TEST_ROUNDS') != 'full':  # each kind, and each number of ranks
+    KILLED = [('working', 1), ('q8', 2)]
 BLOCK = 256
 
 
@@ -143,8 +146,7 @@ def test_the_base_takes_its_working_copy_alone(frozen, server, tmp_path):
     assert base <= (2.004 if frozen == 'working' else 1.02) * count
 
 
-@pytest.mark.parametrize('frozen', FROZEN)
-@pytest.mark.parametrize('world', [1, 2])
+@pytest.mark.parametrize(('frozen', 'world'), KILLED)
 def test_a_killed_server_comes_back_with_the_same_bits(frozen, world, server, tmp_path):
     """Killed where values of the base are in the log alone, and where they have been flushed and the log has been cut."""
     script = f'part_{frozen}'

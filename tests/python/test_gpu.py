@@ -28,11 +28,11 @@ def of(model, job, **more):
 @pytest.mark.parametrize('over_servers', [False, True])
 @pytest.mark.parametrize('overlap', [False, True])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_trains_as_without_copies(device, dtype, overlap, over_servers, job, two_servers):
+def test_trains_as_without_copies(device, dtype, overlap, over_servers, job, request):
     """To the last bit, on the same device's gradients: a twin's, which are moved to the CPU."""
     model = mlp().to(device, dtype)
     twin = copy.deepcopy(model).to('cpu')
-    more = {'servers': two_servers} if over_servers else {}
+    more = {'servers': request.getfixturevalue('two_servers')} if over_servers else {}
     if over_servers:
         job = {'name': job['name']}
     mine = of(model, job, overlap=model if overlap else None, push_early=over_servers, **more)

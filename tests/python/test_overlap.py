@@ -70,7 +70,7 @@ def same(model, parameters):
 
 
 @pytest.mark.parametrize('over_servers', [False, True])
-def test_to_the_last_bit_as_without(over_servers, job, two_servers):
+def test_to_the_last_bit_as_without(over_servers, job, request):
     """With what a loop does between steps."""
     def script(model, make):
         optimizer = make(model)
@@ -88,7 +88,7 @@ def test_to_the_last_bit_as_without(over_servers, job, two_servers):
                      after_backward=lambda i: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
     def make(suffix, overlaps):
-        arguments = {'servers': two_servers, 'name': 'overlap'} if over_servers else job
+        arguments = {'servers': request.getfixturevalue('two_servers'), 'name': 'overlap'} if over_servers else job
         return lambda model: bt.AdamW(model.named_parameters(), lr=1e-2, overlap=model if overlaps else None,
                                       **{**arguments, 'name': arguments['name'] + suffix})
     expected, came, twin, model = both(script, make('', True), make('-plain', False))

@@ -3,13 +3,14 @@ import os
 import subprocess
 
 import pytest
+from own_process import run as run_fork
 from own_process import run_anew as run
 
 import ballast
 
 
 def test_after_a_budget_that_was_too_small_another_may_be_given(tmp_path):
-    run(tmp_path, '''
+    run_fork(tmp_path, '''
         try:
             make(mlp(), dram='4KiB', nvme=0, durability='none').resume()
         except ballast.Error as error:
@@ -40,7 +41,7 @@ def test_a_directory_in_use_names_its_process(tmp_path):
 
 
 def test_a_private_daemon_outlives_the_thread_that_started_it(tmp_path):
-    run(tmp_path, '''
+    run_fork(tmp_path, '''
         import subprocess, threading
         from ballast import embedded_daemon
         daemons = []
@@ -57,7 +58,7 @@ def test_a_private_daemon_outlives_the_thread_that_started_it(tmp_path):
 
 
 def test_threads_that_open_at_once_share_a_server(tmp_path):
-    run(tmp_path, '''
+    run_fork(tmp_path, '''
         import threading
         from ballast import embedded
         together, ended, kept = threading.Barrier(4), [], []
@@ -126,11 +127,11 @@ def test_ctrl_c_leaves_no_lock_behind(tmp_path):
             if i == 3:
                 os.kill(os.getpid(), signal.SIGINT)
         ''', expect=-2)
-    run(tmp_path, 'assert make(mlp(), resume="must").resume().step == 4')
+    run_fork(tmp_path, 'assert make(mlp(), resume="must").resume().step == 4')
 
 
 def test_closing_while_another_thread_steps(tmp_path):
-    run(tmp_path, '''
+    run_fork(tmp_path, '''
         import threading, time
         model = mlp()
         optimizer = make(model)

@@ -6,10 +6,11 @@ import test_ranks
 import torch
 from conftest import two_state_servers
 from own_process import Process
+from shard_main import STEPS
 
 HERE = pathlib.Path(__file__).parent
 # A step's gathers: forward of the root and three blocks, and backward of the blocks, since the root stays gathered.
-UNITS, GATHERS, STEPS = 4, 7, 30
+UNITS, GATHERS = 4, 7
 
 BITS = ['uneven', 'even', 'recompute_reentrant', 'recompute', 'accumulation', 'accumulation_synced', 'no_reshard', 'bf16', 'wrapped']
 EARLY = ['early', 'early_accumulation', 'early_synced', 'frozen']
@@ -94,7 +95,7 @@ def test_one_rank(script, alone):
 
 
 def check_pulls(script, stats):
-    """Those of thirty steps, and those that were pulled ahead of gathers that never came: behind the first step, which nothing foretold,
+    """Those of each step, and those that were pulled ahead of gathers that never came: behind the first step, which nothing foretold,
     and behind the last."""
     a_step = {'no_reshard': UNITS, 'accumulation': 2 * GATHERS, 'accumulation_synced': 2 * GATHERS}.get(script, GATHERS)
     assert STEPS * a_step <= stats['unit_pulls'] <= (STEPS + 2) * a_step

@@ -2,7 +2,8 @@
 import pytest
 import torch
 from conftest import two_state_servers
-from test_shard import GATHERS, STEPS, UNITS, check_near, run
+from test_shard import GATHERS, UNITS, check_near, run
+from zeropp_main import STEPS
 
 from ballast.torch.sharding.collectives import BLOCK, quantized, restored
 

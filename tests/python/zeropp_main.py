@@ -10,6 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ballast.torch as bt
 
+STEPS = 30
+
 
 @functools.cache
 def nodes():
@@ -21,7 +23,7 @@ def wide():
 
 
 def trained(name, micro=1, make=wide, **extra):
-    return both(name, make=make, push_early=True, micro=micro, extra=extra)
+    return both(name, make=make, push_early=True, micro=micro, extra=extra, steps=STEPS)
 
 
 @script
