@@ -1,5 +1,6 @@
 """One rank of test_zeropp.py: zeropp_main.py SCRIPT[,SCRIPT...] FOLDER, as shard_main.py. Four ranks, two to a node."""
 import functools
+import os
 import warnings
 
 import torch
@@ -10,7 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ballast.torch as bt
 
-STEPS = 30
+STEPS = 30  # where bytes are counted
+FEW = STEPS if os.environ.get('TEST_ROUNDS') == 'full' else 10
 
 
 @functools.cache
@@ -22,8 +24,8 @@ def wide():
     return made(width=16, rows=64)
 
 
-def trained(name, micro=1, make=wide, **extra):
-    return both(name, make=make, push_early=True, micro=micro, extra=extra, steps=STEPS)
+def trained(name, micro=1, make=wide, steps=STEPS, **extra):
+    return both(name, make=make, push_early=True, micro=micro, extra=extra, steps=steps)
 
 
 @script
@@ -38,18 +40,18 @@ def second():
 
 @script
 def exact_accumulation():
-    return trained('exact_accumulation', micro=2)
+    return trained('exact_accumulation', micro=2, steps=FEW)
 
 
 @script
 def second_accumulation():
-    return trained('second_accumulation', micro=2, second=nodes()['rank'])
+    return trained('second_accumulation', micro=2, steps=FEW, second=nodes()['rank'])
 
 
 @script
 def second_uneven():
     """Units that two ranks cannot halve."""
-    return trained('second_uneven', make=lambda: made(width=10, rows=19), second=nodes()['rank'])
+    return trained('second_uneven', make=lambda: made(width=10, rows=19), steps=FEW, second=nodes()['rank'])
 
 
 @script
