@@ -42,9 +42,9 @@ def trained():
 
 
 def slow(case, model, optimizer):
-    time.sleep(0 if case == 'drop' else SLOW_SECONDS)
     while case == 'drop' and not pathlib.Path('dropped').exists():
         time.sleep(0.05)
+    time.sleep(SLOW_SECONDS)
     for parameter in model.parameters():  # from the server
         assert optimizer.state[parameter]['exp_avg'].abs().sum() > 0
     pathlib.Path('read').touch()
