@@ -11,12 +11,11 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/services/gateway/call_reactor.h"
 #include "ballast/services/gateway/known_fields.h"
+#include "ballast/services/gateway/push_message.h"
 
 namespace ballast::services {
 namespace {
 
-// A push's parsed header takes little beside its payload.
-constexpr uint64_t kPushFieldsMax = 16 << 10;
 // A presence bit of each tensor.
 constexpr size_t kNormBytesMax = size_t{1} << 20;
 // Peers, which a group's servers are: 300 bytes of each.
@@ -115,7 +114,7 @@ void StateServiceImpl::AddTo(Methods* methods) {
       }));
   AddPins(add);
   add({Call::kPush, kWholeBytesMax, nullptr,
-       [this](const Arrival& arrival, grpc::ByteBuffer* message) { Push(arrival, *message); }});
+       [this](const Arrival& arrival, grpc::ByteBuffer* message) { Push(arrival, message); }});
   // Thousands of pulls wait at a time.
   add({Call::kPull, kFewBytesMax, nullptr,
        [this](const Arrival& arrival, grpc::ByteBuffer* message) { Pull(arrival, *message); }});
@@ -159,46 +158,34 @@ absl::StatusOr<SharedMemory::Part> StateServiceImpl::SharedPart(const v1::Shared
                       "this server does not share memory with clients; send the same request over the network");
 }
 
-void StateServiceImpl::Push(const Arrival& arrival, const grpc::ByteBuffer& message) {
+void StateServiceImpl::Push(const Arrival& arrival, grpc::ByteBuffer* message) {
   CallReactor* const reactor = arrival.reactor;
-  auto header = std::make_shared<v1::PushRequest>();
-  const uint64_t allowed = 2 * message.Length() + kPushFieldsMax;
-  const std::optional<uint64_t> counted = ParsedBytes(v1::PushRequest::descriptor(), message, allowed);
-  if (!counted.has_value()) return reactor->Fail(Unparsed(v1::PushRequest::descriptor()));
-  if (*counted > allowed) {
-    return reactor->Fail(model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
-                                      "this push has more fields than a header and one payload"));
-  }
-  if (!ParseMessage(reactor, message, header.get())) return;
+  absl::StatusOr<std::shared_ptr<PushMessage>> push = ReadPush(message);
+  if (!push.ok()) return reactor->Fail(push.status());
+  v1::PushRequest* const header = &(**push).header;
   if (const auto visit = gate_->Admit(arrival.visitor, {Call::kPush, header->job()}); !visit.ok()) {
     return reactor->Fail(visit.status());
   }
-  // The job copies the header to keep it, so the payload goes elsewhere; it lives until the reply.
-  struct Payload {
-    std::string sent;
-    SharedMemory::Part shared;
-  };
-  auto payload = std::make_shared<Payload>();
-  payload->sent.swap(*header->mutable_payload());
-  header->clear_payload();
-  absl::Span<const std::byte> bytes(reinterpret_cast<const std::byte*>(payload->sent.data()), payload->sent.size());
+  PushedBytes bytes((**push).payload);
+  auto shared = std::make_shared<SharedMemory::Part>();
   if (header->has_shared()) {
     absl::StatusOr<SharedMemory::Part> part = SharedPart(header->shared());
-    if (part.ok() && !bytes.empty()) {
+    if (part.ok() && bytes.size() > 0) {
       part = model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest,
                           "expected the bytes of a push in `payload` or in shared memory; this push has both");
     }
     if (!part.ok()) return reactor->Fail(part.status());
-    payload->shared = *std::move(part);
-    bytes = payload->shared.bytes;
+    *shared = *std::move(part);
+    bytes = PushedBytes(absl::MakeConstSpan(shared->bytes));
     header->clear_shared();
   }
-  state_->Push(*header, bytes, arrival.limit(),
-               [this, reactor, payload](absl::StatusOr<v1::PushResponse> answer) mutable {
-                 if (answer.ok() && payload->shared.region != nullptr) {
-                   shared_->counters()->in_bytes.fetch_add(payload->shared.bytes.size(), std::memory_order_relaxed);
+  state_->Push(*header, std::move(bytes), arrival.limit(),
+               [this, reactor, push = *std::move(push), shared](absl::StatusOr<v1::PushResponse> answer) mutable {
+                 if (answer.ok() && shared->region != nullptr) {
+                   shared_->counters()->in_bytes.fetch_add(shared->bytes.size(), std::memory_order_relaxed);
                  }
-                 payload.reset();
+                 push.reset();
+                 shared.reset();
                  if (!answer.ok()) return reactor->Fail(answer.status());
                  // An empty PushResponse is no bytes at all.
                  const grpc::Slice nothing;

@@ -37,8 +37,8 @@ class StateServiceImpl final {
                Needed needed = Needed::kUntilTheAnswer);
   void AddPins(const std::function<void(Method)>& add);
   void Identify(v1::IdentifyRequest* request, Reply<v1::IdentifyResponse> reply);
-  // Push and Pull parse for themselves, so that their payloads are neither zeroed nor copied more than needed.
-  void Push(const Arrival& arrival, const grpc::ByteBuffer& message);
+  // Push and Pull parse for themselves, so that payloads stay where gRPC has them.
+  void Push(const Arrival& arrival, grpc::ByteBuffer* message);
   void Pull(const Arrival& arrival, const grpc::ByteBuffer& message);
   void PullIntoShared(v1::PullRequest* request, const Arrival& arrival);
   absl::StatusOr<SharedMemory::Part> SharedPart(const v1::SharedPlace& place) const;

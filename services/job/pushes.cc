@@ -34,19 +34,28 @@ absl::Status CheckSlice(const v1::PushRequest& header) {
 }
 
 // `expected`: none where nothing could damage the bytes.
-absl::Status CopyChecked(absl::Span<const std::byte> from, std::optional<uint32_t> expected, PushedSlice* slice) {
-  std::byte* const to = slice->receipt.to;
+absl::Status CopyChecked(const PushedBytes& from, std::optional<uint32_t> expected, PushedSlice* slice) {
   const bool checksums = expected.has_value() || slice->wants_parity || slice->receipt.logged;
-  for (size_t at = 0; at < from.size(); at += kCopyBytes) {
-    const auto piece = from.subspan(at, kCopyBytes);
-    if (checksums) {
-      slice->crc32c = kernels::CopyCrc32c(piece, to + at, slice->crc32c);
-    } else {
-      std::memcpy(to + at, piece.data(), piece.size());
-    }
+  std::byte* to = slice->receipt.to;
+  std::byte* summed = to;  // the parity has what is before
+  const auto sum_to = [&](size_t bytes) {
     // From the copy: a client on this host may write to `from` meanwhile.
-    if (slice->wants_parity) slice->parity.Add(absl::MakeConstSpan(to + at, piece.size()));
+    if (slice->wants_parity && bytes > 0) slice->parity.Add(absl::MakeConstSpan(summed, bytes));
+    summed += bytes;
+  };
+  for (const absl::Span<const std::byte> whole : from.pieces()) {
+    for (size_t at = 0; at < whole.size(); at += kCopyBytes) {
+      const auto piece = whole.subspan(at, kCopyBytes);
+      if (checksums) {
+        slice->crc32c = kernels::CopyCrc32c(piece, to, slice->crc32c);
+      } else {
+        std::memcpy(to, piece.data(), piece.size());
+      }
+      to += piece.size();
+      sum_to((to - summed) / sizeof(uint64_t) * sizeof(uint64_t));  // pieces end anywhere
+    }
   }
+  sum_to(to - summed);
   if (slice->crc32c == expected.value_or(slice->crc32c)) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnavailable, model::kChecksum,
                       absl::StrCat("the slice's CRC32C is ", slice->crc32c, ", its header says ", *expected,
@@ -66,19 +75,19 @@ Pushes::Pushes(JobCore* core, JobJournal* journal, SliceRoom* room)
       room_(room),
       parked_bytes_(std::make_shared<SharedBound::Share>(core->around.push_bytes)) {}
 
-void Pushes::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
+void Pushes::Push(const v1::PushRequest& header, PushedBytes payload, const CallLimit& limit,
                   Reply<v1::PushResponse> reply, Checksum checksum, std::shared_ptr<model::LentGradients> lent) {
   if (const absl::Status status = CheckSlice(header); !status.ok()) return reply(status);
   core_->counters.received_bytes.fetch_add(payload.size(), std::memory_order_relaxed);
   const auto request =
-      std::make_shared<const Request>(Request{header, payload, std::move(reply), checksum, std::move(lent)});
+      std::make_shared<const Request>(Request{header, std::move(payload), std::move(reply), checksum, std::move(lent)});
   auto admit = [this, request, limit](Replies* replies) {
     core_->mu.AssertHeld();
     Admitted admitted;
     if (!Try(*request, &admitted, replies)) return Park(*request, admitted, limit, replies);
     PostReceive(request, std::move(admitted.slice), replies);
   };
-  const uint64_t payload_bytes = request->lent == nullptr ? payload.size() : 0;
+  const uint64_t payload_bytes = request->lent == nullptr ? request->payload.size() : 0;
   core_->EnterAnew(header.ByteSizeLong() + payload_bytes, std::move(admit), request->reply);
 }
 
@@ -218,8 +227,9 @@ bool Pushes::StaysLent(const Request& request, const Intake& intake) const {
 absl::StatusOr<Intake::Receipt> Pushes::BeginReceive(HeldChunk* chunk, uint32_t slice, const Request& request) {
   const v1::PushRequest& header = request.header;
   if (StaysLent(request, chunk->intake)) {
-    return chunk->intake.BeginReceive(slice, header.kind(), header.attempt(),
-                                      std::make_shared<SliceMemory::Buffer>(request.payload, request.lent));
+    return chunk->intake.BeginReceive(
+        slice, header.kind(), header.attempt(),
+        std::make_shared<SliceMemory::Buffer>(request.payload.pieces().front(), request.lent));
   }
   absl::StatusOr<Intake::Receipt> receipt = chunk->intake.BeginReceive(slice, header.kind(), header.attempt());
   if (!absl::IsResourceExhausted(receipt.status())) return receipt;
@@ -251,7 +261,7 @@ void Pushes::Receive(const RequestPtr& request, const std::shared_ptr<PushedSlic
   SliceMemory::Buffer* const buffer = slice->receipt.buffer.get();
   absl::Status copied;
   if (buffer->lent() != nullptr) {
-    buffer->SetCrc32c(kernels::Crc32c(request->payload));  // before the norms
+    buffer->SetCrc32c(kernels::Crc32c(request->payload.pieces().front()));  // before the norms
     core_->counters.received_in_place_bytes.fetch_add(request->payload.size(), std::memory_order_relaxed);
   } else {
     copied = CopyChecked(request->payload, expected, slice.get());

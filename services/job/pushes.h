@@ -5,9 +5,9 @@
 
 #include <memory>
 
-#include "absl/types/span.h"
 #include "ballast/services/job_state/held_chunk.h"
 #include "ballast/services/job_state/job_mutex.h"
+#include "ballast/services/threads/pushed_bytes.h"
 #include "ballast/services/threads/reply.h"
 #include "ballast/services/threads/shared_bound.h"
 #include "ballast/services/threads/waiting.h"
@@ -24,15 +24,14 @@ class Pushes {
   Pushes(JobCore* core, JobJournal* journal, SliceRoom* room);
 
   // As StateServer::Push.
-  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
-            Reply<v1::PushResponse> reply, Checksum checksum, std::shared_ptr<model::LentGradients> lent = nullptr)
-      ABSL_LOCKS_EXCLUDED(job_lock);
+  void Push(const v1::PushRequest& header, PushedBytes payload, const CallLimit& limit, Reply<v1::PushResponse> reply,
+            Checksum checksum, std::shared_ptr<model::LentGradients> lent = nullptr) ABSL_LOCKS_EXCLUDED(job_lock);
 
  private:
   // A push and where its answer goes. Copies share the answer.
   struct Request {
     v1::PushRequest header;
-    absl::Span<const std::byte> payload;
+    PushedBytes payload;
     Reply<v1::PushResponse> reply;
     Checksum checksum = Checksum::kCrc32c;
     std::shared_ptr<model::LentGradients> lent = nullptr;  // keeps the payload beyond the answer

@@ -323,13 +323,13 @@ void StateServer::Unpin(const v1::UnpinRequest& request, Reply<v1::UnpinResponse
   (*job)->Unpin(request, std::move(caller), std::move(reply));
 }
 
-void StateServer::Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
+void StateServer::Push(const v1::PushRequest& header, PushedBytes payload, const CallLimit& limit,
                        Reply<v1::PushResponse> reply, Checksum checksum, std::shared_ptr<model::LentGradients> lent) {
   reply = impl_->Counted(Call::kPush, std::move(reply));
   if (const absl::Status known = model::CheckKnown(header); !known.ok()) return reply(known);
   const auto job = impl_->Find(header.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->pushes().Push(header, payload, limit, std::move(reply), checksum, std::move(lent));
+  (*job)->pushes().Push(header, std::move(payload), limit, std::move(reply), checksum, std::move(lent));
 }
 
 absl::StatusOr<std::unique_ptr<model::Loan>> StateServer::Lend(const model::LoanRequest& request) {

@@ -18,6 +18,7 @@
 #include "ballast/services/counters/job_counters.h"
 #include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/threads/caller.h"
+#include "ballast/services/threads/pushed_bytes.h"
 #include "ballast/services/threads/reply.h"
 #include "ballast/storage/memory/arena.h"
 #include "ballast/storage/placement/placement.h"
@@ -138,12 +139,11 @@ class StateServer {
   void Pin(const v1::PinRequest&, const CallLimit& limit, Reply<v1::PinResponse>);
   void Unpin(const v1::UnpinRequest&, Reply<v1::UnpinResponse>, std::shared_ptr<Caller> caller = nullptr);
   // `payload` is borrowed until the reply. With kNone the header has no CRC32C: a slice that the attempt has is then
-  // taken to be the same. `lent`, from a trainer in this process: keeps the payload, which the server then reads in
-  // place of a copy until the step is applied, if the slice is a gradient that needs no log, has its chunk alone, and
-  // the server has no GPU.
-  void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, const CallLimit& limit,
-            Reply<v1::PushResponse> reply, Checksum checksum = Checksum::kCrc32c,
-            std::shared_ptr<model::LentGradients> lent = nullptr);
+  // taken to be the same. `lent`, from a trainer in this process: keeps the payload, of one piece, which the server
+  // then reads in place of a copy until the step is applied, if the slice is a gradient that needs no log, has its
+  // chunk alone, and the server has no GPU.
+  void Push(const v1::PushRequest& header, PushedBytes payload, const CallLimit& limit, Reply<v1::PushResponse> reply,
+            Checksum checksum = Checksum::kCrc32c, std::shared_ptr<model::LentGradients> lent = nullptr);
   // Once the version is there, and room for the answer, `allocate` is called, at most once, and not at all on most
   // errors. The reply carries the CRC32C of the bytes, or 0.
   void Pull(const v1::PullRequest&, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
