@@ -14,6 +14,7 @@
 
 namespace ballast::client {
 
+class LeasedParts;
 class Tally;
 struct SessionCore;
 
@@ -60,6 +61,33 @@ class PendingPull {
   std::shared_ptr<Tally> tally_;  // null once awaited
 };
 
+// Working parameters of a unit, in place: memory of a server in this process, which wrote them there. Such a chunk's
+// next update waits until its leases are given back, so hold them no longer than a pass needs. Parts that no server in
+// this process has in its DRAM, and what exceeds inflight_bytes_max of leases or begins beside one older than
+// step_timeout, are copies.
+class LeasedUnit {
+ public:
+  LeasedUnit(LeasedUnit&&) noexcept = default;
+  LeasedUnit& operator=(LeasedUnit&&) = delete;
+  // Gives the lease back, with parts that are still on their way. Never blocks. On any thread; in a forked child
+  // nothing happens, since the lease is the parent's.
+  ~LeasedUnit();
+  int64_t version() const;
+  // Blocks until all parts have come: the ranges in order, each cut at chunks. They are readable, on any thread, until
+  // the lease or the session ends. Valid as long as the session. `waited`: as for PendingPull::Await.
+  absl::StatusOr<absl::Span<const LeasedPart>> Await(absl::Duration waited = absl::ZeroDuration());
+  // As PendingPull::Waiter, until all parts have come.
+  std::function<void()> Waiter() const;
+
+ private:
+  friend class Reads;
+  LeasedUnit(SessionCore* core, std::shared_ptr<LeasedParts> parts);
+  SessionCore* core_;
+  uint64_t forks_;  // when the lease began
+  std::shared_ptr<LeasedParts> parts_;
+  absl::Status failed_;
+};
+
 class Reads {
  public:
   // (a) Starts pulling this rank's share of `unit` at version(). Never blocks; a no-op if under way.
@@ -69,6 +97,8 @@ class Reads {
   // (b) Starts pulling `runs` at version(), whichever ranks own them. Until its Await has returned, the pull may write
   // to their places.
   absl::StatusOr<PendingPull> StartPull(uint32_t unit, absl::Span<const PullRun> runs);
+  // As StartPull, but reads elements where a server in this process has them.
+  absl::StatusOr<LeasedUnit> StartLease(uint32_t unit, absl::Span<const UnitRange> ranges);
   // Reads a whole tensor, or `runs` of it, at `version`, which is the current or a pinned one. Widens working values to
   // fp32.
   absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to,

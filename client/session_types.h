@@ -146,7 +146,8 @@ struct SessionStats {
   double gather_seconds = 0;  // in all-gathers
   double push_seconds = 0;    // blocked on pushes
   double seal_seconds = 0;    // in Step: exchange, seal, decide
-  uint64_t pulled_bytes = 0;
+  uint64_t pulled_bytes = 0;  // copied, also for leases
+  uint64_t leased_bytes = 0;  // read where a server has them
   uint64_t pushed_bytes = 0;
   uint64_t gathered_bytes = 0;
 };
@@ -188,6 +189,12 @@ inline constexpr uint64_t kGapElementsMax = 8192;
 struct PullRun {
   UnitRange range;
   absl::Span<std::byte> to;
+};
+
+// Elements of a unit, where they can be read: in the job's working dtype.
+struct LeasedPart {
+  UnitRange range;
+  absl::Span<const std::byte> bytes;
 };
 
 // Some elements of this rank's part of a unit's gradient.

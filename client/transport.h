@@ -67,6 +67,12 @@ class Transport {
   virtual void Pull(const v1::PullRequest&, absl::Span<std::byte> to, absl::Time deadline,
                     std::function<void(absl::Status)>) = 0;
 
+  // As Pull, but the answer is where a server in this process has the bytes; nothing is leased where they have to be
+  // copied. The chunk's next update waits for the lease, which must end before the transport.
+  virtual void Lease(const v1::PullRequest&, absl::Time /*deadline*/, Callback<model::LeasedBytes> done) {
+    done(model::LeasedBytes{});
+  }
+
   // Whether the bytes of pushes and pulls are checked: always, unless there is neither a wire nor another process on
   // their way. A remote caller cannot go without: its server refuses a push without its checksum (CHECKSUM).
   virtual bool checks_bytes() const { return true; }

@@ -27,6 +27,8 @@ SessionCore::SessionCore(const SessionOptions& options, std::vector<std::unique_
 
 // The router goes first: it cancels calls under way, so that no further member waits for servers.
 SessionCore::~SessionCore() {
+  // The last step's update may wait for one, and the commits for that update.
+  parameters.leases().EndAll();
   if (job.ended().ok()) {
     (void)transactions.AwaitCommits(absl::Now() + std::min(kFarewell, job.options().step_timeout));
   }
@@ -41,7 +43,9 @@ absl::Status SessionCore::Adopt(const std::shared_ptr<const v1::OpenRequest>& op
   return absl::OkStatus();
 }
 
-absl::Status SessionCore::Extend(const std::vector<TensorSpec>& added, const absl::Status& mine) {
+absl::Status SessionCore::Extend(const std::vector<TensorSpec>& added, absl::Status mine) {
+  // The servers may drop working copies, and would wait.
+  if (!parameters.leases().empty()) mine.Update(Precondition("give all leases back before Register"));
   parameters.Forget();
   auto open = Opening(job.router(), job.group(), job.options().split)
                   .Extend(job.open(), job.seat().version, added, mine, job.options().step_timeout);

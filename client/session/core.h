@@ -23,7 +23,7 @@ struct SessionCore {
 
   absl::Status Adopt(const std::shared_ptr<const v1::OpenRequest>& open);
   // COLLECTIVE. Goes on in a new epoch of the job, with `added` tensors. `mine`: an error of this rank.
-  absl::Status Extend(const std::vector<TensorSpec>& added, const absl::Status& mine);
+  absl::Status Extend(const std::vector<TensorSpec>& added, absl::Status mine);
   // COLLECTIVE. A transaction of values alone: from `source`, or `lent`, by tensor, where values can be lent.
   absl::StatusOr<StepReport> CommitValues(const std::string& what, absl::Status mine, v1::StepHeader header,
                                           const std::string& blob, const Values::Source& source,

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/client/session/core.h"
+#include "ballast/client/transport/forks.h"
 #include "ballast/client/transport/tally.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
@@ -61,6 +62,12 @@ absl::StatusOr<PendingPull> Reads::StartPull(uint32_t unit, absl::Span<const Pul
   return PendingPull(core_, core_->parameters.StartPull(unit, runs));
 }
 
+absl::StatusOr<LeasedUnit> Reads::StartLease(uint32_t unit, absl::Span<const UnitRange> ranges) {
+  BALLAST_RETURN_IF_ERROR(core_->job.CheckHasValues(unit));
+  BALLAST_ASSIGN_OR_RETURN(auto parts, core_->parameters.StartLease(unit, ranges));
+  return LeasedUnit(core_, std::move(parts));
+}
+
 absl::Status Reads::Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to,
                          absl::Span<const model::BoxRun> runs) {
   BALLAST_RETURN_IF_ERROR(core_->job.CheckReadable(0));
@@ -111,6 +118,32 @@ std::function<void()> PendingPull::Waiter() const {
   return [tally = tally_] {
     if (tally != nullptr) (void)tally->WaitUntil(absl::InfiniteFuture());
   };
+}
+
+LeasedUnit::LeasedUnit(SessionCore* core, std::shared_ptr<LeasedParts> parts)
+    : core_(core), forks_(ForkCount()), parts_(std::move(parts)) {}
+
+LeasedUnit::~LeasedUnit() {
+  if (parts_ == nullptr) return;
+  if (ForkCount() == forks_) {
+    parts_->End();
+  } else {
+    // Another thread may have held a lock when this process was forked: the child never gives the object up.
+    (void)new std::shared_ptr<LeasedParts>(std::move(parts_));
+  }
+}
+
+int64_t LeasedUnit::version() const { return parts_->version(); }
+
+absl::StatusOr<absl::Span<const LeasedPart>> LeasedUnit::Await(absl::Duration waited) {
+  BALLAST_RETURN_IF_ERROR(core_->job.Usable());
+  if (failed_.ok()) failed_ = core_->job.Conclude(core_->parameters.AwaitPull(parts_->tally(), waited));
+  BALLAST_RETURN_IF_ERROR(failed_);
+  return parts_->parts();
+}
+
+std::function<void()> LeasedUnit::Waiter() const {
+  return [parts = parts_] { (void)parts->tally().WaitUntil(absl::InfiniteFuture()); };
 }
 
 UnitLease::UnitLease(SessionCore* core, void* buffer, absl::Span<const std::byte> bytes, uint64_t element_bytes)

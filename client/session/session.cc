@@ -152,6 +152,7 @@ SessionStats Session::stats() const {
           .push_seconds = core_->transactions.push_seconds(),
           .seal_seconds = core_->transactions.seal_seconds(),
           .pulled_bytes = parameters.pulled_bytes(),
+          .leased_bytes = parameters.leased_bytes(),
           .pushed_bytes = core_->gradients.pushed_bytes(),
           .gathered_bytes = parameters.gathered_bytes()};
 }

@@ -1,27 +1,13 @@
 #include "ballast/client/transactions/open_job.h"
 
-#include <pthread.h>
-
-#include <atomic>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/client/transport/forks.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/step_header.h"
 
 namespace ballast::client {
-namespace {
-
-std::atomic<uint64_t> fork_count{0};
-
-uint64_t ForkCount() {
-  static const int registered = pthread_atfork(
-      nullptr, nullptr, +[] { fork_count.fetch_add(1); });
-  (void)registered;
-  return fork_count.load();
-}
-
-}  // namespace
 
 OpenJob::OpenJob(const SessionOptions& options, std::vector<std::unique_ptr<Transport>> servers, Collective* collective)
     : options_(options),
@@ -34,6 +20,7 @@ OpenJob::OpenJob(const SessionOptions& options, std::vector<std::unique_ptr<Tran
   seat_.job = options.job;
   seat_.router = router_.get();
   seat_.step_timeout = options.step_timeout;
+  seat_.inflight_bytes_max = options.inflight_bytes_max;
 }
 
 absl::Status OpenJob::Adopt(const std::shared_ptr<const v1::OpenRequest>& open) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -15,36 +14,53 @@ void Zero(absl::Span<std::byte> bytes) { std::fill(bytes.begin(), bytes.end(), s
 
 double SecondsSince(absl::Time start) { return absl::ToDoubleSeconds(absl::Now() - start); }
 
-}  // namespace
+// The calls for the parts of one lease. A part that is refused is pulled.
+class LeaseCalls : public std::enable_shared_from_this<LeaseCalls> {
+ public:
+  // `request`: but for its range.
+  LeaseCalls(Router* router, std::vector<uint32_t> servers, v1::PullRequest request, absl::Time deadline,
+             std::shared_ptr<LeasedParts> parts)
+      : router_(router),
+        servers_(std::move(servers)),
+        request_(std::move(request)),
+        deadline_(deadline),
+        parts_(std::move(parts)) {}
 
-std::unique_ptr<UnitBuffer> BufferPool::Take(uint64_t bytes) {
-  {
-    absl::MutexLock lock(&mutex_);
-    auto best = free_.end();
-    for (auto it = free_.begin(); it != free_.end(); ++it) {
-      const bool fits = (*it)->capacity >= bytes;
-      if (fits && (best == free_.end() || (*it)->capacity < (*best)->capacity)) best = it;
-    }
-    if (best != free_.end()) {
-      std::unique_ptr<UnitBuffer> buffer = std::move(*best);
-      free_.erase(best);
-      return buffer;
-    }
-    // A larger buffer replaces one that was too small, so the number of buffers does not grow.
-    if (!free_.empty()) free_.pop_back();
+  // On a thread that may move bytes.
+  void Start() {
+    for (size_t i = 0; i < servers_.size(); ++i) parts_->leases() ? Lease(i) : Pull(i);
   }
-  auto buffer = std::make_unique<UnitBuffer>();
-  constexpr uint64_t kAlign = 64;
-  buffer->capacity = std::max(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
-  buffer->data.reset(static_cast<std::byte*>(std::aligned_alloc(kAlign, buffer->capacity)));
-  if (buffer->data == nullptr) throw std::bad_alloc();
-  return buffer;
-}
 
-void BufferPool::Return(std::unique_ptr<UnitBuffer> buffer) {
-  absl::MutexLock lock(&mutex_);
-  free_.push_back(std::move(buffer));
-}
+ private:
+  void Lease(size_t i) {
+    router_->Lease(servers_[i], Request(i), deadline_,
+                   [self = shared_from_this(), i](absl::StatusOr<model::LeasedBytes> leased) {
+                     if (!leased.ok()) return self->parts_->tally().Finish(leased.status());
+                     if (self->parts_->Come(i, *std::move(leased))) return self->parts_->tally().Finish({});
+                     self->router_->HandOver([self, i] { self->Pull(i); });
+                   });
+  }
+  void Pull(size_t i) {
+    const absl::Span<std::byte> room = parts_->RoomFor(i);
+    if (room.empty()) return parts_->tally().Finish({});  // the lease has ended
+    router_->Pull(servers_[i], Request(i), room, deadline_,
+                  [parts = parts_](const absl::Status& status) { parts->tally().Finish(status); });
+  }
+  v1::PullRequest Request(size_t i) const {
+    v1::PullRequest request = request_;
+    request.set_begin(parts_->range(i).begin);
+    request.set_end(parts_->range(i).end);
+    return request;
+  }
+
+  Router* const router_;
+  const std::vector<uint32_t> servers_;  // of the parts
+  const v1::PullRequest request_;
+  const absl::Time deadline_;
+  const std::shared_ptr<LeasedParts> parts_;
+};
+
+}  // namespace
 
 v1::PullRequest Parameters::Request(uint32_t unit) const {
   v1::PullRequest request;
@@ -80,7 +96,7 @@ void Parameters::Start(const std::shared_ptr<Tally>& tally, List list) {
 Parameters::Pulling Parameters::StartOwned(uint32_t unit) {
   const UnitView& view = seat_->units->unit(unit);
   const uint64_t width = seat_->working_bytes();
-  Pulling pulling{pool_.Take(view.elements * width), seat_->version, std::make_shared<Tally>()};
+  Pulling pulling{pool_->Take(view.elements * width), seat_->version, std::make_shared<Tally>()};
   for (const UnitRange& gap : view.gaps) Zero(Part(*pulling.buffer, gap));
   for (const OwnedSlice& owned : view.slices) pulled_bytes_ += owned.slice.range.size() * width;
   Start(pulling.tally, [units = seat_->units, unit, request = Request(unit), to = pulling.buffer->data.get(),
@@ -107,13 +123,31 @@ std::shared_ptr<Tally> Parameters::StartPull(uint32_t unit, absl::Span<const Pul
   return tally;
 }
 
+absl::StatusOr<std::shared_ptr<LeasedParts>> Parameters::StartLease(uint32_t unit, absl::Span<const UnitRange> ranges) {
+  std::vector<UnitRange> parts;
+  std::vector<uint32_t> servers;
+  for (const UnitRange& range : ranges) {
+    BALLAST_ASSIGN_OR_RETURN(const auto pieces, seat_->units->layout().Cut(unit, {range.begin, range.end}));
+    for (const model::Layout::Piece& piece : pieces) {
+      parts.push_back({piece.range.begin, piece.range.end});
+      servers.push_back(seat_->units->plan().server_of(piece.chunk));
+    }
+  }
+  auto lease = leases_->Begin(seat_->version, std::move(parts), seat_->working_bytes(), seat_->inflight_bytes_max,
+                              seat_->step_timeout);
+  lease->tally().Start(static_cast<int>(servers.size()));
+  seat_->router->HandOver([calls = std::make_shared<LeaseCalls>(seat_->router, std::move(servers), Request(unit),
+                                                                seat_->Deadline(), lease)] { calls->Start(); });
+  return lease;
+}
+
 void Parameters::ReclaimStale() {
   for (size_t i = 0; i < stale_.size();) {
     if (!stale_[i].tally->idle()) {
       ++i;
       continue;
     }
-    pool_.Return(std::move(stale_[i].buffer));
+    pool_->Return(std::move(stale_[i].buffer));
     stale_.erase(stale_.begin() + static_cast<std::ptrdiff_t>(i));
   }
 }
@@ -143,7 +177,7 @@ absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::TakeOwned(uint32_t unit)
   Pulling pulling = std::move(it->second);
   under_way_.erase(it);
   if (absl::Status status = Wait(*pulling.tally); !status.ok()) {
-    pool_.Return(std::move(pulling.buffer));
+    pool_->Return(std::move(pulling.buffer));
     return status;
   }
   return std::move(pulling.buffer);
@@ -158,7 +192,7 @@ absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::Acquire(uint32_t unit) {
     for (uint64_t& offset : offsets) offset *= seat_->working_bytes();
     const auto part = Part(*buffer, round);
     if (absl::Status status = group_->collective()->AllGather(offsets, part); !status.ok()) {
-      pool_.Return(std::move(buffer));
+      pool_->Return(std::move(buffer));
       return model::Annotate(status,
                              absl::StrCat("all-gather of unit '", seat_->units->layout().units()[unit].name, "'"));
     }
@@ -186,7 +220,7 @@ void Parameters::Forget() {
   under_way_.clear();
   for (Pulling& pulling : stale_) {
     (void)pulling.tally->Wait();
-    pool_.Return(std::move(pulling.buffer));
+    pool_->Return(std::move(pulling.buffer));
   }
   stale_.clear();
 }

@@ -5,40 +5,21 @@
 // at once. Threads: one; a lease may be dropped on another thread.
 #pragma once
 
-#include <cstdlib>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "ballast/client/group/group.h"
+#include "ballast/client/transfers/leases.h"
 #include "ballast/client/transfers/seat.h"
+#include "ballast/client/transfers/unit_buffers.h"
 #include "ballast/client/transport/tally.h"
 
 namespace ballast::client {
-
-// 64-byte aligned.
-struct UnitBuffer {
-  struct Free {
-    void operator()(std::byte* p) const { std::free(p); }
-  };
-  std::unique_ptr<std::byte, Free> data;
-  uint64_t capacity = 0;  // bytes
-};
-
-class BufferPool {
- public:
-  std::unique_ptr<UnitBuffer> Take(uint64_t bytes);
-  void Return(std::unique_ptr<UnitBuffer> buffer);
-
- private:
-  absl::Mutex mutex_;
-  std::vector<std::unique_ptr<UnitBuffer>> free_ ABSL_GUARDED_BY(mutex_);
-};
 
 class Parameters {
  public:
@@ -50,6 +31,10 @@ class Parameters {
   // Starts pulls of all `runs` of `unit` at the seat's version, each to its own place. The tally finishes when all have
   // ended. Does not block.
   std::shared_ptr<Tally> StartPull(uint32_t unit, absl::Span<const PullRun> runs);
+  // Starts leases of all `ranges` of `unit` at the seat's version, in parts of one chunk each. Does not block. The
+  // tally of the parts finishes when all have come. INVALID_ARGUMENT (BAD_RANGE).
+  absl::StatusOr<std::shared_ptr<LeasedParts>> StartLease(uint32_t unit, absl::Span<const UnitRange> ranges);
+  Leases& leases() { return *leases_; }
   // `waited`: see PendingPull::Await.
   absl::Status AwaitPull(Tally& tally, absl::Duration waited) {
     pull_seconds_ += absl::ToDoubleSeconds(waited);
@@ -57,7 +42,7 @@ class Parameters {
   }
   // COLLECTIVE. Gathers the whole unit, in the job's working dtype. The caller gives the buffer back with Return().
   absl::StatusOr<std::unique_ptr<UnitBuffer>> Acquire(uint32_t unit);
-  void Return(std::unique_ptr<UnitBuffer> buffer) { pool_.Return(std::move(buffer)); }
+  void Return(std::unique_ptr<UnitBuffer> buffer) { pool_->Return(std::move(buffer)); }
   // Reads `content` of the elements `range` of `unit` at `version` into `to`. Blocks.
   absl::Status Read(uint32_t unit, model::Range range, v1::Content content, int64_t version, absl::Span<std::byte> to);
   // Waits for prefetches under way and forgets them: the plan or the version changed.
@@ -65,7 +50,8 @@ class Parameters {
 
   double pull_seconds() const { return pull_seconds_; }
   double gather_seconds() const { return gather_seconds_; }
-  uint64_t pulled_bytes() const { return pulled_bytes_; }
+  uint64_t pulled_bytes() const { return pulled_bytes_ + leases_->copied_bytes(); }
+  uint64_t leased_bytes() const { return leases_->leased_bytes(); }
   uint64_t gathered_bytes() const { return gathered_bytes_; }
 
  private:
@@ -98,7 +84,8 @@ class Parameters {
 
   const Seat* seat_;
   Group* group_;
-  BufferPool pool_;
+  const std::shared_ptr<BufferPool> pool_ = std::make_shared<BufferPool>();
+  const std::shared_ptr<Leases> leases_ = std::make_shared<Leases>(pool_);
   absl::flat_hash_map<uint32_t, Pulling> under_way_;  // by unit
   std::vector<Pulling> stale_;                        // pulls of older versions that are not yet answered
   double pull_seconds_ = 0;

@@ -20,6 +20,7 @@ struct Seat {
   int64_t version = -1;              // the last decided step
   uint64_t attempt = 0;              // attempt of the step being pushed, version + 1
   absl::Duration step_timeout;
+  uint64_t inflight_bytes_max = 0;  // of pulls, and of leases
 
   uint64_t gradient_bytes() const { return kernels::ElementBytes(optimizer.gradient); }
   uint64_t working_bytes() const { return kernels::ElementBytes(optimizer.working); }

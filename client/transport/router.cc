@@ -113,11 +113,21 @@ void Router::Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte
   Start(std::move(op));
 }
 
+void Router::Lease(uint32_t server, v1::PullRequest request, absl::Time deadline, Callback<model::LeasedBytes> done) {
+  std::string what = absl::StrCat("Lease of version ", request.version());
+  Call<v1::PullRequest, model::LeasedBytes>(&Transport::Lease, server, std::move(what),
+                                            std::make_shared<const v1::PullRequest>(std::move(request)), deadline,
+                                            std::move(done));
+}
+
 void Router::HandOver(std::function<void()> start) {
+  bool stopped = false;
   {
     absl::MutexLock lock(&mutex_);
-    ++handed_over_;
+    stopped = !stopped_.ok();
+    if (!stopped) ++handed_over_;
   }
+  if (stopped) return start();  // its calls fail at once; the servers may be gone
   servers_[0]->Schedule(Transport::Moves::kPull, [this, start = std::move(start)] {
     start();
     absl::MutexLock lock(&mutex_);

@@ -1,4 +1,4 @@
-// A trainer's memory, used by a server in the same process in place of copies.
+// Memory that a trainer and a server in the same process use in place of copies: the trainer's, or the server's.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +10,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
 #include "ballast/kernels/float_formats.h"
 #include "ballast/v1/types.pb.h"
 
@@ -72,6 +73,13 @@ class LentGradients {
   absl::Mutex mutex_;
   std::shared_ptr<const void> owner_ ABSL_GUARDED_BY(mutex_);
   bool used_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+// Working parameters where the server has them. They neither change nor move until `held` is dropped, on any thread,
+// which waits for nobody.
+struct LeasedBytes {
+  absl::Span<const std::byte> bytes;
+  std::shared_ptr<const void> held;  // null: nothing is leased; a pull copies the bytes
 };
 
 }  // namespace ballast::model

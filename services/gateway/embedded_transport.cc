@@ -163,6 +163,9 @@ class EmbeddedTransport final : public client::Transport {
         },
         Checksum::kNone);
   }
+  void Lease(const v1::PullRequest& request, absl::Time deadline, client::Callback<model::LeasedBytes> done) override {
+    server_->Lease(request, deadline, Counted(std::move(done)));
+  }
 
  private:
   static absl::Status Check(const PullTarget& target, const absl::StatusOr<uint32_t>& crc) {

@@ -243,8 +243,8 @@ std::optional<absl::Status> Job::ReadyToSeal(const v1::SealRequest& request) {
   if (parts_->updates.full()) {
     if (waits) return std::nullopt;
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                        absl::StrCat("the job's update queue is full (", parts_->updates.queued(),
-                                     " steps); send the same seal again"));
+                        absl::StrCat("the job's update queue is full (", parts_->updates.queued(), " steps)",
+                                     parts_->core.LeaseWait(), "; send the same seal again"));
   }
   BALLAST_RETURN_IF_ERROR(parts_->journal.MakeRoomForSeal(request));
   if (request.header().kind() != v1::STEP_KIND_RESTORE) return absl::OkStatus();
@@ -324,7 +324,9 @@ void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<mod
   waiter.expire = [this, sealing, late = limit.deadline < patience](Replies* replies) {
     parts_->core.mu.AssertHeld();
     if (late) {
-      replies->push_back([sealing] { sealing->reply(DeadlinePassed("the step to be prepared")); });
+      replies->push_back([sealing, status = DeadlinePassed("the step to be prepared" + parts_->core.LeaseWait())] {
+        sealing->reply(status);
+      });
     } else {
       replies->push_back(
           [sealing, answer = TellPending(sealing->request.rank(), parts_->core)] { sealing->reply(answer); });

@@ -100,21 +100,35 @@ absl::StatusOr<Pulls::Copy> Pulls::Locate(const HeldChunk& chunk, int64_t versio
 
 void Pulls::Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
                  Checksum checksum) {
-  auto look = [this, request, limit, allocate = std::move(allocate), reply, checksum](Replies* replies) mutable {
+  Begin(request, {.limit = limit, .allocate = std::move(allocate), .reply = std::move(reply), .checksum = checksum});
+}
+
+void Pulls::Lease(const v1::PullRequest& request, const CallLimit& limit, Reply<model::LeasedBytes> reply) {
+  Reply<uint32_t> failed = [reply](const absl::StatusOr<uint32_t>& answer) { reply(answer.status()); };
+  Begin(request, {.limit = limit, .reply = std::move(failed), .lease = std::move(reply)});
+}
+
+void Pulls::Begin(const v1::PullRequest& request, Request asked) {
+  const Reply<uint32_t> reply = asked.reply;
+  asked.bytes = request.ByteSizeLong();
+  auto look = [this, request, pull = std::make_shared<Request>(std::move(asked))](Replies* replies) {
     core_->mu.AssertHeld();
     absl::StatusOr<Plan> plan = PlanOf(request);
-    if (!plan.ok()) return replies->push_back([reply, status = plan.status()] { reply(status); });
-    const auto pull = std::make_shared<Request>(
-        Request{*plan, request.ByteSizeLong(), limit, std::move(allocate), reply, checksum, nullptr, nullptr});
+    if (!plan.ok()) {
+      return replies->push_back([reply = pull->reply, status = plan.status()] { reply(status); });
+    }
+    pull->plan = *plan;
     Park(
         pull,
         [this, pull](Replies* out) {
           core_->mu.AssertHeld();
           return Try(pull, out);
         },
-        [chunk = plan->chunk, version = request.version()] {
+        [this, chunk = plan->chunk, version = request.version()] {
+          core_->mu.AssertHeld();
           return absl::StrCat("chunk ", chunk->layout().index, " of unit ", chunk->layout().unit, " was at version ",
-                              *chunk->version(), ", asked for ", version, "; is step ", version, " decided?");
+                              *chunk->version(), ", asked for ", version, core_->LeaseWait(), "; is step ", version,
+                              " decided?");
         },
         &plan->chunk->pulls, replies);
   };
@@ -147,6 +161,10 @@ bool Pulls::Try(const RequestPtr& pull, Replies* replies) {
     return true;
   }
   if (*copy == Copy::kNotYet) return false;
+  if (pull->lease) {
+    replies->push_back([reply = pull->lease, leased = LeaseOf(plan, *copy)] { reply(leased); });
+    return true;
+  }
   if (pull->room == nullptr) pull->room = room_.Take(plan.bytes());
   if (pull->room == nullptr) {
     replies->push_back([this, job = core_->owner().lock(), pull] { AwaitRoom(pull); });
@@ -161,6 +179,15 @@ bool Pulls::Try(const RequestPtr& pull, Replies* replies) {
     replies->push_back([reply = pull->reply, posted] { reply(posted); });
   }
   return true;
+}
+
+model::LeasedBytes Pulls::LeaseOf(const Plan& plan, Copy copy) {
+  if (!plan.working() || copy != Copy::kCurrent) return {};
+  // First the lease: nobody drops the copy afterwards.
+  std::shared_ptr<const void> held = core_->leases->Take(plan.chunk, plan.store);
+  const absl::Span<const std::byte> whole = plan.store->working_copy(plan.chunk->store_index);
+  if (held == nullptr || whole.empty()) return {};
+  return {whole.subspan(plan.range.begin * plan.element_bytes(), plan.bytes()), std::move(held)};
 }
 
 absl::Status Pulls::PostRead(const RequestPtr& pull, Copy copy) {

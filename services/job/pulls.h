@@ -1,5 +1,5 @@
 // Answers pulls: finds where a version of a chunk can be read, waits until the version is there, then until there is
-// room for the answer, and reads.
+// room for the answer, and reads. A lease reads nothing: its answer is the place of the working copy.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "ballast/proto/base/lent_memory.h"
 #include "ballast/proto/model/layout.h"
 #include "ballast/services/job_state/job_mutex.h"
 #include "ballast/services/threads/answer_room.h"
@@ -29,6 +30,9 @@ class Pulls {
   // As StateServer::Pull.
   void Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
             Checksum checksum) ABSL_LOCKS_EXCLUDED(job_lock);
+  // As StateServer::Lease.
+  void Lease(const v1::PullRequest& request, const CallLimit& limit, Reply<model::LeasedBytes> reply)
+      ABSL_LOCKS_EXCLUDED(job_lock);
   // The first of the threads that read. RESOURCE_EXHAUSTED (LIMIT).
   absl::Status MakeThread() { return reads_->Prepare(); }
   // Ends the threads that read, after the reads that are queued. Blocks.
@@ -56,13 +60,15 @@ class Pulls {
     Allocate allocate;
     Reply<uint32_t> reply;
     Checksum checksum = Checksum::kCrc32c;
-    AnswerRoom::Ticket ticket;  // while the pull waits for room
+    Reply<model::LeasedBytes> lease;  // set: the caller wants a lease, and `reply` gets errors alone
+    AnswerRoom::Ticket ticket;        // while the pull waits for room
     AnswerRoom::Lease room;
     absl::Span<std::byte> to;  // the answer's bytes, once `allocate` was called
   };
   using RequestPtr = std::shared_ptr<Request>;
   enum class Copy { kCurrent, kPinned, kNotYet };
 
+  void Begin(const v1::PullRequest& request, Request asked) ABSL_LOCKS_EXCLUDED(job_lock);
   absl::StatusOr<Plan> PlanOf(const v1::PullRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Where `version` of a chunk can be read. FAILED_PRECONDITION (VERSION_GONE).
   absl::StatusOr<Copy> Locate(const HeldChunk& chunk, int64_t version) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -71,6 +77,8 @@ class Pulls {
             Waiting::Queue* queue, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Evaluates the pull: false if the version is not there yet.
   bool Try(const RequestPtr& pull, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Nothing if the bytes do not lie in DRAM as they are asked for.
+  model::LeasedBytes LeaseOf(const Plan& plan, Copy copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void AwaitRoom(const RequestPtr& pull) ABSL_LOCKS_EXCLUDED(job_lock);
   // Reads and replies; a pinned copy that it then turns out to need is read on the job's own threads.
   void Read(const RequestPtr& pull, Copy copy) ABSL_LOCKS_EXCLUDED(job_lock);

@@ -131,14 +131,15 @@ void Pushes::Park(const Request& request, const Admitted& admitted, const CallLi
     PostReceive(parked, std::move(now.slice), later);
     return true;
   };
-  waiter.expire = [parked, wait](Replies* later) {
-    later->push_back([reply = parked->reply, full = *wait == Wait::kJournal] {
+  waiter.expire = [this, parked, wait](Replies* later) {
+    core_->mu.AssertHeld();
+    later->push_back([reply = parked->reply, full = *wait == Wait::kJournal, leases = core_->LeaseWait()] {
       reply(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy,
                          absl::StrCat("the deadline passed while ",
                                       full ? "the gradient log was full: chunks are flushed so that it can be cut"
                                            : "the slice's chunk was being updated, or slices before it were on "
                                              "their way to the gradient log",
-                                      "; send the same slice again")));
+                                      leases, "; send the same slice again")));
     });
   };
   waiter.refuse = [reply = parked->reply](const absl::Status& status, Replies* later) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <map>
+#include <type_traits>
 #include <utility>
 
 #include "ballast/kernels/optimizer.h"
@@ -155,6 +156,25 @@ StepWork WorkOf(const StepState& state, const v1::PreparedRecord& prepared, cons
   WorkMaker maker(state, prepared, decision);
   for (const std::shared_ptr<HeldChunk>& chunk : state.chunks) maker.Add(chunk);
   return maker.Take();
+}
+
+size_t PutLeasedLast(StepWork* work, size_t first) {
+  std::vector<size_t> order, leased;
+  for (size_t i = first; i < work->updates.size(); ++i) {
+    (work->touched[i]->leases.held() == 0 ? order : leased).push_back(i);
+  }
+  const size_t free = order.size();
+  if (leased.empty()) return free;
+  order.insert(order.end(), leased.begin(), leased.end());
+  const auto reorder = [&](auto& items) {
+    std::remove_reference_t<decltype(items)> ordered;
+    for (const size_t i : order) ordered.push_back(std::move(items[i]));
+    std::move(ordered.begin(), ordered.end(), items.begin() + static_cast<std::ptrdiff_t>(first));
+  };
+  reorder(work->updates);
+  reorder(work->touched);
+  reorder(work->buffers);
+  return free;
 }
 
 uint64_t Commit(const StepWork& work, absl::Span<const std::shared_ptr<HeldChunk>> chunks, bool release_idle) {

@@ -47,5 +47,8 @@ StepWork WorkOf(const StepState& state, const v1::PreparedRecord& prepared, cons
 // The work is going to be done: empties the intakes of all `chunks`. `release_idle`: buffers are part of no
 // reservation. Returns how many buffers come back once the work is done.
 uint64_t Commit(const StepWork& work, absl::Span<const std::shared_ptr<HeldChunk>> chunks, bool release_idle);
+// The updates from `first` on whose chunks are leased go behind the others, each in their order. Returns how many are
+// not leased. No lock: their chunks get no lease any more.
+size_t PutLeasedLast(StepWork* work, size_t first);
 
 }  // namespace ballast::services

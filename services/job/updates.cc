@@ -184,6 +184,23 @@ void Updates::NoteCommitted(int64_t step) {
                 core_->name, step, std::string(written.message()));
 }
 
+// Chunks without leases do not wait for those with leases: these come last, as their leases end.
+absl::StatusOr<size_t> Updates::AwaitLeases(StepWork* work, size_t first) {
+  size_t free = PutLeasedLast(work, first);
+  if (free > 0) return free;
+  StepClock& clock = core_->counters.steps.clock();
+  clock.SetUpdate(Stage::kIdle);  // it is the trainer who reads
+  const absl::Status status = core_->leases->Await(
+      [&] {
+        return std::any_of(work->touched.begin() + static_cast<std::ptrdiff_t>(first), work->touched.end(),
+                           [](const auto& chunk) { return chunk->leases.held() == 0; });
+      },
+      [this] { return core_->Interrupted(); });
+  clock.SetUpdate(Stage::kKernel);
+  BALLAST_RETURN_IF_ERROR(status);
+  return PutLeasedLast(work, first);
+}
+
 absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const storage::BlockFile* log) {
   storage::ReadBack read_back{.log = log, .memory = {}};
   if (work->read_back != nullptr) read_back.memory = {work->read_back->data(), work->read_back->bytes()};
@@ -217,7 +234,8 @@ absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const stor
       core_->around.tiers->nvme() != nullptr ? storage::TierKind::kNvme : storage::TierKind::kDram;
   for (;;) {
     if (finished == work->updates.size()) return absl::OkStatus();
-    const auto left = absl::MakeConstSpan(work->updates).subspan(finished);
+    BALLAST_ASSIGN_OR_RETURN(const size_t free, AwaitLeases(work, finished));
+    const auto left = absl::MakeConstSpan(work->updates).subspan(finished, free);
     // Without space for a pinned copy, the chunk and all later chunks are untouched: the pin yields, not the training.
     std::shared_ptr<void> lease;
     const absl::Status may = core_->MayGrow(copies, store->CopyBytes(left), &lease);

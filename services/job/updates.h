@@ -5,7 +5,7 @@
 #include <memory>
 #include <optional>
 
-#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "ballast/services/job_state/job_mutex.h"
 #include "ballast/services/journal/log_length.h"
 #include "ballast/v1/state_service.pb.h"
@@ -61,6 +61,8 @@ class Updates {
   absl::Status CheckAllHeld(const StepWork& work, const v1::PreparedRecord& prepared) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void RunStep(StepWork* work) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Blocks until the chunks of some updates from `first` on, which then come first, have no leases; returns how many.
+  absl::StatusOr<size_t> AwaitLeases(StepWork* work, size_t first) ABSL_LOCKS_EXCLUDED(job_lock);
   // The chunk of the i-th update has its new version, and `returned` buffers have come back.
   void Done(StepWork* work, size_t i, size_t returned) ABSL_LOCKS_EXCLUDED(job_lock);
   void NoteCommitted(int64_t step);

@@ -13,6 +13,7 @@
 #include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/services/job_state/intake.h"
+#include "ballast/services/job_state/leases.h"
 #include "ballast/services/job_state/reserved_room.h"
 #include "ballast/services/job_state/slice_memory.h"
 #include "ballast/services/threads/waiting.h"
@@ -84,6 +85,7 @@ class HeldChunk {
   }
 
   Intake intake;
+  ChunkLeases leases;  // none is taken while an update runs
   Waiting::Queue pulls;
   std::map<uint64_t, Waiting::Queue> pushes;  // by first element of the slice: a place has a single writer at a time
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 
 namespace ballast::services {
@@ -187,6 +188,22 @@ absl::Status JobCore::CheckNoneAhead() const {
   return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                       absl::StrCat("server '", around.server_id, "' lost the decision of step ", committed + 1,
                                    " and has chunks that it changed; pin once that is committed again"));
+}
+
+std::string JobCore::LeaseWait() const {
+  uint64_t count = 0;
+  const HeldChunk* oldest = nullptr;
+  for (const std::shared_ptr<HeldChunk>& chunk : state.chunks()) {
+    if (!chunk->update_runs() || chunk->leases.held() == 0) continue;
+    count += chunk->leases.held();
+    if (oldest == nullptr || chunk->leases.since() < oldest->leases.since()) oldest = chunk.get();
+  }
+  if (oldest == nullptr) return "";
+  const absl::Duration age = absl::Trunc(absl::Now() - oldest->leases.since(), absl::Milliseconds(1));
+  return absl::StrCat(", while the update waits for ", count,
+                      count == 1 ? " lease that its reader has" : " leases that their readers have",
+                      " not given back, the oldest for ", absl::FormatDuration(age), ", of chunk ",
+                      oldest->layout().index, " of unit ", oldest->layout().unit);
 }
 
 void JobCore::WakePushes(HeldChunk* chunk, Replies* replies) {

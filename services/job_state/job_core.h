@@ -22,6 +22,7 @@
 #include "ballast/services/job_state/held_chunk.h"
 #include "ballast/services/job_state/job_mutex.h"
 #include "ballast/services/job_state/job_state.h"
+#include "ballast/services/job_state/leases.h"
 #include "ballast/services/job_state/promise_log.h"
 #include "ballast/services/job_state/surroundings.h"
 #include "ballast/services/step/step_machine.h"
@@ -86,6 +87,8 @@ class JobCore {
   // UNAVAILABLE (BUSY) while some chunk is ahead of the last decided step. After a restart chunks may show a step whose
   // decision the crash lost; such a version is not committed.
   absl::Status CheckNoneAhead() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // For the message of a request that waited: which leases an update waits for, how many and how old. Empty: none.
+  std::string LeaseWait() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void WakePushes(HeldChunk* chunk, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Requests of the step machine, and whatever else waits for its moves. Moved: something happened for which such a
   // request may have waited, so that Settle wakes them. Slices do not move the machine: a seal that waits for the last
@@ -109,6 +112,7 @@ class JobCore {
   const JobSurroundings around;
   JobCounters counters;
   mutable JobMutex mu;
+  const std::shared_ptr<Leases> leases = std::make_shared<Leases>();
 
   const std::unique_ptr<StepMachine> machine ABSL_PT_GUARDED_BY(job_lock);
   JobState state ABSL_GUARDED_BY(job_lock);
@@ -160,8 +164,9 @@ void JobCore::Ask(uint64_t bytes, std::function<Outcome<Response>()> evaluate, c
     }
     return true;
   };
-  waiter.expire = [reply, what](Replies* replies) {
-    replies->push_back([reply, what] { reply(DeadlinePassed(what)); });
+  waiter.expire = [this, reply, what](Replies* replies) {
+    mu.AssertHeld();
+    replies->push_back([reply, status = DeadlinePassed(what + LeaseWait())] { reply(status); });
   };
   waiter.refuse = [reply](const absl::Status& status, Replies* replies) {
     replies->push_back([reply, status] { reply(status); });

@@ -360,6 +360,13 @@ void StateServer::Pull(const v1::PullRequest& request, const CallLimit& limit, A
   (*job)->pulls().Pull(request, limit, std::move(allocate), std::move(reply), checksum);
 }
 
+void StateServer::Lease(const v1::PullRequest& request, const CallLimit& limit, Reply<model::LeasedBytes> reply) {
+  reply = impl_->Counted(Call::kPull, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->pulls().Lease(request, limit, std::move(reply));
+}
+
 const std::string& StateServer::server_id() const { return impl_->server_id; }
 uint64_t StateServer::disk() const { return disk_; }
 storage::TierBytes StateServer::budget() const { return impl_->tiers->budget(); }

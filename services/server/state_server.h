@@ -148,6 +148,10 @@ class StateServer {
   // errors. The reply carries the CRC32C of the bytes, or 0.
   void Pull(const v1::PullRequest&, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
             Checksum checksum = Checksum::kCrc32c);
+  // For a trainer in this process: as Pull, but the answer is the place of the bytes, which their chunk's next update
+  // then waits to change. Nothing is leased, and a pull copies the bytes, unless they are the current version's working
+  // parameters and lie in DRAM.
+  void Lease(const v1::PullRequest&, const CallLimit& limit, Reply<model::LeasedBytes> reply);
   // Page-locked memory for answers to pulls. Empty if the server has no GPU: any memory is then as good.
   absl::StatusOr<storage::Arena> MapAnswers(uint64_t bytes) const;
 

@@ -74,6 +74,7 @@ void ChunkMoves::MoveTo(const storage::Plan& plan, v1::JobMoves* answer) {
   prediction_->Set(plan.prediction);
   moves_ = nullptr;  // where an earlier change wanted them counts no more
   if (moves->left() == 0) return;
+  if (!moves->copies.empty()) moves->no_leases = core_->leases->ShutOut();
   spdlog::info("job '{}': {} chunks move to nvme, {} to dram, {} to hbm; {} working copies are dropped. {}",
                core_->name, down, dram, up, moves->copies.size(), plan.Explain());
   moves_ = std::move(moves);
@@ -103,6 +104,8 @@ void ChunkMoves::MoveSome() {
     down.assign(all.begin(), all.begin() + std::min<std::ptrdiff_t>(std::ssize(all), kMovesAtOnce));
     copies = moves->copies;
   }
+  // Before the gate: no other job's plan waits for a reader. The job's steps go on meanwhile.
+  if (!copies.empty() && AwaitLeases()) return;
   // Asked before chunks are flushed: the next step would make the chunks of a move that is kept out dirty again.
   if (!BeginMove()) {
     JobMutexLock lock(&core_->mu);
@@ -122,6 +125,7 @@ void ChunkMoves::MoveSome() {
   {
     JobMutexLock lock(&core_->mu);
     moves->copies.clear();
+    moves->no_leases = nullptr;
   }
   // Durable state goes down by being flushed; then the memory is dropped.
   std::erase_if(down, [&](uint64_t chunk) { return !moves->store->dirty(chunk); });
@@ -169,6 +173,17 @@ absl::Status ChunkMoves::MoveBatch(const std::shared_ptr<Moves>& moves, TierKind
     ++moved_;
   }
   return absl::OkStatus();
+}
+
+bool ChunkMoves::AwaitLeases() {
+  return core_->leases->OnceNone([this, owner = core_->owner()] {
+    const std::shared_ptr<const void> job = owner.lock();
+    if (job == nullptr) return;
+    core_->worker->Post([this] {
+      JobMutexLock lock(&core_->mu);
+      Resume();
+    });
+  });
 }
 
 bool ChunkMoves::BeginMove() {

@@ -46,7 +46,8 @@ class ChunkMoves {
     // Indices in the store, by the TierKind of the target.
     std::array<std::deque<uint64_t>, storage::kTierKinds> to;
     std::deque<uint64_t>& To(storage::TierKind tier) { return to[static_cast<size_t>(tier)]; }
-    std::vector<uint64_t> copies;  // working copies to drop
+    std::vector<uint64_t> copies;     // working copies to drop, once they are not leased
+    std::shared_ptr<void> no_leases;  // until they are dropped
     uint64_t left() const { return to[0].size() + to[1].size() + to[2].size() + copies.size(); }
     bool posted = false;    // a batch is queued
     bool kept_out = false;  // a plan keeps moves out; afterwards the moves go on
@@ -58,6 +59,8 @@ class ChunkMoves {
   void MoveSome();
   // Moves up to kMovesAtOnce chunks. Ends at a chunk that finds no room or fails, or if a plan keeps moves out.
   absl::Status MoveBatch(const std::shared_ptr<Moves>& moves, storage::TierKind to);
+  // True while copies are to be dropped and some are leased; afterwards Resume is called.
+  bool AwaitLeases();
   // False while a plan keeps moves out; afterwards Resume is called.
   bool BeginMove();
   void EndBatch(const std::shared_ptr<Moves>& moves, bool progress, const absl::Status& status);

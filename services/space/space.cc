@@ -261,7 +261,7 @@ absl::Status Space::Place(SpaceNeed* need, Grant* grant) {
     status = PlanAndTake(*need, grant);
   }
   while (absl::IsResourceExhausted(status) && ShortOfDram(*need, *grant)) {
-    BALLAST_ASSIGN_OR_RETURN(const bool dropped, grant->store->DropWorkingCopies());
+    BALLAST_ASSIGN_OR_RETURN(const bool dropped, DropWorkingCopies(grant->store.get()));
     if (!dropped) break;
     spdlog::info("job '{}': dropped working copies, further tensors need their room", core_->name);
     status = PlanAndTake(*need, grant);
@@ -313,11 +313,18 @@ absl::Status Space::ReserveSlices(const model::EpochPlan& plan, const HeldChunks
     if (reserved.ok()) break;
     BALLAST_ASSIGN_OR_RETURN(const bool moved, MoveOneDown(store.get()));
     if (moved) continue;
-    BALLAST_ASSIGN_OR_RETURN(const bool dropped, store->DropWorkingCopies());
+    BALLAST_ASSIGN_OR_RETURN(const bool dropped, DropWorkingCopies(store.get()));
     if (!dropped) return reserved;
     spdlog::info("job '{}': dropped working copies, its ranks now share more chunks", core_->name);
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<bool> Space::DropWorkingCopies(storage::ChunkStore* store) {
+  const std::shared_ptr<void> no_leases = core_->leases->ShutOut();
+  BALLAST_RETURN_IF_ERROR(
+      core_->leases->Await([this] { return core_->leases->held() == 0; }, [this] { return core_->Interrupted(); }));
+  return store->DropWorkingCopies();
 }
 
 absl::StatusOr<bool> Space::MoveOneDown(storage::ChunkStore* store) {

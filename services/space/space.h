@@ -89,6 +89,8 @@ class Space {
   // Memory for the slices of all chunks; moves state to NVMe, then drops working copies, if there is no room.
   absl::Status ReserveSlices(const model::EpochPlan& plan, const HeldChunks& chunks, const HeldChunks& spares)
       ABSL_LOCKS_EXCLUDED(job_lock);
+  // As the store's; waits for leases first.
+  absl::StatusOr<bool> DropWorkingCopies(storage::ChunkStore* store) ABSL_LOCKS_EXCLUDED(job_lock);
   // Moves the last chunk in DRAM, which the next forward needs latest. False if there is none.
   absl::StatusOr<bool> MoveOneDown(storage::ChunkStore* store);
 

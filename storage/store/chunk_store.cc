@@ -122,6 +122,18 @@ bool ChunkStore::has_working_copy(uint64_t chunk) const {
   return (*found)->memory.working() != nullptr;
 }
 
+absl::Span<const std::byte> ChunkStore::working_copy(uint64_t chunk) const {
+  const absl::StatusOr<StoredChunk*> found = core_->chunks.Find(chunk);
+  if (!found.ok() || !(*found)->mutex.ReaderTryLock()) return {};
+  const ChunkMemory& memory = (*found)->memory;
+  absl::Span<const std::byte> copy;
+  if (memory.working() != nullptr && memory.placement().working == TierKind::kDram) {
+    copy = {memory.working(), (*found)->working_bytes()};
+  }
+  (*found)->mutex.ReaderUnlock();
+  return copy;
+}
+
 absl::StatusOr<bool> ChunkStore::DropWorkingCopies() {
   uint64_t largest = 0;
   std::vector<uint64_t> with_copy;

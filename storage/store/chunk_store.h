@@ -73,6 +73,9 @@ class ChunkStore {
   absl::Status DropWorkingCopies(absl::Span<const uint64_t> chunks);
   // Has the chunk a working copy, which ReadWorking reads from memory?
   bool has_working_copy(uint64_t chunk) const;
+  // The working copy, if it lies in this process's DRAM, and nobody changes or moves the chunk just now; else empty.
+  // Never blocks. Valid until the chunk's next update, or until its copy is dropped.
+  absl::Span<const std::byte> working_copy(uint64_t chunk) const;
   std::vector<PlacedChunk> placed() const;
   // The layout of chunks that are not frozen.
   const StateLayout& layout() const;

@@ -1,9 +1,10 @@
-// What a trainer pays for pulls and pushes where its state server is in its own process, beside a memcpy of the same
-// bytes. Usage: embedded_bench [--rounds N] [--elements N] [--threads N]; run it in `release`, or with libraries that
-// are optimised.
+// What a trainer pays for pulls, leases and pushes where its state server is in its own process, beside a memcpy of the
+// same bytes. Usage: embedded_bench [--rounds N] [--elements N] [--threads N]; run it in `release`, or with libraries
+// that are optimised.
 //
 //   memcpy             copies of the unit, chunk by chunk, by one thread: the ceiling
 //   pull               StartPull of the whole unit, then Await: `call` is the time until StartPull returns
+//   lease              StartLease of the whole unit, then Await, then the end of the lease: nothing is copied
 //   push               PushBorrowed of the whole unit, then Norm: `call` is the time until PushBorrowed returns, which
 //                      is once all slices were admitted
 //   push, lent         the same of memory that the server reads in place, until it was applied
@@ -101,6 +102,7 @@ class Job {
 
   Lap Copy();
   Lap Pull(uint64_t elements);
+  Lap Lease();
   // `pull`: gets the pull of a chunk that comes behind the pushes; null: none.
   Lap Push(Lap* pull, bool lends = false);
 
@@ -163,6 +165,16 @@ Lap Job::Pull(uint64_t elements) {
       [](client::PendingPull* pull) { Must(pull->Await()); });
 }
 
+Lap Job::Lease() {
+  const Lap lap = Time([&] { return Must(session_->StartLease(0, {{.begin = 0, .end = options_.elements}})); },
+                       [](client::LeasedUnit* lease) {
+                         Must(lease->Await());
+                         const client::LeasedUnit ended = std::move(*lease);
+                       });
+  if (session_->stats().leased_bytes % bytes() != 0) Must(absl::InternalError("some of a lease was copied"));
+  return lap;
+}
+
 Lap Job::Push(Lap* pull, bool lends) {
   const Lap lap = Time(
       [&] {
@@ -191,10 +203,11 @@ void Print(const char* dtype, const char* what, const std::vector<Lap>& laps, do
 void Measure(const Options& options, kernels::Dtype dtype) {
   const char* const name = dtype == kernels::Dtype::kF32 ? "fp32" : "bf16";
   Job job(options, dtype);
-  std::vector<Lap> copies, pulls, pushes, lent, single, behind;
+  std::vector<Lap> copies, pulls, leases, pushes, lent, single, behind;
   for (int round = -1; round < options.rounds; ++round) {
-    std::vector<Lap> laps = {job.Copy(), job.Pull(options.elements), job.Push(nullptr), job.Push(nullptr, true),
-                             job.Pull(kChunkElements)};
+    std::vector<Lap> laps = {
+        job.Copy(), job.Pull(options.elements), job.Push(nullptr), job.Push(nullptr, true), job.Pull(kChunkElements),
+        job.Lease()};
     Lap late;
     (void)job.Push(&late);
     if (round < 0) continue;  // the first touches memory
@@ -203,12 +216,14 @@ void Measure(const Options& options, kernels::Dtype dtype) {
     pushes.push_back(laps[2]);
     lent.push_back(laps[3]);
     single.push_back(laps[4]);
+    leases.push_back(laps[5]);
     behind.push_back(late);
   }
   const auto bytes = static_cast<double>(job.bytes());
   const double copy = FigureOf(copies, &Lap::cpu).median;
   Print(name, "memcpy", copies, bytes, copy);
   Print(name, "pull", pulls, bytes, copy);
+  Print(name, "lease", leases, bytes, copy);
   Print(name, "push", pushes, bytes, copy);
   Print(name, "push, lent", lent, bytes, copy);
   const double chunk = static_cast<double>(kChunkElements * kernels::ElementBytes(dtype));
@@ -218,7 +233,7 @@ void Measure(const Options& options, kernels::Dtype dtype) {
 
 int Main(int argc, char** argv) {
   Options options;
-  CLI::App app("Pulls and pushes within one process, beside a memcpy");
+  CLI::App app("Pulls, leases and pushes within one process, beside a memcpy");
   app.add_option("--rounds", options.rounds, "Measured rounds")->check(CLI::Range(1, 10000));
   app.add_option("--elements", options.elements, "Of the unit")->check(CLI::Range(kChunkElements, uint64_t{1} << 32));
   app.add_option("--threads", options.threads, "Of the transport and of updates")->check(CLI::Range(1, 64));

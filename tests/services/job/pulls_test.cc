@@ -1,6 +1,7 @@
 // Pulls of versions, and the pins that keep a version readable.
 #include "ballast/services/job/pulls.h"
 
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -72,6 +73,15 @@ class PullsTest : public JobPartTest {
     EXPECT_THAT(status.ToString(), HasSubstr(words));
   }
 
+  model::LeasedBytes Lease(const v1::PullRequest& request) {
+    Answer<model::LeasedBytes> answer;
+    pulls_.Lease(request, absl::InfiniteFuture(), answer.reply());
+    RunAll();
+    const auto leased = answer.Wait();
+    EXPECT_TRUE(leased.ok()) << leased.status();
+    return leased.ok() ? *leased : model::LeasedBytes();
+  }
+
   // A pin of the version; none: it waits.
   Outcome<v1::PinResponse> Pin(int64_t version, uint64_t holder = 0, uint64_t lease_ms = 0, uint64_t* waits = nullptr) {
     v1::PinRequest request;
@@ -104,6 +114,68 @@ class PullsTest : public JobPartTest {
   ReadPins pins_{&core_};
   Pulls pulls_{&core_, &pins_};
 };
+
+TEST_F(PullsTest, ALeaseIsThePlaceOfTheCurrentWorkingCopy) {
+  Open();
+  Answer<model::LeasedBytes> early;
+  pulls_.Lease(RequestOf(0, v1::CONTENT_WORKING), absl::InfiniteFuture(), early.reply());
+  RunAll();
+  EXPECT_FALSE(early.arrived());
+  StepOfValues(3);
+  auto leased = *early.Wait();
+  ASSERT_NE(leased.held, nullptr);
+  ASSERT_EQ(leased.bytes.size(), 8 * sizeof(kernels::bf16));
+  kernels::bf16 value = 0;
+  std::memcpy(&value, leased.bytes.data(), sizeof(value));
+  EXPECT_EQ(value, kernels::ToBf16(3));
+  EXPECT_EQ(core_.counters.sent_bytes, 0u);
+  v1::PullRequest tail = RequestOf(0, v1::CONTENT_WORKING);
+  tail.set_begin(6);
+  EXPECT_EQ(Lease(tail).bytes.data(), leased.bytes.data() + 6 * sizeof(value));
+  EXPECT_EQ(chunks_[0]->leases.held(), 1u);
+}
+
+TEST_F(PullsTest, WhatIsNotACurrentWorkingCopyIsNotLeased) {
+  Open();
+  StepOfValues(3);
+  EXPECT_EQ(Lease(RequestOf(0)).held, nullptr) << "masters";
+  ASSERT_EQ(PinAs(0, 0), absl::OkStatus());
+  StepOfValues(4);
+  EXPECT_EQ(Lease(RequestOf(0, v1::CONTENT_WORKING)).held, nullptr) << "a pinned version";
+  EXPECT_NE(Lease(RequestOf(1, v1::CONTENT_WORKING)).held, nullptr);
+  {
+    const std::shared_ptr<void> shut = core_.leases->ShutOut();
+    EXPECT_EQ(Lease(RequestOf(1, v1::CONTENT_WORKING)).held, nullptr) << "copies are being dropped";
+  }
+  Locked([&] { ASSERT_EQ(core_.state.store()->DropWorkingCopies({0, 1}), absl::OkStatus()); });
+  EXPECT_EQ(Lease(RequestOf(1, v1::CONTENT_WORKING)).held, nullptr) << "it was dropped";
+  EXPECT_EQ(core_.leases->held(), 0u);
+  Answer<model::LeasedBytes> gone;
+  v1::PullRequest nowhere = RequestOf(1, v1::CONTENT_WORKING);
+  nowhere.set_unit(9);
+  pulls_.Lease(nowhere, absl::InfiniteFuture(), gone.reply());
+  EXPECT_FALSE(gone.Wait().ok());
+}
+
+TEST_F(PullsTest, NoLeaseIsTakenOnceAnUpdateHasBegun) {
+  Open();
+  StepOfValues(3);
+  Locked([&] {
+    chunks_[0]->AwaitUpdate();
+    chunks_[0]->BeginUpdate();
+  });
+  Answer<model::LeasedBytes> old, next;
+  pulls_.Lease(RequestOf(0, v1::CONTENT_WORKING), absl::InfiniteFuture(), old.reply());
+  EXPECT_EQ(model::ReasonOf(old.Wait().status()), model::kVersionGone);
+  pulls_.Lease(RequestOf(1, v1::CONTENT_WORKING), absl::InfiniteFuture(), next.reply());
+  RunAll();
+  EXPECT_FALSE(next.arrived()) << "it waits as a pull does";
+  Locked([&](Replies* replies) {
+    chunks_[0]->EndUpdate(1);
+    core_.waiting.Wake(&chunks_[0]->pulls, replies);
+  });
+  EXPECT_NE(next.Wait()->held, nullptr);
+}
 
 TEST_F(PullsTest, AVersionIsPulledOnceItIsThere) {
   Open();

@@ -3,6 +3,8 @@
 
 #include <memory>
 #include <optional>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "ballast/proto/base/status.h"
@@ -53,6 +55,19 @@ class UpdatesTest : public JobPartTest {
     EXPECT_EQ(core_.state.store()->ReadState(chunk, storage::StateArray::kMaster, 0, {&value, 1}), absl::OkStatus());
     return value;
   }
+  std::shared_ptr<const void> Lease(uint64_t chunk) {
+    JobMutexLock lock(&core_.mu);
+    return core_.leases->Take(chunks_[chunk], nullptr);
+  }
+  std::string LeaseWait() {
+    JobMutexLock lock(&core_.mu);
+    return core_.LeaseWait();
+  }
+  void AwaitVersion(uint64_t chunk, int64_t version) {
+    JobMutexLock lock(&core_.mu);
+    const auto shows = [&] { return *chunks_[chunk]->version() >= version; };
+    core_.mu.Await(absl::Condition(&shows));
+  }
 
   Flushes flushes_{&core_, &journal_};
   ReadPins pins_{&core_};
@@ -89,6 +104,45 @@ TEST_F(UpdatesTest, ASliceOfTheNextStepWaitsForItsChunk) {
   RunAll();
   EXPECT_EQ(next.answer.Wait().status(), absl::OkStatus());
   EXPECT_EQ(Master(0), 3);
+}
+
+TEST_F(UpdatesTest, AnUpdateWaitsForTheLeasesOfItsChunk) {
+  Open();
+  Decide(ValuesHeader(tensors()), 3);
+  RunAll();
+  std::shared_ptr<const void> first = Lease(0), second = Lease(2);
+  Decide(ValuesHeader(tensors()), 4);
+  std::thread worker([this] { RunAll(); });
+  // The leased chunks come last, each once its own lease has ended.
+  for (uint64_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+    if (chunk != 0 && chunk != 2) AwaitVersion(chunk, 1);
+  }
+  EXPECT_EQ(Master(0), 3);
+  EXPECT_EQ(Master(2), 3);
+  EXPECT_THAT(LeaseWait(), ::testing::HasSubstr("the update waits for 2 leases"));
+  EXPECT_THAT(LeaseWait(), ::testing::HasSubstr("of chunk 0 of unit 0"));
+  second.reset();
+  AwaitVersion(2, 1);
+  EXPECT_EQ(Master(0), 3);
+  EXPECT_THAT(LeaseWait(), ::testing::HasSubstr("the update waits for 1 lease "));
+  first.reset();
+  worker.join();
+  EXPECT_EQ(Master(0), 4);
+  EXPECT_TRUE(Shows(1));
+  EXPECT_EQ(LeaseWait(), "");
+}
+
+TEST_F(UpdatesTest, AStoppedJobWaitsForNoLease) {
+  Open();
+  Decide(ValuesHeader(tensors()), 3);
+  RunAll();
+  const std::shared_ptr<const void> lease = Lease(0);
+  Decide(ValuesHeader(tensors()), 4);
+  std::thread worker([this] { RunAll(); });
+  AwaitVersion(chunks_.size() - 1, 1);
+  Locked([&](Replies* replies) { core_.Refuse(absl::CancelledError("dropped"), replies); });
+  worker.join();
+  EXPECT_EQ(Master(0), 3) << "what is leased has not changed";
 }
 
 TEST_F(UpdatesTest, TheOldestPinYieldsWhereACopyFindsNoRoom) {

@@ -111,6 +111,37 @@ TEST_F(ChunkMovesTest, MovesThatFindNoRoomWaitForTheNextStep) {
   EXPECT_EQ(In(TierKind::kNvme), chunks_.size());
 }
 
+// Budgets that were lowered take effect as soon as the last lease has ended, whether steps follow or not.
+TEST_F(ChunkMovesTest, WorkingCopiesAreDroppedOnceNoneIsLeased) {
+  Open();
+  StepOfValues(3);
+  const auto lease = [this](uint64_t chunk) {
+    JobMutexLock lock(&core_.mu);
+    return core_.leases->Take(chunks_[chunk], nullptr);
+  };
+  std::shared_ptr<const void> first = lease(0), second = lease(1);
+  storage::Plan plan;
+  plan.chunks.assign(chunks_.size(), {.state = TierKind::kDram, .working = std::nullopt});
+  v1::JobMoves answer;
+  moves_.MoveTo(plan, &answer);
+  EXPECT_EQ(answer.working_copies_dropped(), chunks_.size());
+  RunAll();
+  EXPECT_EQ(Left(), chunks_.size());
+  EXPECT_TRUE(store()->has_working_copy(0));
+  EXPECT_EQ(lease(2), nullptr) << "or they would never be dropped";
+  {
+    const MoveGate::KeptShut plans_do_not_wait(&moving_);
+    first.reset();
+    RunAll();
+    EXPECT_EQ(Left(), chunks_.size());
+  }
+  second.reset();
+  RunAll();
+  EXPECT_EQ(Left(), 0);
+  for (uint64_t chunk = 0; chunk < chunks_.size(); ++chunk) EXPECT_FALSE(store()->has_working_copy(chunk));
+  EXPECT_NE(lease(2), nullptr);
+}
+
 TEST_F(ChunkMovesTest, AStoppedJobMovesNothing) {
   Open();
   StepOfValues(3);

@@ -1,0 +1,108 @@
+#include "ballast/client/transfers/leases.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
+
+namespace ballast::client {
+
+LeasedParts::LeasedParts(std::shared_ptr<Leases> leases, int64_t version, std::vector<UnitRange> ranges, uint64_t width)
+    : of_session_(std::move(leases)),
+      version_(version),
+      ranges_(std::move(ranges)),
+      width_(width),
+      since_(absl::Now()),
+      held_(ranges_.size()) {
+  for (const UnitRange& range : ranges_) {
+    parts_.push_back({.range = range, .bytes = {}});
+    bytes_ += (range.end - range.begin) * width_;
+  }
+}
+
+LeasedParts::~LeasedParts() {
+  absl::MutexLock lock(&mutex_);
+  if (copies_ != nullptr) of_session_->pool_->Return(std::move(copies_));
+}
+
+bool LeasedParts::Come(size_t i, model::LeasedBytes leased) {
+  if (leased.held == nullptr || leased.bytes.size() != (ranges_[i].end - ranges_[i].begin) * width_) return false;
+  absl::MutexLock lock(&mutex_);
+  if (ended_) return true;
+  of_session_->leased_bytes_ += leased.bytes.size();
+  parts_[i].bytes = leased.bytes;
+  held_[i] = std::move(leased.held);
+  return true;
+}
+
+absl::Span<std::byte> LeasedParts::RoomFor(size_t i) {
+  absl::MutexLock lock(&mutex_);
+  if (ended_) return {};
+  if (copies_ == nullptr) copies_ = of_session_->pool_->Take(bytes_);
+  uint64_t at = 0;
+  for (size_t before = 0; before < i; ++before) at += (ranges_[before].end - ranges_[before].begin) * width_;
+  const absl::Span<std::byte> room(copies_->data.get() + at, (ranges_[i].end - ranges_[i].begin) * width_);
+  parts_[i].bytes = room;
+  of_session_->copied_bytes_ += room.size();
+  return room;
+}
+
+void LeasedParts::End() {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (std::exchange(ended_, true)) return;
+    // Under the lock: whoever comes second finds the leases given back.
+    held_.clear();
+    parts_.clear();
+  }
+  of_session_->Ended(this);
+}
+
+absl::StatusOr<absl::Span<const LeasedPart>> LeasedParts::parts() const {
+  absl::MutexLock lock(&mutex_);
+  if (!ended_) return absl::MakeConstSpan(parts_);
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
+                      "the lease was given back: its session has ended");
+}
+
+std::shared_ptr<LeasedParts> Leases::Begin(int64_t version, std::vector<UnitRange> ranges, uint64_t width,
+                                           uint64_t bytes_max, absl::Duration age_max) {
+  std::shared_ptr<LeasedParts> parts(new LeasedParts(shared_from_this(), version, std::move(ranges), width));
+  absl::MutexLock lock(&mutex_);
+  uint64_t bytes = 0;
+  absl::Time oldest = absl::InfiniteFuture();
+  for (const std::shared_ptr<LeasedParts>& other : live_) {
+    if (!other->admitted_) continue;
+    bytes += other->bytes_;
+    oldest = std::min(oldest, other->since_);
+  }
+  parts->admitted_ = bytes == 0 || (bytes + parts->bytes_ <= bytes_max && oldest + age_max > parts->since_);
+  live_.insert(parts);
+  return parts;
+}
+
+void Leases::EndAll() {
+  std::set<std::shared_ptr<LeasedParts>> live;
+  {
+    absl::MutexLock lock(&mutex_);
+    live = live_;
+  }
+  for (const std::shared_ptr<LeasedParts>& parts : live) parts->End();
+}
+
+bool Leases::empty() const {
+  absl::MutexLock lock(&mutex_);
+  return live_.empty();
+}
+
+void Leases::Ended(const LeasedParts* parts) {
+  std::shared_ptr<LeasedParts> gone;  // destroyed without the lock
+  absl::MutexLock lock(&mutex_);
+  const auto found = std::find_if(live_.begin(), live_.end(), [&](const auto& one) { return one.get() == parts; });
+  if (found == live_.end()) return;
+  gone = *found;
+  live_.erase(found);
+}
+
+}  // namespace ballast::client
