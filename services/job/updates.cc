@@ -242,6 +242,7 @@ absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const stor
     if (!may.ok() && pins_->GiveUpOldest(store, may)) continue;
     const absl::Status status = store->Run(left, done, read_back, interrupt, entered);
     if (!changed.ok()) return changed;
+    if (status.ok()) continue;
     if (!absl::IsResourceExhausted(status) || !pins_->GiveUpOldest(store, status)) return status;
   }
 }
