@@ -191,6 +191,7 @@ absl::Status JobCore::CheckNoneAhead() const {
 }
 
 std::string JobCore::LeaseWait() const {
+  if (leases->held() == 0) return "";
   uint64_t count = 0;
   const HeldChunk* oldest = nullptr;
   for (const std::shared_ptr<HeldChunk>& chunk : state.chunks()) {

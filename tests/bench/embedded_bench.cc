@@ -10,6 +10,8 @@
 //   push, lent         the same of memory that the server reads in place, until it was applied
 //   pull behind pushes StartPull and Await of one chunk while the unit's slices are pushed; `all` against the same pull
 //                      of an idle server
+//   step               PushBorrowed and Step of the whole unit of another job, until a lease shows its update
+//   step beside leases the same while the first job's update waits for leases of all its chunks
 //
 // CPU seconds are the whole process's. Variants of a round run one after another. Figures are medians over rounds, and
 // the least; ratios are to the median memcpy of the same run. The job has one rank and one unit, durability `none`, and
@@ -22,6 +24,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -94,7 +97,13 @@ Figure FigureOf(const std::vector<Lap>& laps, double Lap::*part) {
   return {values[values.size() / 2], values.front()};
 }
 
-// A server, and the session of a job that is there, in this process.
+client::StepOptions OneGroup() {
+  client::StepOptions step;
+  step.groups.resize(1);
+  return step;
+}
+
+// A server, and the sessions of two jobs that are there, in this process.
 class Job {
  public:
   Job(const Options& options, kernels::Dtype dtype);
@@ -105,14 +114,18 @@ class Job {
   Lap Lease();
   // `pull`: gets the pull of a chunk that comes behind the pushes; null: none.
   Lap Push(Lap* pull, bool lends = false);
+  // A step of the other job. `leased`: while leases hold up a step of this one.
+  Lap StepOfOther(bool leased);
 
  private:
+  std::unique_ptr<client::Session> OpenSession(const std::string& job, client::Collective* collective);
+  Lap Step(client::Session* session);
   const Options options_;
   const kernels::Dtype dtype_;
   ScratchDirectory directory_;
   std::unique_ptr<services::StateServer> server_;
-  std::unique_ptr<client::Collective> collective_;
-  std::unique_ptr<client::Session> session_;
+  std::unique_ptr<client::Collective> collective_, other_collective_;
+  std::unique_ptr<client::Session> session_, other_;
   storage::Arena gradient_, parameters_;
 };
 
@@ -120,27 +133,34 @@ Job::Job(const Options& options, kernels::Dtype dtype) : options_(options), dtyp
   services::StateServerOptions server;
   server.data_directory = directory_.path();
   server.server_id = "bench";
-  server.budget.dram = 48 * options.elements + (uint64_t{256} << 20);
+  server.budget.dram = 2 * 48 * options.elements + (uint64_t{256} << 20);
   server.compute_threads = options.threads;
   server_ = Must(services::StateServer::Start(server));
   collective_ = std::move(client::MakeLoopbackGroup(1).front());
-  client::SessionOptions session;
-  session.job = "bench";
-  session.durability = v1::DURABILITY_NONE;
-  session.chunk_elements = kChunkElements;
-  session.optimizer.gradient = session.optimizer.working = dtype;
-  std::vector<std::unique_ptr<client::Transport>> transports;
-  transports.push_back(services::MakeEmbeddedTransport(server_.get(), options.threads));
-  session_ = Must(client::Session::Open(session, {{.name = kTensor, .unit = "unit", .shape = {options.elements}}},
-                                        std::move(transports), collective_.get()));
-  Must(session_->Initialise([](absl::string_view, uint64_t first, absl::Span<float> values) {
-    for (size_t i = 0; i < values.size(); ++i) values[i] = 1e-3f * static_cast<float>((first + i) % 1009);
-  }));
+  other_collective_ = std::move(client::MakeLoopbackGroup(1).front());
+  session_ = OpenSession("bench", collective_.get());
+  other_ = OpenSession("other", other_collective_.get());
   gradient_ = Must(storage::Arena::Map(bytes()));
   parameters_ = Must(storage::Arena::Map(bytes()));
   // 0.0078 in both dtypes.
   for (size_t i = 0; i < bytes(); ++i) gradient_.bytes()[i] = std::byte{0x3c};
   std::memset(parameters_.bytes().data(), 1, bytes());
+}
+
+std::unique_ptr<client::Session> Job::OpenSession(const std::string& job, client::Collective* collective) {
+  client::SessionOptions options;
+  options.job = job;
+  options.durability = v1::DURABILITY_NONE;
+  options.chunk_elements = kChunkElements;
+  options.optimizer.gradient = options.optimizer.working = dtype_;
+  std::vector<std::unique_ptr<client::Transport>> transports;
+  transports.push_back(services::MakeEmbeddedTransport(server_.get(), options_.threads));
+  auto session = Must(client::Session::Open(options, {{.name = kTensor, .unit = "unit", .shape = {options_.elements}}},
+                                            std::move(transports), collective));
+  Must(session->Initialise([](absl::string_view, uint64_t first, absl::Span<float> values) {
+    for (size_t i = 0; i < values.size(); ++i) values[i] = 1e-3f * static_cast<float>((first + i) % 1009);
+  }));
+  return session;
 }
 
 Lap Job::Copy() {
@@ -192,6 +212,29 @@ Lap Job::Push(Lap* pull, bool lends) {
   return lap;
 }
 
+Lap Job::Step(client::Session* session) {
+  return Time(
+      [&] {
+        Must(session->PushBorrowed(0, {{0, gradient_.bytes().subspan(0, bytes())}}));
+        (void)Must(session->Step(OneGroup()));
+        return 0;
+      },
+      [&](int*) {
+        client::LeasedUnit shows = Must(session->StartLease(0, {{.begin = 0, .end = options_.elements}}));
+        Must(shows.Await());
+      });
+}
+
+Lap Job::StepOfOther(bool leased) {
+  std::optional<client::LeasedUnit> lease = Must(session_->StartLease(0, {{.begin = 0, .end = options_.elements}}));
+  Must(lease->Await());  // also: the update that the last call held up is over
+  if (leased) {
+    Must(session_->PushBorrowed(0, {{0, gradient_.bytes().subspan(0, bytes())}}));
+    (void)Must(session_->Step(OneGroup()));
+  }
+  return Step(other_.get());
+}
+
 void Print(const char* dtype, const char* what, const std::vector<Lap>& laps, double bytes, double copy) {
   const Figure cpu = FigureOf(laps, &Lap::cpu), all = FigureOf(laps, &Lap::all);
   const Figure call = FigureOf(laps, &Lap::call), mine = FigureOf(laps, &Lap::caller_cpu);
@@ -229,6 +272,14 @@ void Measure(const Options& options, kernels::Dtype dtype) {
   const double chunk = static_cast<double>(kChunkElements * kernels::ElementBytes(dtype));
   Print(name, "pull, one chunk", single, chunk, copy * chunk / bytes);
   Print(name, "pull behind pushes", behind, chunk, copy * chunk / bytes);
+  // In turn, so that both meet the same machine.
+  std::vector<Lap> steps, beside;
+  for (int round = 0; round < options.rounds; ++round) {
+    steps.push_back(job.StepOfOther(/*leased=*/false));
+    beside.push_back(job.StepOfOther(/*leased=*/true));
+  }
+  Print(name, "step", steps, bytes, copy);
+  Print(name, "step beside leases", beside, bytes, copy);
 }
 
 int Main(int argc, char** argv) {
