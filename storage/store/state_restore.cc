@@ -17,7 +17,7 @@ namespace ballast::storage {
 namespace {
 
 // Slots for states on their way through extra memory: a state is checked while the next states come from the disk.
-constexpr uint64_t kBounceSlots = 3;
+constexpr uint64_t kRestoreSlots = 3;
 
 // REQUIRES: the chunk's moments are unread.
 ReadAhead MomentsOf(const StoredChunk& chunk) ABSL_SHARED_LOCKS_REQUIRED(chunk.mutex) {
@@ -77,7 +77,7 @@ absl::Status StateRestore::All(absl::Span<const ChunkToAdd> added, const std::ve
   ReadSlots slots = {staging_->memory.bytes(), slot_bytes};
   Arena bounce;
   if (slot_bytes > slots.memory.size()) {
-    BALLAST_ASSIGN_OR_RETURN(bounce, tiers_->dram()->Map(kBounceSlots * slot_bytes));
+    BALLAST_ASSIGN_OR_RETURN(bounce, tiers_->dram()->Map(kRestoreSlots * slot_bytes));
     slots.memory = bounce.bytes();
   }
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging_->Queue(tiers_->disk()));

@@ -2,10 +2,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
 #include <random>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
@@ -149,6 +151,45 @@ TEST_P(BudgetsTest, WorkingCopiesGiveWayToTheBudget) {
   }
   EXPECT_GT(dropped, 0u);
   EXPECT_LT(working(), before / 2);
+}
+
+// The first eight working parameters of a job's first chunk, in place.
+model::LeasedBytes Lease(StateServer* server, int64_t version) {
+  v1::PullRequest request;
+  request.set_job("job");
+  request.set_version(version);
+  request.set_content(v1::CONTENT_WORKING);
+  request.set_end(8);
+  Answer<model::LeasedBytes> answer;
+  server->Lease(request, absl::InfiniteFuture(), answer.reply());
+  const auto leased = answer.Wait();
+  EXPECT_TRUE(leased.ok()) << leased.status();
+  return leased.ok() ? *leased : model::LeasedBytes();
+}
+
+// Nothing that a reader has is dropped under it, and nothing stays when it has given it back, though no step follows.
+TEST_P(BudgetsTest, ALoweredBudgetWaitsForLeases) {
+  auto group = NewGroup();
+  ASSERT_EQ(group->Initialise(Initial), absl::OkStatus());
+  model::LeasedBytes leased = Lease(server_.get(), 0);
+  ASSERT_NE(leased.held, nullptr);
+  const std::vector<std::byte> before(leased.bytes.begin(), leased.bytes.end());
+  uint64_t budget = kDram[2], dropped = 0;
+  while (dropped == 0) {
+    budget -= 64 << 10;
+    const auto lowered = SetDram(server_.get(), budget);
+    ASSERT_TRUE(lowered.ok()) << lowered.status();
+    dropped = lowered->jobs(0).working_copies_dropped();
+  }
+  EXPECT_EQ(Lease(server_.get(), 0).held, nullptr) << "no other lease is taken";
+  EXPECT_GE(JobOf(server_.get()).chunks_moving(), dropped);
+  EXPECT_TRUE(std::equal(before.begin(), before.end(), leased.bytes.begin()));
+  leased = {};
+  AwaitMoves(server_.get());
+  EXPECT_LE(server_->Status().tiers(1).used_bytes(), budget);
+  ASSERT_EQ(Step(*group, 1), absl::OkStatus());
+  ASSERT_EQ(Step(undisturbed_, 1), absl::OkStatus());
+  ExpectSame(*group, 1);
 }
 
 TEST_P(BudgetsTest, WhatDoesNotMoveIsRefusedWithNumbers) {
