@@ -205,7 +205,7 @@ void Machine::Handle(const Request& request, bool damage, Random* random) {
   auto payload = std::make_shared<std::vector<std::byte>>(*PayloadOf(push.crc32c()));
   if (damage) (*payload)[random->Below(payload->size())] ^= std::byte{1} << random->Below(8);
   server_->Push(
-      push, *payload, never,
+      push, absl::MakeConstSpan(*payload), never,
       [payload, reply = ReplyTo<v1::PushResponse>(request)](absl::StatusOr<v1::PushResponse> response) mutable {
         payload->clear();
         payload->shrink_to_fit();
