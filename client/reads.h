@@ -64,14 +64,15 @@ class PendingPull {
 // Working parameters of a unit, in place: memory of a server in this process, which wrote them there. Such a chunk's
 // next update waits until its leases are given back, so hold them no longer than a pass needs. Parts that no server in
 // this process has in its DRAM, and what exceeds inflight_bytes_max of leases or begins beside one older than
-// step_timeout, are copies.
-class LeasedUnit {
+// step_timeout, are copies. Nobody else can end a lease: it holds up the update also after another group's fence, and
+// gradients lent with Keep::kUntilApplied stay lent meanwhile.
+class WorkingCopyLease {
  public:
-  LeasedUnit(LeasedUnit&&) noexcept = default;
-  LeasedUnit& operator=(LeasedUnit&&) = delete;
+  WorkingCopyLease(WorkingCopyLease&&) noexcept = default;
+  WorkingCopyLease& operator=(WorkingCopyLease&&) = delete;
   // Gives the lease back, with parts that are still on their way. Never blocks. On any thread; in a forked child
   // nothing happens, since the lease is the parent's.
-  ~LeasedUnit();
+  ~WorkingCopyLease();
   int64_t version() const;
   // Blocks until all parts have come: the ranges in order, each cut at chunks. They are readable, on any thread, until
   // the lease or the session ends. Valid as long as the session. `waited`: as for PendingPull::Await.
@@ -81,7 +82,7 @@ class LeasedUnit {
 
  private:
   friend class Reads;
-  LeasedUnit(SessionCore* core, std::shared_ptr<LeasedParts> parts);
+  WorkingCopyLease(SessionCore* core, std::shared_ptr<LeasedParts> parts);
   SessionCore* core_;
   uint64_t forks_;  // when the lease began
   std::shared_ptr<LeasedParts> parts_;
@@ -98,7 +99,7 @@ class Reads {
   // to their places.
   absl::StatusOr<PendingPull> StartPull(uint32_t unit, absl::Span<const PullRun> runs);
   // As StartPull, but reads elements where a server in this process has them.
-  absl::StatusOr<LeasedUnit> StartLease(uint32_t unit, absl::Span<const UnitRange> ranges);
+  absl::StatusOr<WorkingCopyLease> StartLease(uint32_t unit, absl::Span<const UnitRange> ranges);
   // Reads a whole tensor, or `runs` of it, at `version`, which is the current or a pinned one. Widens working values to
   // fp32.
   absl::Status Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to,

@@ -62,10 +62,10 @@ absl::StatusOr<PendingPull> Reads::StartPull(uint32_t unit, absl::Span<const Pul
   return PendingPull(core_, core_->parameters.StartPull(unit, runs));
 }
 
-absl::StatusOr<LeasedUnit> Reads::StartLease(uint32_t unit, absl::Span<const UnitRange> ranges) {
+absl::StatusOr<WorkingCopyLease> Reads::StartLease(uint32_t unit, absl::Span<const UnitRange> ranges) {
   BALLAST_RETURN_IF_ERROR(core_->job.CheckHasValues(unit));
   BALLAST_ASSIGN_OR_RETURN(auto parts, core_->parameters.StartLease(unit, ranges));
-  return LeasedUnit(core_, std::move(parts));
+  return WorkingCopyLease(core_, std::move(parts));
 }
 
 absl::Status Reads::Read(absl::string_view tensor, Content content, int64_t version, absl::Span<float> to,
@@ -120,10 +120,10 @@ std::function<void()> PendingPull::Waiter() const {
   };
 }
 
-LeasedUnit::LeasedUnit(SessionCore* core, std::shared_ptr<LeasedParts> parts)
+WorkingCopyLease::WorkingCopyLease(SessionCore* core, std::shared_ptr<LeasedParts> parts)
     : core_(core), forks_(ForkCount()), parts_(std::move(parts)) {}
 
-LeasedUnit::~LeasedUnit() {
+WorkingCopyLease::~WorkingCopyLease() {
   if (parts_ == nullptr) return;
   if (ForkCount() == forks_) {
     parts_->End();
@@ -133,16 +133,16 @@ LeasedUnit::~LeasedUnit() {
   }
 }
 
-int64_t LeasedUnit::version() const { return parts_->version(); }
+int64_t WorkingCopyLease::version() const { return parts_->version(); }
 
-absl::StatusOr<absl::Span<const LeasedPart>> LeasedUnit::Await(absl::Duration waited) {
+absl::StatusOr<absl::Span<const LeasedPart>> WorkingCopyLease::Await(absl::Duration waited) {
   BALLAST_RETURN_IF_ERROR(core_->job.Usable());
   if (failed_.ok()) failed_ = core_->job.Conclude(core_->parameters.AwaitPull(parts_->tally(), waited));
   BALLAST_RETURN_IF_ERROR(failed_);
   return parts_->parts();
 }
 
-std::function<void()> LeasedUnit::Waiter() const {
+std::function<void()> WorkingCopyLease::Waiter() const {
   return [parts = parts_] { (void)parts->tally().WaitUntil(absl::InfiniteFuture()); };
 }
 

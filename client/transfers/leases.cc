@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 
@@ -43,6 +44,7 @@ absl::Span<std::byte> LeasedParts::RoomFor(size_t i) {
   uint64_t at = 0;
   for (size_t before = 0; before < i; ++before) at += (ranges_[before].end - ranges_[before].begin) * width_;
   const absl::Span<std::byte> room(copies_->data.get() + at, (ranges_[i].end - ranges_[i].begin) * width_);
+  if (admitted_) leasing_ -= room.size();
   parts_[i].bytes = room;
   of_session_->copied_bytes_ += room.size();
   return room;
@@ -66,18 +68,28 @@ absl::StatusOr<absl::Span<const LeasedPart>> LeasedParts::parts() const {
                       "the lease was given back: its session has ended");
 }
 
-std::shared_ptr<LeasedParts> Leases::Begin(int64_t version, std::vector<UnitRange> ranges, uint64_t width,
-                                           uint64_t bytes_max, absl::Duration age_max) {
+absl::StatusOr<std::shared_ptr<LeasedParts>> Leases::Begin(int64_t version, std::vector<UnitRange> ranges,
+                                                           uint64_t width, uint64_t bytes_max, absl::Duration age_max) {
   std::shared_ptr<LeasedParts> parts(new LeasedParts(shared_from_this(), version, std::move(ranges), width));
   absl::MutexLock lock(&mutex_);
+  std::erase_if(ended_, [](const auto& other) { return other->tally_.idle(); });
+  uint64_t abandoned = 0;
+  for (const std::shared_ptr<LeasedParts>& other : ended_) abandoned += other->bytes_;
+  if (abandoned > bytes_max) {
+    return model::Error(
+        absl::StatusCode::kUnavailable, model::kBusy,
+        absl::StrCat(abandoned, " bytes of leases that were given back have parts on their way; expected ", bytes_max,
+                     " at most. Await a lease before you give it back"));
+  }
   uint64_t bytes = 0;
   absl::Time oldest = absl::InfiniteFuture();
   for (const std::shared_ptr<LeasedParts>& other : live_) {
-    if (!other->admitted_) continue;
-    bytes += other->bytes_;
+    if (other->leasing_ == 0) continue;
+    bytes += other->leasing_;
     oldest = std::min(oldest, other->since_);
   }
   parts->admitted_ = bytes == 0 || (bytes + parts->bytes_ <= bytes_max && oldest + age_max > parts->since_);
+  if (parts->admitted_) parts->leasing_ = parts->bytes_;
   live_.insert(parts);
   return parts;
 }
@@ -103,6 +115,7 @@ void Leases::Ended(const LeasedParts* parts) {
   if (found == live_.end()) return;
   gone = *found;
   live_.erase(found);
+  if (!gone->tally_.idle()) ended_.insert(gone);
 }
 
 }  // namespace ballast::client

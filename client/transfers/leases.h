@@ -53,8 +53,9 @@ class LeasedParts {
   const std::vector<UnitRange> ranges_;
   const uint64_t width_;  // of an element
   const absl::Time since_;
-  uint64_t bytes_ = 0;     // of all parts
-  bool admitted_ = false;  // set before anybody else has the object
+  uint64_t bytes_ = 0;                // of all parts
+  bool admitted_ = false;             // set before anybody else has the object
+  std::atomic<uint64_t> leasing_{0};  // of parts that are leased, or may become so
   Tally tally_;
   mutable absl::Mutex mutex_;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
@@ -69,9 +70,11 @@ class Leases : public std::enable_shared_from_this<Leases> {
   explicit Leases(std::shared_ptr<BufferPool> pool) : pool_(std::move(pool)) {}
 
   // A lease of `ranges`, whose calls are still to be made. All leases together have at most `bytes_max` bytes, but a
-  // larger one goes alone; and none begins beside one older than `age_max`. A lease beyond that has copies.
-  std::shared_ptr<LeasedParts> Begin(int64_t version, std::vector<UnitRange> ranges, uint64_t width, uint64_t bytes_max,
-                                     absl::Duration age_max) ABSL_LOCKS_EXCLUDED(mutex_);
+  // larger one goes alone; and none begins beside one older than `age_max`. A lease beyond that has copies. UNAVAILABLE
+  // (BUSY) while leases of more than `bytes_max` that were given back early have parts on their way.
+  absl::StatusOr<std::shared_ptr<LeasedParts>> Begin(int64_t version, std::vector<UnitRange> ranges, uint64_t width,
+                                                     uint64_t bytes_max, absl::Duration age_max)
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // Afterwards no lease is held, whoever has the objects.
   void EndAll() ABSL_LOCKS_EXCLUDED(mutex_);
   bool empty() const ABSL_LOCKS_EXCLUDED(mutex_);
@@ -86,6 +89,7 @@ class Leases : public std::enable_shared_from_this<Leases> {
   std::atomic<uint64_t> leased_bytes_{0}, copied_bytes_{0};
   mutable absl::Mutex mutex_;
   std::set<std::shared_ptr<LeasedParts>> live_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::shared_ptr<LeasedParts>> ended_ ABSL_GUARDED_BY(mutex_);  // with calls under way
 };
 
 }  // namespace ballast::client

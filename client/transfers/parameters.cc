@@ -37,7 +37,7 @@ class LeaseCalls : public std::enable_shared_from_this<LeaseCalls> {
                    [self = shared_from_this(), i](absl::StatusOr<model::LeasedBytes> leased) {
                      if (!leased.ok()) return self->parts_->tally().Finish(leased.status());
                      if (self->parts_->Come(i, *std::move(leased))) return self->parts_->tally().Finish({});
-                     self->router_->HandOver([self, i] { self->Pull(i); });
+                     self->router_->HandOver([self, i] { self->Pull(i); }, self->servers_[i]);
                    });
   }
   void Pull(size_t i) {
@@ -133,8 +133,8 @@ absl::StatusOr<std::shared_ptr<LeasedParts>> Parameters::StartLease(uint32_t uni
       servers.push_back(seat_->units->plan().server_of(piece.chunk));
     }
   }
-  auto lease = leases_->Begin(seat_->version, std::move(parts), seat_->working_bytes(), seat_->inflight_bytes_max,
-                              seat_->step_timeout);
+  BALLAST_ASSIGN_OR_RETURN(const auto lease, leases_->Begin(seat_->version, std::move(parts), seat_->working_bytes(),
+                                                            seat_->inflight_bytes_max, seat_->step_timeout));
   lease->tally().Start(static_cast<int>(servers.size()));
   seat_->router->HandOver([calls = std::make_shared<LeaseCalls>(seat_->router, std::move(servers), Request(unit),
                                                                 seat_->Deadline(), lease)] { calls->Start(); });

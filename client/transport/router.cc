@@ -120,7 +120,7 @@ void Router::Lease(uint32_t server, v1::PullRequest request, absl::Time deadline
                                             std::move(done));
 }
 
-void Router::HandOver(std::function<void()> start) {
+void Router::HandOver(std::function<void()> start, uint32_t server) {
   bool stopped = false;
   {
     absl::MutexLock lock(&mutex_);
@@ -128,7 +128,7 @@ void Router::HandOver(std::function<void()> start) {
     if (!stopped) ++handed_over_;
   }
   if (stopped) return start();  // its calls fail at once; the servers may be gone
-  servers_[0]->Schedule(Transport::Moves::kPull, [this, start = std::move(start)] {
+  servers_[server]->Schedule(Transport::Moves::kPull, [this, start = std::move(start)] {
     start();
     absl::MutexLock lock(&mutex_);
     --handed_over_;

@@ -88,9 +88,9 @@ class Router {
             std::function<void(absl::Status)> done);
   // Where a server in this process has the bytes of a pull (Transport::Lease). Counts as no bytes in flight.
   void Lease(uint32_t server, v1::PullRequest request, absl::Time deadline, Callback<model::LeasedBytes> done);
-  // Runs `start`, which calls Pull or Lease: on a thread of the transport's, if it moves bytes on threads of its own,
+  // Runs `start`, which calls Pull or Lease: on a thread of the server's transport, if that moves bytes on its own,
   // so that the caller hands over many pulls in no time. The destructor waits for it.
-  void HandOver(std::function<void()> start);
+  void HandOver(std::function<void()> start, uint32_t server = 0);
   // Waits until all pushes started before have been admitted to the bytes in flight: back pressure for the caller.
   Admissions& push_admissions() const { return *push_admissions_; }
 

@@ -55,6 +55,7 @@ Job::~Job() {
 }
 
 void Job::ScrubNext(absl::Span<std::byte> buffer, std::shared_ptr<void> lease) {
+  if (parts_->core.leases->awaited()) return;  // the worker waits for readers; other jobs are scrubbed meanwhile
   parts_->core.worker->Post([this, buffer, lease = std::move(lease)] { parts_->scrub.Next(buffer); });
 }
 

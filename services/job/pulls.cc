@@ -162,7 +162,8 @@ bool Pulls::Try(const RequestPtr& pull, Replies* replies) {
   }
   if (*copy == Copy::kNotYet) return false;
   if (pull->lease) {
-    replies->push_back([reply = pull->lease, leased = LeaseOf(plan, *copy)] { reply(leased); });
+    // The reader may give it back before this closure is gone.
+    replies->push_back([reply = pull->lease, leased = LeaseOf(plan, *copy)]() mutable { reply(std::move(leased)); });
     return true;
   }
   if (pull->room == nullptr) pull->room = room_.Take(plan.bytes());

@@ -195,7 +195,7 @@ std::string JobCore::LeaseWait() const {
   uint64_t count = 0;
   const HeldChunk* oldest = nullptr;
   for (const std::shared_ptr<HeldChunk>& chunk : state.chunks()) {
-    if (!chunk->update_runs() || chunk->leases.held() == 0) continue;
+    if (chunk->leases.held() == 0 || !(chunk->update_runs() || leases->shut_out())) continue;
     count += chunk->leases.held();
     if (oldest == nullptr || chunk->leases.since() < oldest->leases.since()) oldest = chunk.get();
   }
@@ -203,8 +203,8 @@ std::string JobCore::LeaseWait() const {
   const absl::Duration age = absl::Trunc(absl::Now() - oldest->leases.since(), absl::Milliseconds(1));
   return absl::StrCat(", while the update waits for ", count,
                       count == 1 ? " lease that its reader has" : " leases that their readers have",
-                      " not given back, the oldest for ", absl::FormatDuration(age), ", of chunk ",
-                      oldest->layout().index, " of unit ", oldest->layout().unit);
+                      " not given back: chunk ", oldest->layout().index, " of unit ", oldest->layout().unit,
+                      " has been leased for ", absl::FormatDuration(age));
 }
 
 void JobCore::WakePushes(HeldChunk* chunk, Replies* replies) {

@@ -41,7 +41,10 @@ class Leases : public std::enable_shared_from_this<Leases> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // No lease is taken while the token lives.
   std::shared_ptr<void> ShutOut();
+  bool shut_out() const { return shut_ > 0; }
   uint64_t held() const { return held_.load(); }
+  // Whether somebody waits for the end of leases.
+  bool awaited() const { return awaited_ > 0; }
 
   // Blocks until `ready`, which is asked whenever a lease ends, or an error of `interrupt`, which is asked now and
   // then.

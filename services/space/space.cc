@@ -321,6 +321,7 @@ absl::Status Space::ReserveSlices(const model::EpochPlan& plan, const HeldChunks
 }
 
 absl::StatusOr<bool> Space::DropWorkingCopies(storage::ChunkStore* store) {
+  if (!store->may_drop_working_copies()) return false;
   const std::shared_ptr<void> no_leases = core_->leases->ShutOut();
   BALLAST_RETURN_IF_ERROR(
       core_->leases->Await([this] { return core_->leases->held() == 0; }, [this] { return core_->Interrupted(); }));

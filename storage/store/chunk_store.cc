@@ -134,6 +134,11 @@ absl::Span<const std::byte> ChunkStore::working_copy(uint64_t chunk) const {
   return copy;
 }
 
+bool ChunkStore::may_drop_working_copies() const {
+  const std::vector<StoredChunk*> all = core_->chunks.All();
+  return std::any_of(all.begin(), all.end(), [this](const StoredChunk* chunk) { return core_->MayDropCopy(*chunk); });
+}
+
 absl::StatusOr<bool> ChunkStore::DropWorkingCopies() {
   uint64_t largest = 0;
   std::vector<uint64_t> with_copy;

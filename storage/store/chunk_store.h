@@ -69,11 +69,12 @@ class ChunkStore {
   // runs, on the store's thread. False if nothing can be gained: state in HBM, chunks that keep a remainder, and
   // all copies beside a GPU keep theirs.
   absl::StatusOr<bool> DropWorkingCopies();
+  bool may_drop_working_copies() const;
   // The same for these chunks; those that keep theirs are passed over. The memory for pulls is taken beyond the budget.
   absl::Status DropWorkingCopies(absl::Span<const uint64_t> chunks);
   // Has the chunk a working copy, which ReadWorking reads from memory?
   bool has_working_copy(uint64_t chunk) const;
-  // The working copy, if it lies in this process's DRAM, and nobody changes or moves the chunk just now; else empty.
+  // The working copy, if it lies in this process's DRAM and the chunk is not being moved; else empty.
   // Never blocks. Valid until the chunk's next update, or until its copy is dropped.
   absl::Span<const std::byte> working_copy(uint64_t chunk) const;
   std::vector<PlacedChunk> placed() const;

@@ -187,9 +187,9 @@ Lap Job::Pull(uint64_t elements) {
 
 Lap Job::Lease() {
   const Lap lap = Time([&] { return Must(session_->StartLease(0, {{.begin = 0, .end = options_.elements}})); },
-                       [](client::LeasedUnit* lease) {
+                       [](client::WorkingCopyLease* lease) {
                          Must(lease->Await());
-                         const client::LeasedUnit ended = std::move(*lease);
+                         const client::WorkingCopyLease ended = std::move(*lease);
                        });
   if (session_->stats().leased_bytes % bytes() != 0) Must(absl::InternalError("some of a lease was copied"));
   return lap;
@@ -220,13 +220,14 @@ Lap Job::Step(client::Session* session) {
         return 0;
       },
       [&](int*) {
-        client::LeasedUnit shows = Must(session->StartLease(0, {{.begin = 0, .end = options_.elements}}));
+        client::WorkingCopyLease shows = Must(session->StartLease(0, {{.begin = 0, .end = options_.elements}}));
         Must(shows.Await());
       });
 }
 
 Lap Job::StepOfOther(bool leased) {
-  std::optional<client::LeasedUnit> lease = Must(session_->StartLease(0, {{.begin = 0, .end = options_.elements}}));
+  std::optional<client::WorkingCopyLease> lease =
+      Must(session_->StartLease(0, {{.begin = 0, .end = options_.elements}}));
   Must(lease->Await());  // also: the update that the last call held up is over
   if (leased) {
     Must(session_->PushBorrowed(0, {{0, gradient_.bytes().subspan(0, bytes())}}));

@@ -58,6 +58,9 @@ class ForwardingTransport : public Transport {
   bool checks_bytes() const override { return server_->checks_bytes(); }
   void Cancel() override { server_->Cancel(); }
 
+ protected:
+  Transport* server() const { return server_.get(); }
+
  private:
   const std::unique_ptr<Transport> server_;
 };

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -37,7 +38,7 @@ class LeasesTest : public ::testing::Test {
     EXPECT_EQ(InitialiseAll(**session), absl::OkStatus());
     return *std::move(session);
   }
-  static LeasedUnit Lease(Session& session, uint32_t unit, std::optional<UnitRange> range = std::nullopt) {
+  static WorkingCopyLease Lease(Session& session, uint32_t unit, std::optional<UnitRange> range = std::nullopt) {
     auto lease = session.StartLease(unit, {range.value_or(UnitRange{0, session.unit_elements(unit)})});
     EXPECT_TRUE(lease.ok()) << lease.status();
     return *std::move(lease);
@@ -99,7 +100,7 @@ TEST_F(LeasesTest, NoByteIsCopied) {
       ASSERT_EQ(Applied(step), absl::OkStatus());  // flushes and norms read, too
       const uint64_t sent = Sent(), read = server()->traffic().read[storage::TierKind::kDram];
       const SessionStats before = session->stats();
-      LeasedUnit lease = Lease(*session, unit);
+      WorkingCopyLease lease = Lease(*session, unit);
       EXPECT_EQ(lease.version(), step);
       const auto parts = lease.Await();
       ASSERT_TRUE(parts.ok()) << parts.status();
@@ -109,7 +110,7 @@ TEST_F(LeasesTest, NoByteIsCopied) {
       EXPECT_EQ(Sent(), sent);
       EXPECT_EQ(server()->traffic().read[storage::TierKind::kDram], read);
       // The same memory, for as many as want it.
-      LeasedUnit other = Lease(*session, unit, UnitRange{1, 9});
+      WorkingCopyLease other = Lease(*session, unit, UnitRange{1, 9});
       ASSERT_TRUE(other.Await().ok());
       EXPECT_EQ(other.Await()->front().bytes.data(), parts->front().bytes.data() + sizeof(bf16));
     }
@@ -118,7 +119,7 @@ TEST_F(LeasesTest, NoByteIsCopied) {
 
 TEST_F(LeasesTest, AnUpdateWaitsForItsChunkAlone) {
   const auto session = Open();
-  std::optional<LeasedUnit> lease = Lease(*session, 0, UnitRange{0, 10});
+  std::optional<WorkingCopyLease> lease = Lease(*session, 0, UnitRange{0, 10});
   ASSERT_TRUE(lease->Await().ok());
   const std::byte* const first = lease->Await()->front().bytes.data();
   const std::vector<std::byte> before(first, first + 20);
@@ -134,7 +135,7 @@ TEST_F(LeasesTest, AnUpdateWaitsForItsChunkAlone) {
   ExpectWaits(1, 0);
   EXPECT_TRUE(std::equal(before.begin(), before.end(), first)) << "what is leased stays";
   // Who wants the next version waits as a pull does.
-  LeasedUnit next = Lease(*session, 0);
+  WorkingCopyLease next = Lease(*session, 0);
   EXPECT_EQ(next.version(), 1);
   std::thread([&] { lease.reset(); }).join();
   const auto parts = next.Await();
@@ -145,9 +146,9 @@ TEST_F(LeasesTest, AnUpdateWaitsForItsChunkAlone) {
 
 TEST_F(LeasesTest, AStepThatWaitsLongSaysForWhat) {
   SessionOptions options = TestOptions();
-  options.step_timeout = absl::Seconds(1);
+  options.step_timeout = absl::Seconds(4);
   const auto session = Open(options);
-  LeasedUnit lease = Lease(*session, 1);
+  WorkingCopyLease lease = Lease(*session, 1);
   ASSERT_TRUE(lease.Await().ok());
   const size_t parts = lease.Await()->size();
   ASSERT_TRUE(TrainStep(*session, 1).ok());
@@ -156,7 +157,7 @@ TEST_F(LeasesTest, AStepThatWaitsLongSaysForWhat) {
   ASSERT_TRUE(pull.ok());
   const std::string pulled = pull->Await().ToString();
   EXPECT_THAT(pulled, HasSubstr(absl::StrCat("the update waits for ", parts, " leases")));
-  EXPECT_THAT(pulled, ::testing::ContainsRegex("not given back, the oldest for .*s, of chunk [0-9]+ of unit 1"));
+  EXPECT_THAT(pulled, ::testing::ContainsRegex("not given back: chunk [0-9]+ of unit 1 has been leased for .*s"));
   // So does the push of the next step.
   EXPECT_EQ(session->Push(1, OwnedGradient(*session, 1, 2)), absl::OkStatus());
   EXPECT_THAT(session->Norm().status().ToString(), HasSubstr("the update waits for"));
@@ -165,47 +166,81 @@ TEST_F(LeasesTest, AStepThatWaitsLongSaysForWhat) {
 
 TEST_F(LeasesTest, AnEndedLeaseAbandonsPartsOnTheirWay) {
   const auto session = Open();
-  std::optional<LeasedUnit> first = Lease(*session, 0);
+  std::optional<WorkingCopyLease> first = Lease(*session, 0);
   ASSERT_TRUE(first->Await().ok());
   ASSERT_TRUE(TrainStep(*session, 1).ok());
-  { const LeasedUnit late = Lease(*session, 0); }  // waits for version 1
+  { const WorkingCopyLease late = Lease(*session, 0); }  // waits for version 1
   first.reset();
   ASSERT_EQ(Applied(1), absl::OkStatus());
   ASSERT_TRUE(TrainStep(*session, 2).ok());
   EXPECT_EQ(Applied(2), absl::OkStatus()) << "nobody holds version 1";
 }
 
+// Tells when a lease goes back to the server.
+class ToldLeases : public ForwardingTransport {
+ public:
+  ToldLeases(std::unique_ptr<Transport> server, std::atomic<int>* given_back)
+      : ForwardingTransport(std::move(server)), given_back_(given_back) {}
+  void Lease(const v1::PullRequest& r, absl::Time t, Callback<model::LeasedBytes> done) override {
+    server()->Lease(r, t,
+                    [done = std::move(done), given_back = given_back_](absl::StatusOr<model::LeasedBytes> leased) {
+                      if (leased.ok() && leased->held != nullptr) {
+                        const void* const place = leased->held.get();
+                        leased->held = {place, [held = std::move(leased->held), given_back](const void*) mutable {
+                                          held.reset();
+                                          ++*given_back;
+                                        }};
+                      }
+                      done(std::move(leased));
+                    });
+  }
+
+ private:
+  std::atomic<int>* const given_back_;
+};
+
 // While other threads of the parent take and give back leases.
 TEST_F(LeasesTest, AForkedChildLeavesTheLeaseToItsParent) {
-  const auto session = Open();
-  std::optional<LeasedUnit> lease = Lease(*session, 0);
+  std::atomic<int> given_back = 0;
+  std::vector<std::unique_ptr<Transport>> transports;
+  for (auto& transport : servers_.Connect()) {
+    transports.push_back(std::make_unique<ToldLeases>(std::move(transport), &given_back));
+  }
+  auto opened = Session::Open(TestOptions(), TestTensors(), std::move(transports), alone_.get());
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  const std::unique_ptr<Session> session = *std::move(opened);
+  ASSERT_EQ(InitialiseAll(*session), absl::OkStatus());
+  std::optional<WorkingCopyLease> lease = Lease(*session, 0);
   ASSERT_TRUE(lease->Await().ok());
   for (int i = 0; i < 20; ++i) {
-    std::optional<LeasedUnit> other = Lease(*session, 1);
+    std::optional<WorkingCopyLease> other = Lease(*session, 1);
     std::thread dropper([&] { other.reset(); });
     const pid_t child = fork();
     if (child == 0) {
       alarm(30);
+      const int before = given_back;
       lease.reset();
-      _exit(0);
+      _exit(given_back == before ? 0 : 1);
     }
     dropper.join();
     int status = 0;
     ASSERT_EQ(waitpid(child, &status, 0), child);
     ASSERT_TRUE(WIFEXITED(status)) << "signal " << WTERMSIG(status);
+    ASSERT_EQ(WEXITSTATUS(status), 0) << "the child gave the lease back";
   }
   ASSERT_TRUE(TrainStep(*session, 1).ok());
   ExpectWaits(1, 0);
   lease.reset();
+  EXPECT_GT(given_back, 0);
   EXPECT_EQ(Applied(1), absl::OkStatus());
 }
 
 TEST_F(LeasesTest, TheEndOfASessionEndsItsLeases) {
   auto session = Open();
-  std::optional<LeasedUnit> lease = Lease(*session, 0);
+  std::optional<WorkingCopyLease> lease = Lease(*session, 0);
   ASSERT_TRUE(lease->Await().ok());
   ASSERT_TRUE(TrainStep(*session, 1).ok());
-  const std::optional<LeasedUnit> late = Lease(*session, 0);  // still on its way
+  const std::optional<WorkingCopyLease> late = Lease(*session, 0);  // still on its way
   ExpectWaits(1, 0);
   session.reset();
   EXPECT_EQ(Applied(1), absl::OkStatus());
@@ -214,7 +249,7 @@ TEST_F(LeasesTest, TheEndOfASessionEndsItsLeases) {
 
 TEST_F(LeasesTest, AnotherJobsStepsDoNotWait) {
   const auto session = Open();
-  LeasedUnit lease = Lease(*session, 0);
+  WorkingCopyLease lease = Lease(*session, 0);
   ASSERT_TRUE(lease.Await().ok());
   ASSERT_TRUE(TrainStep(*session, 1).ok());
   SessionOptions options = TestOptions();
@@ -234,11 +269,11 @@ TEST_F(LeasesTest, BeyondTheBoundLeasesAreCopies) {
   SessionOptions options = TestOptions();
   options.inflight_bytes_max = 4096;
   const auto session = Open(options);
-  std::optional<LeasedUnit> alone = Lease(*session, 0);  // a larger one goes alone
+  std::optional<WorkingCopyLease> alone = Lease(*session, 0);  // a larger one goes alone
   ASSERT_TRUE(alone->Await().ok());
   EXPECT_EQ(session->stats().pulled_bytes, 0u);
   {
-    LeasedUnit copy = Lease(*session, 0);
+    WorkingCopyLease copy = Lease(*session, 0);
     ASSERT_TRUE(copy.Await().ok());
     EXPECT_EQ(session->stats().pulled_bytes, session->unit_elements(0) * sizeof(bf16));
     ExpectBits(*session, 0, *copy.Await(), 0);
@@ -247,8 +282,8 @@ TEST_F(LeasesTest, BeyondTheBoundLeasesAreCopies) {
     ExpectBits(*session, 0, *copy.Await(), 0);
   }
   alone.reset();
-  LeasedUnit small = Lease(*session, 0, UnitRange{0, 8});
-  LeasedUnit beside = Lease(*session, 0, UnitRange{8, 16});
+  WorkingCopyLease small = Lease(*session, 0, UnitRange{0, 8});
+  WorkingCopyLease beside = Lease(*session, 0, UnitRange{8, 16});
   ASSERT_TRUE(small.Await().ok() && beside.Await().ok());
   EXPECT_EQ(beside.Await()->front().bytes.data(), small.Await()->front().bytes.data() + 16);
 }
@@ -262,7 +297,7 @@ TEST_F(LeasesTest, ElsewhereLeasesAreCopies) {
   const auto session = Session::Open(TestOptions(), TestTensors(), std::move(transports), alone_.get());
   ASSERT_TRUE(session.ok()) << session.status();
   ASSERT_EQ(InitialiseAll(**session), absl::OkStatus());
-  LeasedUnit lease = Lease(**session, 1);
+  WorkingCopyLease lease = Lease(**session, 1);
   const auto parts = lease.Await();
   ASSERT_TRUE(parts.ok()) << parts.status();
   ExpectBits(**session, 1, *parts, 0);
@@ -284,7 +319,7 @@ TEST_F(LeasesTest, AServerWithoutWorkingCopiesLeasesNothing) {
   const auto session = Session::Open(TestOptions(), TestTensors(), std::move(transports), alone_.get());
   ASSERT_TRUE(session.ok()) << session.status();
   ASSERT_EQ(InitialiseAll(**session), absl::OkStatus());
-  LeasedUnit lease = Lease(**session, 1);
+  WorkingCopyLease lease = Lease(**session, 1);
   const auto parts = lease.Await();
   ASSERT_TRUE(parts.ok()) << parts.status();
   ExpectBits(**session, 1, *parts, 0);
@@ -293,7 +328,7 @@ TEST_F(LeasesTest, AServerWithoutWorkingCopiesLeasesNothing) {
 
 TEST_F(LeasesTest, WhatIsLeasedOutlivesADroppedJob) {
   const auto session = Open();
-  LeasedUnit lease = Lease(*session, 0);
+  WorkingCopyLease lease = Lease(*session, 0);
   const auto parts = lease.Await();
   ASSERT_TRUE(parts.ok()) << parts.status();
   ASSERT_TRUE(TrainStep(*session, 1).ok());  // its update waits, and ends with the job
@@ -309,7 +344,7 @@ TEST_F(LeasesTest, WhatIsLeasedOutlivesADroppedJob) {
 
 TEST_F(LeasesTest, TensorsAreAddedWhenAllLeasesAreBack) {
   const auto session = Open();
-  std::optional<LeasedUnit> lease = Lease(*session, 0);
+  std::optional<WorkingCopyLease> lease = Lease(*session, 0);
   const std::vector<TensorSpec> more = {{.name = "more", .unit = "more", .shape = {10}}};
   EXPECT_THAT(session->Register(more).ToString(), HasSubstr("give all leases back"));
   lease.reset();

@@ -17,7 +17,7 @@ class LeasedPartsTest : public ::testing::Test {
  protected:
   std::shared_ptr<LeasedParts> Begin(std::vector<UnitRange> ranges, uint64_t bytes_max = 100,
                                      absl::Duration age_max = absl::Hours(1)) {
-    return leases_->Begin(3, std::move(ranges), 2, bytes_max, age_max);
+    return *leases_->Begin(3, std::move(ranges), 2, bytes_max, age_max);
   }
   model::LeasedBytes Bytes(size_t count) { return {absl::MakeConstSpan(memory_).subspan(0, count), token_}; }
   // Leases that are held.
@@ -95,6 +95,30 @@ TEST_F(LeasedPartsTest, BytesAndAgeAreBounded) {
   leases_->EndAll();
   EXPECT_TRUE(leases_->empty());
   EXPECT_THAT(small->parts().status().ToString(), HasSubstr("given back"));
+}
+
+TEST_F(LeasedPartsTest, WhatIsCopiedIsNotLeased) {
+  const auto first = Begin({{0, 20}, {20, 50}});
+  EXPECT_FALSE(Begin({{0, 1}})->leases());
+  EXPECT_FALSE(first->Come(1, {})) << "refused";
+  EXPECT_EQ(first->RoomFor(1).size(), 60u);
+  EXPECT_TRUE(Begin({{0, 30}})->leases());
+  leases_->EndAll();
+}
+
+TEST_F(LeasedPartsTest, LeasesThatAreGivenBackEarlyAreBounded) {
+  std::vector<std::shared_ptr<LeasedParts>> abandoned;
+  for (int i = 0; i < 2; ++i) {
+    abandoned.push_back(Begin({{0, 30}}));
+    abandoned.back()->tally().Start();
+    abandoned.back()->End();
+  }
+  EXPECT_TRUE(leases_->empty());
+  const absl::Status busy = leases_->Begin(3, {{0, 1}}, 2, 100, absl::Hours(1)).status();
+  EXPECT_THAT(busy.ToString(), HasSubstr("120 bytes of leases that were given back"));
+  abandoned[0]->tally().Finish({});
+  EXPECT_TRUE(leases_->Begin(3, {{0, 1}}, 2, 100, absl::Hours(1)).ok());
+  abandoned[1]->tally().Finish({});
 }
 
 }  // namespace
