@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <string>
+#include <cstring>
 
 #include "ballast/proto/base/status.h"
 #include "ballast/services/gateway/methods.h"
@@ -19,6 +19,9 @@ using google::protobuf::io::CodedInputStream;
 using google::protobuf::io::CodedOutputStream;
 
 constexpr uint64_t kHeaderBytesMax = 16 << 10;
+// Less than that, or pieces shorter than that on average, are joined: a piece takes 16 bytes here and more at gRPC, and
+// keeps its receive buffer (kReadBytesMax in rpc_server.cc).
+constexpr uint64_t kJoinedBelow = 256 << 10, kPieceBytesMin = 4096;
 constexpr uint32_t kPayloadTag = v1::PushRequest::kPayloadFieldNumber << 3 | 2;
 
 // A tag or a length: five bytes at most, as protobuf reads them.
@@ -30,16 +33,33 @@ bool ReadShort(CodedInputStream* from, uint64_t max, uint32_t* value) {
   return true;
 }
 
-// The next `length` bytes of `from`, where they are. False if there are fewer.
-bool TakePieces(CodedInputStream* from, uint64_t length, PushedBytes::Pieces* pieces) {
-  while (length > 0) {
+// The next `length` bytes of `from`, in one piece of their own. False if there are fewer.
+bool Join(CodedInputStream* from, uint64_t length, PushMessage* push) {
+  size_t at = 0;
+  push->joined.resize(length);
+  for (const auto piece : push->payload) {
+    std::memcpy(push->joined.data() + at, piece.data(), piece.size());
+    at += piece.size();
+  }
+  if (!from->ReadRaw(push->joined.data() + at, static_cast<int>(length - at))) return false;
+  push->payload.clear();
+  if (length > 0)
+    push->payload.push_back(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(push->joined.data()), length));
+  return true;
+}
+
+// The same where they are, if they are many in few pieces.
+bool TakePieces(CodedInputStream* from, uint64_t length, PushMessage* push) {
+  if (length < kJoinedBelow) return Join(from, length, push);
+  for (uint64_t left = length; left > 0;) {
+    if (push->payload.size() > length / kPieceBytesMin) return Join(from, length, push);
     const void* data = nullptr;
     int size = 0;
     if (!from->GetDirectBufferPointer(&data, &size)) return false;
-    size = static_cast<int>(std::min<uint64_t>(size, length));
-    pieces->push_back({static_cast<const std::byte*>(data), static_cast<size_t>(size)});
+    size = static_cast<int>(std::min<uint64_t>(size, left));
+    push->payload.push_back({static_cast<const std::byte*>(data), static_cast<size_t>(size)});
     if (!from->Skip(size)) return false;
-    length -= size;
+    left -= size;
   }
   return true;
 }
@@ -100,7 +120,7 @@ bool Part(PushMessage* message, std::string* header, bool* too_much) {
       continue;
     }
     payload = true;
-    if (!ReadShort(&from, bytes, &length) || !TakePieces(&from, length, &message->payload)) return false;
+    if (!ReadShort(&from, bytes, &length) || !TakePieces(&from, length, message)) return false;
   }
   return true;
 }
@@ -118,6 +138,7 @@ absl::StatusOr<std::shared_ptr<PushMessage>> ReadPush(grpc::ByteBuffer* message)
                         "this push has more fields than a header and one payload");
   }
   if (!parted || !push->header.ParseFromString(header)) return Unparsed(v1::PushRequest::descriptor());
+  if (push->payload.empty() || !push->joined.empty()) push->buffer.Clear();
   return push;
 }
 

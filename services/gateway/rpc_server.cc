@@ -49,6 +49,8 @@ constexpr int kStreamsPerConnectionMax = 16384;
 // requests, and 768 MiB for messages just coming in: 192 slices of 4 MiB. Beyond the bound gRPC reads no further, then
 // cancels calls.
 constexpr size_t kGrpcBytesMax = size_t{1} << 30;
+// A payload that waits keeps the buffers that it was received in: two of them besides its own bytes.
+constexpr int kReadBytesMax = 256 << 10;
 
 constexpr absl::Duration kTrimInterval = absl::Seconds(1);
 
@@ -196,6 +198,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
   }
   builder.SetMaxReceiveMessageSize(kReceiveBytesMax);
   builder.SetResourceQuota(grpc::ResourceQuota("ballast").Resize(kGrpcBytesMax));
+  builder.AddChannelArgument(GRPC_ARG_TCP_MAX_READ_CHUNK_SIZE, kReadBytesMax);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kStreamsPerConnectionMax);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kPingIntervalMinMs);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);

@@ -162,11 +162,12 @@ void StateServiceImpl::Push(const Arrival& arrival, grpc::ByteBuffer* message) {
   CallReactor* const reactor = arrival.reactor;
   absl::StatusOr<std::shared_ptr<PushMessage>> push = ReadPush(message);
   if (!push.ok()) return reactor->Fail(push.status());
-  v1::PushRequest* const header = &(**push).header;
+  const std::shared_ptr<PushMessage> kept = *push;  // with the header, whenever the answer comes
+  v1::PushRequest* const header = &kept->header;
   if (const auto visit = gate_->Admit(arrival.visitor, {Call::kPush, header->job()}); !visit.ok()) {
     return reactor->Fail(visit.status());
   }
-  PushedBytes bytes((**push).payload);
+  PushedBytes bytes(std::move(kept->payload));
   auto shared = std::make_shared<SharedMemory::Part>();
   if (header->has_shared()) {
     absl::StatusOr<SharedMemory::Part> part = SharedPart(header->shared());
