@@ -120,7 +120,7 @@ TEST_F(UpdatesTest, AnUpdateWaitsForTheLeasesOfItsChunk) {
   EXPECT_EQ(Master(0), 3);
   EXPECT_EQ(Master(2), 3);
   EXPECT_THAT(LeaseWait(), ::testing::HasSubstr("the update waits for 2 leases"));
-  EXPECT_THAT(LeaseWait(), ::testing::HasSubstr("of chunk 0 of unit 0"));
+  EXPECT_THAT(LeaseWait(), ::testing::HasSubstr("chunk 0 of unit 0 has been leased for"));
   second.reset();
   AwaitVersion(2, 1);
   EXPECT_EQ(Master(0), 3);
