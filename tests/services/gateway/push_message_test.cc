@@ -65,7 +65,7 @@ TEST(PushMessageTest, AHeaderAndAPayloadWhereverSlicesEnd) {
   const std::string bytes = request.SerializeAsString();
   v1::PushRequest header = request;
   header.clear_payload();
-  for (const size_t size : {1, 2, 3, 7, 4095, 4097, 16375, 1 << 20}) {
+  for (const size_t size : {1, 2, 3, 7, 2000, 16375, 1 << 20}) {
     Sliced sliced(bytes, [&] { return size; });
     const auto push = sliced.Read();
     ASSERT_TRUE(push.ok()) << push.status();
