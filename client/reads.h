@@ -70,8 +70,8 @@ class WorkingCopyLease {
  public:
   WorkingCopyLease(WorkingCopyLease&&) noexcept = default;
   WorkingCopyLease& operator=(WorkingCopyLease&&) = delete;
-  // Gives the lease back, with parts that are still on their way. Never blocks. On any thread; in a forked child
-  // nothing happens, since the lease is the parent's.
+  // Gives the lease back, with parts that are still on their way. Waits for nobody; frees the memory of a job that was
+  // dropped meanwhile. On any thread; in a forked child nothing happens, since the lease is the parent's.
   ~WorkingCopyLease();
   int64_t version() const;
   // Blocks until all parts have come: the ranges in order, each cut at chunks. They are readable, on any thread, until
@@ -98,7 +98,8 @@ class Reads {
   // (b) Starts pulling `runs` at version(), whichever ranks own them. Until its Await has returned, the pull may write
   // to their places.
   absl::StatusOr<PendingPull> StartPull(uint32_t unit, absl::Span<const PullRun> runs);
-  // As StartPull, but reads elements where a server in this process has them.
+  // As StartPull, but reads elements where a server in this process has them. UNAVAILABLE (BUSY) while parts of more
+  // than inflight_bytes_max are on their way whose leases were given back before Await.
   absl::StatusOr<WorkingCopyLease> StartLease(uint32_t unit, absl::Span<const UnitRange> ranges);
   // Reads a whole tensor, or `runs` of it, at `version`, which is the current or a pinned one. Widens working values to
   // fp32.
