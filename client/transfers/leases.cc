@@ -72,9 +72,13 @@ absl::StatusOr<std::shared_ptr<LeasedParts>> Leases::Begin(int64_t version, std:
                                                            uint64_t width, uint64_t bytes_max, absl::Duration age_max) {
   std::shared_ptr<LeasedParts> parts(new LeasedParts(shared_from_this(), version, std::move(ranges), width));
   absl::MutexLock lock(&mutex_);
-  std::erase_if(ended_, [](const auto& other) { return other->tally_.idle(); });
   uint64_t abandoned = 0;
-  for (const std::shared_ptr<LeasedParts>& other : ended_) abandoned += other->bytes_;
+  std::erase_if(ended_, [&](const std::weak_ptr<LeasedParts>& ended) {
+    const std::shared_ptr<LeasedParts> other = ended.lock();  // its calls hold it
+    if (other == nullptr || other->tally_.idle()) return true;
+    abandoned += other->bytes_;
+    return false;
+  });
   if (abandoned > bytes_max) {
     return model::Error(
         absl::StatusCode::kUnavailable, model::kBusy,
@@ -115,7 +119,7 @@ void Leases::Ended(const LeasedParts* parts) {
   if (found == live_.end()) return;
   gone = *found;
   live_.erase(found);
-  if (!gone->tally_.idle()) ended_.insert(gone);
+  if (!gone->tally_.idle()) ended_.push_back(gone);
 }
 
 }  // namespace ballast::client

@@ -89,7 +89,7 @@ class Leases : public std::enable_shared_from_this<Leases> {
   std::atomic<uint64_t> leased_bytes_{0}, copied_bytes_{0};
   mutable absl::Mutex mutex_;
   std::set<std::shared_ptr<LeasedParts>> live_ ABSL_GUARDED_BY(mutex_);
-  std::set<std::shared_ptr<LeasedParts>> ended_ ABSL_GUARDED_BY(mutex_);  // with calls under way
+  std::vector<std::weak_ptr<LeasedParts>> ended_ ABSL_GUARDED_BY(mutex_);  // whose calls may be under way
 };
 
 }  // namespace ballast::client

@@ -119,6 +119,7 @@ TEST_F(LeasedPartsTest, LeasesThatAreGivenBackEarlyAreBounded) {
   abandoned[0]->tally().Finish({});
   EXPECT_TRUE(leases_->Begin(3, {{0, 1}}, 2, 100, absl::Hours(1)).ok());
   abandoned[1]->tally().Finish({});
+  leases_->EndAll();
 }
 
 }  // namespace
