@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -280,8 +281,10 @@ class JobPartTest : public testing::Test, protected StepHost {
   storage::SimDisk disk_{1};
   OneThread thread_{&disk_};
   MapCatalog catalog_;
-  std::unique_ptr<storage::Tiers> tiers_ = *storage::Tiers::Open(
-      {.budget = {.dram = uint64_t{64} << 20, .nvme = uint64_t{64} << 20}, .directory = "/data", .disk = &disk_});
+  std::unique_ptr<storage::Tiers> tiers_ =
+      *storage::Tiers::Open({.budget = {.dram = uint64_t{64} << 20, .nvme = uint64_t{64} << 20},
+                             .directory = std::filesystem::temp_directory_path(),
+                             .disk = &disk_});
   kernels::ThreadPool compute_{1};
   Deadlines deadlines_;
   ServerCounters counters_;

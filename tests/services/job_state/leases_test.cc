@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <filesystem>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -28,8 +29,8 @@ class LeasesTest : public ::testing::Test {
   static absl::Status GoOn() { return absl::OkStatus(); }
 
   storage::SimDisk disk_{1};
-  const std::unique_ptr<storage::Tiers> tiers_ =
-      *storage::Tiers::Open({.budget = {.dram = uint64_t{1} << 20}, .directory = "/data", .disk = &disk_});
+  const std::unique_ptr<storage::Tiers> tiers_ = *storage::Tiers::Open(
+      {.budget = {.dram = uint64_t{1} << 20}, .directory = std::filesystem::temp_directory_path(), .disk = &disk_});
   const std::shared_ptr<SliceMemory> memory_ = std::make_shared<SliceMemory>(tiers_.get());
   const std::shared_ptr<int> token_ = std::make_shared<int>();
   JobMutex mu_;

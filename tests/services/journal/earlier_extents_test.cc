@@ -1,6 +1,7 @@
 // Extents that an earlier run has left, until chunks take them back.
 #include "ballast/services/journal/earlier_extents.h"
 
+#include <filesystem>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -81,8 +82,9 @@ TEST_F(EarlierExtentsTest, TheSameOffsetInAnotherFileIsAnotherExtent) {
 // A store leaves two versions of its chunks; the next takes them back.
 TEST_F(EarlierExtentsTest, AStoreGetsThePinsOfItsChunks) {
   storage::SimDisk disk(1);
-  const auto tiers = *storage::Tiers::Open(
-      {.budget = {.dram = uint64_t{16} << 20, .nvme = uint64_t{16} << 20}, .directory = "/data", .disk = &disk});
+  const auto tiers = *storage::Tiers::Open({.budget = {.dram = uint64_t{16} << 20, .nvme = uint64_t{16} << 20},
+                                            .directory = std::filesystem::temp_directory_path(),
+                                            .disk = &disk});
   const storage::StateLayout layout{kernels::OptimizerSpec()};
   const auto make = [&] {
     return std::make_unique<storage::ChunkStore>(tiers.get(), layout, nullptr, storage::DurableOptions{.job = "job"});

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -85,8 +86,9 @@ class ChunkMoveTest : public ::testing::Test {
   }
 
   SimDisk disk_{1};
-  std::unique_ptr<Tiers> tiers_ =
-      *Tiers::Open({.budget = {.dram = 8 << 20, .nvme = 1 << 20}, .directory = "/data", .disk = &disk_});
+  std::unique_ptr<Tiers> tiers_ = *Tiers::Open({.budget = {.dram = 8 << 20, .nvme = 1 << 20},
+                                                .directory = std::filesystem::temp_directory_path(),
+                                                .disk = &disk_});
   ChunkReader reader_{tiers_.get()};
   const StateLayout layout_{kernels::OptimizerSpec(), /*working_copies=*/false};
   DramBlock shared_ = *tiers_->dram()->Allocate(StateLayout().StateBytes(kElements), "a test");

@@ -1,6 +1,7 @@
 // Kept versions: who owns an extent, and who pays for it, while pins and chunks come and go.
 #include "ballast/storage/store/kept_extents.h"
 
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -46,8 +47,9 @@ class KeptExtentsTest : public ::testing::Test {
   }
 
   SimDisk disk_{1};
-  std::unique_ptr<Tiers> tiers_ =
-      *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 16 * kStateBytes}, .directory = "/data", .disk = &disk_});
+  std::unique_ptr<Tiers> tiers_ = *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 16 * kStateBytes},
+                                                .directory = std::filesystem::temp_directory_path(),
+                                                .disk = &disk_});
   const std::shared_ptr<Account> account_ = std::make_shared<Account>();
   std::map<uint64_t, std::pair<NvmeExtent, DurableChunk>> chunks_;
   KeptExtents kept_{tiers_->nvme(), account_};

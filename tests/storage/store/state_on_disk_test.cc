@@ -1,6 +1,7 @@
 // A chunk's state on the disk, and when two scrubs have seen the same.
 #include "ballast/storage/store/state_on_disk.h"
 
+#include <filesystem>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -18,8 +19,9 @@ class StateOnDiskTest : public ::testing::Test {
  protected:
   NvmeExtent Allocate() { return *tiers_->nvme()->Allocate(8192, "a test"); }
   SimDisk disk_{1};
-  std::unique_ptr<Tiers> tiers_ =
-      *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 1 << 20}, .directory = "/data", .disk = &disk_});
+  std::unique_ptr<Tiers> tiers_ = *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 1 << 20},
+                                                .directory = std::filesystem::temp_directory_path(),
+                                                .disk = &disk_});
 };
 
 TEST_F(StateOnDiskTest, AReadKnowsThePlaceThatItsDigestsAreOf) {

@@ -1,6 +1,7 @@
 #include "ballast/storage/store/state_restore.h"
 
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -59,8 +60,9 @@ class StateRestoreTest : public ::testing::Test {
   }
 
   SimDisk disk_{1};
-  std::unique_ptr<Tiers> tiers_ =
-      *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 1 << 20}, .directory = "/data", .disk = &disk_});
+  std::unique_ptr<Tiers> tiers_ = *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 1 << 20},
+                                                .directory = std::filesystem::temp_directory_path(),
+                                                .disk = &disk_});
   PipelineStaging staging_;
   const StateRestore restore_{tiers_.get(), nullptr, &staging_, "job"};
   const StateLayout layout_{kernels::OptimizerSpec()};

@@ -1,5 +1,6 @@
 #include "ballast/storage/store/store_buffers.h"
 
+#include <filesystem>
 #include <memory>
 
 #include "ballast/proto/base/status.h"
@@ -16,7 +17,7 @@ class StoreBuffersTest : public ::testing::Test {
 
   SimDisk disk_{1};
   std::unique_ptr<Tiers> tiers_ = *Tiers::Open({.budget = {.dram = 16 * kReadBytes, .nvme = kReadBytes},
-                                                .directory = "/data",
+                                                .directory = std::filesystem::temp_directory_path(),
                                                 .staging_bytes = kReadBytes + 3 * kSlotBytes,
                                                 .disk = &disk_});
   StoreBuffers buffers_{tiers_.get(), nullptr};

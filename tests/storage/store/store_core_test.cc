@@ -1,6 +1,7 @@
 // The parts of a chunk store over one core: chunks are added, run, and scrubbed.
 #include "ballast/storage/store/store_core.h"
 
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -77,8 +78,10 @@ class StoreCoreTest : public ::testing::Test {
   }
 
   SimDisk disk_{1};
-  std::unique_ptr<Tiers> tiers_ = *Tiers::Open(
-      {.budget = {.dram = 16 << 20, .nvme = 4 << 20}, .directory = "/data", .staging_bytes = 2 << 20, .disk = &disk_});
+  std::unique_ptr<Tiers> tiers_ = *Tiers::Open({.budget = {.dram = 16 << 20, .nvme = 4 << 20},
+                                                .directory = std::filesystem::temp_directory_path(),
+                                                .staging_bytes = 2 << 20,
+                                                .disk = &disk_});
   const StateLayout layout_{kernels::OptimizerSpec()};
   Arena buffer_ = *Arena::Map(8192);
   std::vector<float> values_ = std::vector<float>(kElements);

@@ -1,5 +1,6 @@
 #include "ballast/storage/store/store_versions.h"
 
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,8 +35,9 @@ class StoreVersionsTest : public ::testing::Test {
   }
 
   SimDisk disk_{1};
-  std::unique_ptr<Tiers> tiers_ =
-      *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 1 << 20}, .directory = "/data", .disk = &disk_});
+  std::unique_ptr<Tiers> tiers_ = *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 1 << 20},
+                                                .directory = std::filesystem::temp_directory_path(),
+                                                .disk = &disk_});
   std::vector<DurableChunk> recorded_;
   absl::Status recording_;
   StoreVersions versions_{tiers_->nvme(),

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -76,8 +77,9 @@ class UpdatePipelineTest : public ::testing::Test {
   }
 
   SimDisk disk_{1};
-  std::unique_ptr<Tiers> tiers_ =
-      *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 1 << 20}, .directory = "/data", .disk = &disk_});
+  std::unique_ptr<Tiers> tiers_ = *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 1 << 20},
+                                                .directory = std::filesystem::temp_directory_path(),
+                                                .disk = &disk_});
   const StateLayout layout_{kernels::OptimizerSpec(), /*working_copies=*/false};
   Arena page_ = *Arena::Map(1 << 20);
   PipelineStaging staging_;

@@ -1,6 +1,7 @@
 // New versions of chunks: until the new one is recorded, the old one stays.
 #include "ballast/storage/store/versioned_extents.h"
 
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -42,8 +43,9 @@ class VersionedExtentsTest : public ::testing::Test {
   uint64_t used(TierPart part) const { return tiers_->usage().parts[static_cast<size_t>(part)].nvme; }
 
   SimDisk disk_{1};
-  std::unique_ptr<Tiers> tiers_ =
-      *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 1 << 20}, .directory = "/data", .disk = &disk_});
+  std::unique_ptr<Tiers> tiers_ = *Tiers::Open({.budget = {.dram = 1 << 20, .nvme = 1 << 20},
+                                                .directory = std::filesystem::temp_directory_path(),
+                                                .disk = &disk_});
   std::vector<int64_t> recorded_;
   uint64_t synced_before_record_ = 0;
   absl::Status recording_;
