@@ -32,6 +32,8 @@ struct TensorSpec {
   v1::Dtype dtype = v1::DTYPE_UNSPECIFIED;
   // Servers keep the tensor's state, or values alone that no gradient changes. For a new job: a job keeps its own.
   v1::Frozen frozen = v1::FROZEN_UNSPECIFIED;
+  // Who computes the tensor's updates (types.proto). For a new job, too.
+  v1::Assist assist = v1::ASSIST_UNSPECIFIED;
   // The order of the elements on the servers, for a new job: as many equal blocks along a dimension, so that cuts of
   // that dimension are few ranges. A job keeps its own.
   model::Parts parts;

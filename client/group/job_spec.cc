@@ -64,6 +64,7 @@ v1::TensorSpec ToProto(const TensorSpec& tensor) {
   for (const std::string& alias : tensor.aliases) proto.add_aliases(alias);
   proto.set_dtype(tensor.dtype);
   proto.set_frozen(tensor.frozen);
+  proto.set_assist(tensor.assist);
   if (tensor.parts.count > 1) {
     proto.set_part_dimension(tensor.parts.dimension);
     proto.set_parts(tensor.parts.count);
@@ -84,6 +85,11 @@ v1::JobSpec MakeSpec(const SessionOptions& options, const std::vector<TensorSpec
   registration->set_version(-1);
   for (const TensorSpec& tensor : tensors) *registration->add_tensors() = ToProto(tensor);
   return spec;
+}
+
+const char* Who(v1::Assist assist) {
+  if (assist == v1::ASSIST_UPDATE) return "updated by the trainer (as Muon's matrices)";
+  return assist == v1::ASSIST_STATE ? "a state of the trainer's optimizer" : "updated by the job's optimizer";
 }
 
 absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
@@ -114,6 +120,11 @@ absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
       if (it == live.end()) {
         unknown.push_back(tensor.name());
         continue;
+      }
+      if (tensor.assist() != it->second->assist()) {
+        return BadSpec(absl::StrCat("tensor '", tensor.name(), "' is ", Who(it->second->assist()),
+                                    " in the job, and is to be ", Who(tensor.assist()),
+                                    "; that cannot change: open the job with the optimizer that it was made with"));
       }
       if (Show(tensor) != Show(*it->second)) {
         return BadSpec(absl::StrCat("tensor '", tensor.name(), "' differs: the job has ", Show(*it->second),

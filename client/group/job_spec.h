@@ -17,6 +17,9 @@ v1::TensorSpec ToProto(const TensorSpec& tensor);
 // What messages say of the tensor, as text, without its name.
 std::string Show(const v1::TensorSpec& tensor);
 
+// Of a tensor: who computes its updates, as text.
+const char* Who(v1::Assist assist);
+
 // INVALID_ARGUMENT (BAD_SPEC).
 absl::Status BadSpec(absl::string_view message);
 

@@ -123,6 +123,11 @@ absl::StatusOr<TensorUnion> TensorUnion::Make(absl::Span<const NamedAlike> all) 
                                     v1::Frozen_Name(made.tensors_[tensor.place].frozen()), " on rank ",
                                     tensor.first->ranks[0], "; expected the same on all ranks"));
       }
+      if (made.tensors_[tensor.place].assist() != tensors[i].assist()) {
+        return BadSpec(absl::StrCat("tensor '", tensors[i].name(), "' is ", Who(tensors[i].assist()), " on rank ",
+                                    alike.ranks[0], " and ", Who(made.tensors_[tensor.place].assist()), " on rank ",
+                                    tensor.first->ranks[0], "; expected the same on all ranks"));
+      }
       const v1::Placement& said = tiling.placements(static_cast<int>(tiling.placement_of(i)));
       for (const v1::MeshCuts& part : (said.meshes().empty() ? alone : said).meshes()) {
         tensor.meshes.try_emplace(part.SerializeAsString(), part);

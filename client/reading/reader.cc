@@ -62,7 +62,8 @@ bool Passes(const absl::Status& status) {
 std::vector<ReadableTensor> TensorsOf(const model::Layout& layout) {
   std::vector<ReadableTensor> tensors;
   for (const model::Tensor& tensor : layout.tensors()) {
-    if (layout.live(tensor.index)) tensors.push_back({tensor.name, tensor.shape});
+    const bool of_model = layout.live(tensor.index) && tensor.assist != v1::ASSIST_STATE;
+    if (of_model) tensors.push_back({tensor.name, tensor.shape});
   }
   return tensors;
 }

@@ -1,5 +1,6 @@
 // Pulls of tensors: of all into the trainer's parameters, and of single ones, for parameters that live on the servers
 // alone.
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <utility>
@@ -89,18 +90,24 @@ absl::Status Tensors::Finish(Fetching* fetching, absl::Span<const TensorMemory> 
 
 absl::Status Tensors::Gather(absl::Span<const TensorMemory> memory, const Ready& ready) {
   const uint64_t width = ElementBytes(session_->optimizer().working);
+  std::vector<const Unit*> wanted;  // the same on all ranks, which have the same tensors
+  for (const Unit& unit : units_) {
+    const bool is_wanted = std::any_of(unit.tensors.begin(), unit.tensors.end(),
+                                       [&](size_t tensor) { return memory[tensor].parameter != nullptr; });
+    if (is_wanted) wanted.push_back(&unit);
+  }
   size_t ahead = 0;
   uint64_t bytes = 0;  // of units in [i, ahead)
-  for (size_t i = 0; i < units_.size(); ++i) {
-    while (ahead < units_.size() &&
-           (ahead <= i || bytes + units_[ahead].elements * width <= session_->inflight_bytes_max())) {
-      bytes += units_[ahead].elements * width;
-      session_->Prefetch(units_[ahead++].index);
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    while (ahead < wanted.size() &&
+           (ahead <= i || bytes + wanted[ahead]->elements * width <= session_->inflight_bytes_max())) {
+      bytes += wanted[ahead]->elements * width;
+      session_->Prefetch(wanted[ahead++]->index);
     }
-    BALLAST_ASSIGN_OR_RETURN(const UnitLease lease, session_->Acquire(units_[i].index));
-    Scatter(units_[i].whole, lease.bytes(), memory);
-    if (ready) ready(units_[i].tensors);
-    bytes -= units_[i].elements * width;
+    BALLAST_ASSIGN_OR_RETURN(const UnitLease lease, session_->Acquire(wanted[i]->index));
+    Scatter(wanted[i]->whole, lease.bytes(), memory);
+    if (ready) ready(wanted[i]->tensors);
+    bytes -= wanted[i]->elements * width;
   }
   return absl::OkStatus();
 }
@@ -111,6 +118,7 @@ void Tensors::Scatter(const std::vector<Run>& runs, absl::Span<const std::byte> 
   std::vector<float> wide;
   for (const Run& run : runs) {
     const TensorMemory& tensor = memory[run.tensor];
+    if (tensor.parameter == nullptr) continue;  // it lives on the servers alone
     Convert(from.data() + run.at * ElementBytes(dtype), dtype,
             tensor.parameter + run.local * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype, run.count,
             &wide);

@@ -101,7 +101,11 @@ void Tensors::Place(Unit* unit) {
 
 absl::Status Tensors::Initialise(absl::Span<const TensorMemory> memory, const Source& source) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent());
-  return session_->takes_gradients() ? LendValues(memory) : PushValues(memory, source);
+  bool all_here = true;
+  for (size_t i = 0; i < names_.size(); ++i) {
+    all_here &= !session_->needs_values(parts_[i].index) || memory[i].parameter != nullptr || parts_[i].elements == 0;
+  }
+  return session_->takes_gradients() && all_here ? LendValues(memory) : PushValues(memory, source);
 }
 
 absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
@@ -231,6 +235,7 @@ absl::StatusOr<std::byte*> Tensors::LentParameter(size_t i, const TensorMemory& 
   const Dtype working = session_->optimizer().working;
   Converted& own = converted_[i];
   own.lent = false;
+  if (from.parameter == nullptr) return nullptr;  // it lives on the servers alone
   if (from.parameter_dtype == working && parts_[i].in_order()) return from.parameter;
   // A parameter that is not updated is not written either, and stays unchanged in the trainer.
   if (from.gradient == nullptr && !session_->written(parts_[i].index)) return nullptr;

@@ -85,6 +85,23 @@ absl::Status CheckShape(const v1::TensorSpec& spec) {
   return absl::OkStatus();
 }
 
+absl::Status CheckAssist(const v1::TensorSpec& spec, const v1::JobSpec& job) {
+  if (spec.assist() == v1::ASSIST_UNSPECIFIED) return absl::OkStatus();
+  if (!v1::Assist_IsValid(spec.assist())) {
+    return BadSpec(absl::StrCat("tensor '", spec.name(), "' is to be assisted as ", static_cast<int>(spec.assist()),
+                                ": expected nothing, ASSIST_UPDATE or ASSIST_STATE"));
+  }
+  if (spec.frozen() != v1::FROZEN_UNSPECIFIED) {
+    return BadSpec(absl::StrCat("tensor '", spec.name(), "' is ", v1::Frozen_Name(spec.frozen()), " and ",
+                                v1::Assist_Name(spec.assist()), ": a frozen tensor has no updates; leave one out"));
+  }
+  if (job.master_format() == v1::MASTER_FORMAT_LENT) {
+    return BadSpec(absl::StrCat("tensor '", spec.name(), "' is ", v1::Assist_Name(spec.assist()),
+                                ", which needs a master on the servers; this job's masters are the trainer's (LENT)"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
   const uint32_t group_count = job.group_count();
   if (spec.name().empty() || spec.unit().empty() || spec.name().size() > kNameBytesMax ||
@@ -101,6 +118,7 @@ absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' is to be frozen as ", static_cast<int>(spec.frozen()),
                                 ": expected nothing, FROZEN_WORKING or FROZEN_Q8"));
   }
+  BALLAST_RETURN_IF_ERROR(CheckAssist(spec, job));
   if (spec.dtype() != v1::DTYPE_UNSPECIFIED && spec.dtype() != job.working_dtype()) {
     return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
                  absl::StrCat("tensor '", spec.name(), "' is to be ", v1::Dtype_Name(spec.dtype()), " (",
@@ -121,7 +139,7 @@ absl::StatusOr<Layout> Layout::Make(const v1::JobSpec& spec) {
   }
   for (const auto& [name, index] : layout.tensor_by_name_) {
     const Tensor& tensor = layout.tensors_[index];
-    if (tensor.name == name) layout.parameters_ += tensor.range.size();
+    if (tensor.name == name && tensor.assist != v1::ASSIST_STATE) layout.parameters_ += tensor.range.size();
   }
   return layout;
 }
@@ -144,16 +162,18 @@ absl::Status Layout::Append(const v1::Registration& registration, const v1::JobS
                               .unit = unit,
                               .group = tensor.group(),
                               .frozen = tensor.frozen(),
+                              .assist = tensor.assist(),
                               .shape = {tensor.shape().begin(), tensor.shape().end()},
                               .parts = {tensor.part_dimension(), std::max(tensor.parts(), 1u)}});
   }
   for (const uint32_t unit : touched) {
     auto& list = added[unit];
+    const auto kept = [&](uint32_t tensor) { return std::pair(tensors_[tensor].frozen, tensors_[tensor].assist); };
     std::stable_sort(list.begin(), list.end(), [&](uint32_t a, uint32_t b) {
-      return std::pair(tensors_[a].frozen, tensors_[a].group) < std::pair(tensors_[b].frozen, tensors_[b].group);
+      return std::pair(kept(a), tensors_[a].group) < std::pair(kept(b), tensors_[b].group);
     });
     for (size_t first = 0, last = 0; first < list.size(); first = last) {
-      while (last < list.size() && tensors_[list[last]].frozen == tensors_[list[first]].frozen) ++last;
+      while (last < list.size() && kept(list[last]) == kept(list[first])) ++last;
       BALLAST_RETURN_IF_ERROR(Place(unit, absl::MakeConstSpan(list).subspan(first, last - first)));
     }
   }
@@ -220,7 +240,8 @@ void Layout::CutChunks(uint32_t unit, Range batch, size_t first_tensor) {
     Chunk chunk{.index = chunks_.size(),
                 .unit = unit,
                 .range = {begin, std::min(begin + chunk_elements_, batch.end)},
-                .frozen = tensors_[order[first_tensor]].frozen};
+                .frozen = tensors_[order[first_tensor]].frozen,
+                .assist = tensors_[order[first_tensor]].assist};
     for (size_t i = next; i < order.size() && tensors_[order[i]].range.begin < chunk.range.end; ++i) {
       const Tensor& tensor = tensors_[order[i]];
       const Range part = Intersect(tensor.range, chunk.range);

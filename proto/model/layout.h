@@ -4,8 +4,9 @@
 // A unit is one flat space of elements. Each registration batch appends its tensors to their units, at the next chunk
 // boundary, sorted by parameter group (stable), each at a multiple of 256 elements. From the start of the batch a chunk
 // ends every `chunk_elements`; the last chunk of a batch may be shorter. So an existing chunk never changes, and no
-// chunk has the elements between a short chunk and the next batch. Trained tensors, and each kind of frozen ones, are a
-// batch of their own, trained first: so all tensors of a chunk are frozen alike.
+// chunk has the elements between a short chunk and the next batch. Tensors that the optimizer updates, each kind of
+// assisted and each kind of frozen ones are a batch of their own, in this order: so the tensors of a chunk are kept
+// alike.
 #pragma once
 
 #include <cstdint>
@@ -59,6 +60,7 @@ struct Tensor {
   uint32_t unit = 0;
   uint32_t group = 0;
   v1::Frozen frozen = v1::FROZEN_UNSPECIFIED;
+  v1::Assist assist = v1::ASSIST_UNSPECIFIED;
   Range range;
   std::vector<uint64_t> shape;
   Parts parts;
@@ -75,8 +77,9 @@ struct Chunk {
   uint64_t index = 0;  // over the whole job, in registration order: the order in which norms are summed
   uint32_t unit = 0;
   Range range;                                 // in the unit
-  v1::Frozen frozen = v1::FROZEN_UNSPECIFIED;  // of all its tensors
-  std::vector<Segment> segments;               // by offset
+  v1::Frozen frozen = v1::FROZEN_UNSPECIFIED;  // of all its tensors, as the next
+  v1::Assist assist = v1::ASSIST_UNSPECIFIED;
+  std::vector<Segment> segments;  // by offset
 };
 
 struct Unit {
@@ -98,7 +101,7 @@ class Layout {
   const std::vector<Chunk>& chunks() const { return chunks_; }
   // Whether this tensor is the newest of its name. A replaced tensor keeps its place and takes part in no step.
   bool live(uint32_t tensor) const { return tensor_by_name_.at(tensors_[tensor].name) == tensor; }
-  // Elements of live tensors, without padding.
+  // Elements of live tensors, without padding, and without states of a trainer's optimizer.
   uint64_t parameters() const { return parameters_; }
   uint64_t chunk_elements() const { return chunk_elements_; }
 
@@ -119,7 +122,7 @@ class Layout {
   // Gives the tensor its name and aliases, which it may take over from the tensor that it replaces. `names`: those that
   // its registration has given away so far.
   absl::Status TakeNames(const v1::TensorSpec& tensor, uint32_t index, absl::flat_hash_set<absl::string_view>* names);
-  // Places tensors that are frozen alike behind the others of their unit, at the next chunk boundary.
+  // Places tensors that are kept alike behind the others of their unit, at the next chunk boundary.
   absl::Status Place(uint32_t unit, absl::Span<const uint32_t> tensors);
   void CutChunks(uint32_t unit, Range batch, size_t first_tensor);
 

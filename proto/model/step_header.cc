@@ -203,6 +203,17 @@ absl::Status CheckValues(const EpochPlan& plan, const v1::StepHeader& header) {
       absl::StrCat("value_tensor_steps must have an entry for each of ", tensors, " tensors or none, got ", counts));
 }
 
+// Assisted tensors have no moments.
+absl::Status CheckAssisted(const EpochPlan& plan, const v1::StepHeader& header) {
+  if (header.value_array() == 0) return absl::OkStatus();
+  for (const Tensor& tensor : plan.layout().tensors()) {
+    if (tensor.assist == v1::ASSIST_UNSPECIFIED || !HasBit(header.value_presence(), tensor.index)) continue;
+    return BadHeader(absl::StrCat("value_presence names tensor '", tensor.name, "' with value_array ",
+                                  header.value_array(), ": the trainer assists its updates, so it has no moments"));
+  }
+  return absl::OkStatus();
+}
+
 // Frozen tensors have values alone: neither gradients, nor moments, nor updates to count.
 absl::Status CheckFrozen(const EpochPlan& plan, const v1::StepHeader& header) {
   for (const Tensor& tensor : plan.layout().tensors()) {
@@ -266,6 +277,7 @@ absl::Status CheckHeader(const EpochPlan& plan, int64_t step, const v1::StepHead
   }
   BALLAST_RETURN_IF_ERROR(CheckValues(plan, header));
   BALLAST_RETURN_IF_ERROR(CheckFrozen(plan, header));
+  BALLAST_RETURN_IF_ERROR(CheckAssisted(plan, header));
   if (header.kind() == v1::STEP_KIND_UPDATE) BALLAST_RETURN_IF_ERROR(CheckUpdate(plan, header));
   return CheckFirstValues(plan, step, header);
 }

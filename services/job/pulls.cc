@@ -66,10 +66,11 @@ absl::StatusOr<Pulls::Plan> Pulls::PlanOf(const v1::PullRequest& request) const 
                                                     core_->state.plan()->open().members(owner).server_id(),
                                                     "', not on '", core_->around.server_id, "'"));
   }
-  if (request.content() > v1::CONTENT_MASTER && chunk->is_frozen()) {
+  if (request.content() > v1::CONTENT_MASTER && chunk->form != storage::StateForm::kFull) {
     return BadPull(model::kBadRequest,
-                   absl::StrCat("[", request.begin(), ", ", request.end(), ") of unit ", request.unit(),
-                                " is of frozen tensors, which have no moments; pull WORKING or MASTER"));
+                   absl::StrCat("[", request.begin(), ", ", request.end(), ") of unit ", request.unit(), " is of ",
+                                chunk->is_frozen() ? "frozen" : "assisted",
+                                " tensors, which have no moments; pull WORKING or MASTER"));
   }
   const uint64_t start = chunk->layout().range.begin;
   return Plan{chunk,

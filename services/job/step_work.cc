@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <map>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -12,26 +13,31 @@
 namespace ballast::services {
 namespace {
 
-// Coefficients of one step: the same for all segments of a group whose tensors have had equally many updates.
+// Coefficients of one step: the same for all segments of a group that are assisted alike, and whose tensors have had
+// equally many updates.
 class StepCoefficients {
  public:
-  StepCoefficients(const kernels::OptimizerSpec& optimizer, const v1::StepHeader& header, float factor)
-      : optimizer_(optimizer), header_(header), factor_(factor) {}
+  // `factor`: what multiplies gradients. An update that the trainer computed is applied as it is.
+  StepCoefficients(const storage::StateLayout& layout, const v1::StepHeader& header, float factor)
+      : layout_(layout), header_(header), factor_(factor) {}
 
-  const kernels::Coefficients& Get(uint32_t group, uint64_t t) {
-    const auto [entry, fresh] = cache_.try_emplace({group, t});
+  const kernels::Coefficients& Get(v1::Assist assist, uint32_t group, uint64_t t) {
+    const auto [entry, fresh] = cache_.try_emplace({assist, group, t});
     if (fresh) {
       const kernels::Hyper hyper = model::HyperOf(header_.groups(static_cast<int>(group)));
-      entry->second = kernels::MakeCoefficients(optimizer_, hyper, t, factor_);
+      const bool assisted = assist != v1::ASSIST_UNSPECIFIED;
+      const storage::StateLayout& layout = assisted ? layout_.Of(storage::StateForm::kMaster) : layout_;
+      entry->second =
+          kernels::MakeCoefficients(layout.optimizer(), hyper, t, assist == v1::ASSIST_UPDATE ? 1.0f : factor_);
     }
     return entry->second;
   }
 
  private:
-  const kernels::OptimizerSpec& optimizer_;
+  const storage::StateLayout& layout_;
   const v1::StepHeader& header_;
   const float factor_;
-  std::map<std::pair<uint32_t, uint64_t>, kernels::Coefficients> cache_;
+  std::map<std::tuple<v1::Assist, uint32_t, uint64_t>, kernels::Coefficients> cache_;
 };
 
 // Does a transaction change the chunk, unless it is skipped?
@@ -80,7 +86,7 @@ class WorkMaker {
         header_(prepared.header()),
         attempt_(prepared.attempt()),
         skip_(decision.verdict().skip()),
-        coefficients_(state.layout->optimizer(), header_, std::bit_cast<float>(decision.verdict().factor_bits())) {
+        coefficients_(*state.layout, header_, std::bit_cast<float>(decision.verdict().factor_bits())) {
     work_.step = decision.step();
   }
 
@@ -135,7 +141,8 @@ class WorkMaker {
       if (!model::HasBit(header_.gradient_presence(), segment.tensor)) continue;
       const uint64_t at = segment.in_chunk.begin;
       storage::ChunkUpdate::SegmentUpdate& part = update->segments.emplace_back(storage::ChunkUpdate::SegmentUpdate{
-          at, segment.in_chunk.end, coefficients_.Get(segment.group, state_.tensor_steps[segment.tensor])});
+          at, segment.in_chunk.end,
+          coefficients_.Get(chunk.layout().assist, segment.group, state_.tensor_steps[segment.tensor])});
       if (lends) part.gradient = lent->Gradient(chunk.layout(), segment.tensor, at);
       if (lent != nullptr) part.working = lent->Working(chunk.layout(), segment.tensor, at);
     }

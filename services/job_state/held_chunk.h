@@ -26,21 +26,21 @@ namespace ballast::services {
 class HeldChunk {
  public:
   HeldChunk(std::shared_ptr<SliceMemory> memory, uint64_t store_index, uint64_t id, uint64_t elements,
-            storage::Frozen frozen, const kernels::OptimizerSpec& optimizer, bool logged)
+            storage::StateForm form, const kernels::OptimizerSpec& optimizer, bool logged)
       : store_index(store_index),
         id(id),
         elements(elements),
-        frozen(frozen),
+        form(form),
         logged(logged),
         intake(std::move(memory), elements, optimizer.gradient, logged,
-               frozen == storage::Frozen::kNo ? kernels::Dtype::kF32 : optimizer.working) {}
+               !storage::IsFrozen(form) ? kernels::Dtype::kF32 : optimizer.working) {}
 
-  bool is_frozen() const { return frozen != storage::Frozen::kNo; }
+  bool is_frozen() const { return storage::IsFrozen(form); }
 
   const uint64_t store_index;
   const uint64_t id;  // index in the layout of the Open that took the chunk
   const uint64_t elements;
-  const storage::Frozen frozen;
+  const storage::StateForm form;
   const bool logged;  // updates read its slices back from the log wherever Intake::Logs
 
   // An epoch begins: where the chunk lies in its layout. Slices of older epochs are void.

@@ -33,6 +33,7 @@ void Intake::Reset(const model::Chunk& chunk, const model::EpochPlan& plan) {
   ++generation_;
   chunk_ = chunk.index;
   segments_ = chunk.segments;
+  norm_counts_ = chunk.assist != v1::ASSIST_UPDATE;
   norms_.assign(segments_.size(), std::nullopt);
   slots_.clear();
   for (const uint32_t index : plan.slices_of_chunk(chunk.index)) {
@@ -242,13 +243,11 @@ v1::ChunkNorm Intake::Norm(absl::string_view gradient_presence) {
     // After a restart: a chunk ahead of the log has no gradient for a step that its state already contains.
     if (!norms_[i].has_value() && gradient_ == nullptr) continue;
     if (!norms_[i].has_value()) norms_[i] = NormOf(gradient_->data(), 0, segments_[i].in_chunk);
+    if (!norms_[i]->finite) out.set_overflow(true);
+    if (!norm_counts_) continue;
     v1::SegmentNorm* segment = out.add_segments();
     segment->set_tensor(segments_[i].tensor);
-    if (norms_[i]->finite) {
-      segment->set_squared_norm(norms_[i]->squared_norm);
-    } else {
-      out.set_overflow(true);
-    }
+    if (norms_[i]->finite) segment->set_squared_norm(norms_[i]->squared_norm);
   }
   return out;
 }

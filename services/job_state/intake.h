@@ -111,7 +111,8 @@ class Intake {
 
   // Does the intake hold, from exactly this attempt, all slices of the chunk that the step needs?
   bool Holds(const v1::StepHeader& header, uint64_t attempt) const;
-  // Norms of the segments of present tensors; cached, or computed now.
+  // Norms of the segments of present tensors; cached, or computed now. Of updates that the trainer computed, only
+  // whether they are finite.
   v1::ChunkNorm Norm(absl::string_view gradient_presence);
 
   using Buffers = std::vector<std::shared_ptr<SliceMemory::Buffer>>;
@@ -156,6 +157,7 @@ class Intake {
   uint64_t chunk_ = 0;
   std::vector<model::Segment> segments_;
   std::vector<std::optional<kernels::NormResult>> norms_;  // per segment
+  bool norm_counts_ = true;
   std::vector<Slot> slots_;
   std::shared_ptr<SliceMemory::Buffer> gradient_;
   std::vector<model::Range> busy_;  // slices on their way to memory or the log

@@ -96,7 +96,7 @@ uint64_t Flushes::DirtyBytes(const storage::ChunkStore& store) {
   const std::vector<storage::PlacedChunk> placed = store.placed();
   uint64_t bytes = 0;
   for (uint64_t chunk = 0; store.records() && chunk < placed.size(); ++chunk) {
-    if (store.dirty(chunk)) bytes += store.layout().Of(placed[chunk].frozen).StateBytes(placed[chunk].elements);
+    if (store.dirty(chunk)) bytes += store.layout().Of(placed[chunk].form).StateBytes(placed[chunk].elements);
   }
   return bytes;
 }

@@ -30,9 +30,9 @@ struct LargestSlices {
 struct NewChunks {
   v1::JobSpec spec;
   kernels::OptimizerSpec optimizer;
-  std::vector<uint64_t> ids;            // in the layout
-  std::vector<uint64_t> elements;       // same order
-  std::vector<storage::Frozen> frozen;  // same order
+  std::vector<uint64_t> ids;              // in the layout
+  std::vector<uint64_t> elements;         // same order
+  std::vector<storage::StateForm> forms;  // same order
   // Elements that take room in the log, or in the spill.
   struct Logged {
     std::vector<uint64_t> trained;
@@ -58,7 +58,7 @@ struct NewChunks {
   std::string ExplainLog() const;
   bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
   // Values of a frozen chunk come once, and need no memory beside the chunk's where there is a log.
-  bool LogsValues(storage::Frozen of) const { return logged() && of != storage::Frozen::kNo; }
+  bool LogsValues(storage::StateForm of) const { return logged() && storage::IsFrozen(of); }
   // Does the job leave state on the disk for a restart?
   bool durable() const { return logged() || spec.durability() == v1::DURABILITY_EVERY_K; }
 };

@@ -279,8 +279,8 @@ void Space::Hold(const Grant& grant, SpaceNeed* need) {
   for (size_t i = 0; i < need->taken.size(); ++i) {
     std::shared_ptr<HeldChunk>& chunk = need->taken[i];
     if (chunk != nullptr) continue;
-    chunk = std::make_shared<HeldChunk>(grant.memory, next++, wanted.ids[i], wanted.elements[i], wanted.frozen[i],
-                                        wanted.optimizer, grant.reads_back || wanted.LogsValues(wanted.frozen[i]));
+    chunk = std::make_shared<HeldChunk>(grant.memory, next++, wanted.ids[i], wanted.elements[i], wanted.forms[i],
+                                        wanted.optimizer, grant.reads_back || wanted.LogsValues(wanted.forms[i]));
     if (added->durable.has_value()) {
       chunk->ComeBack(added->durable->version);
       earlier_->Taken(added->id);

@@ -6,7 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
-#include "ballast/services/job_state/frozen.h"
+#include "ballast/services/job_state/state_form.h"
 #include "ballast/services/journal/earlier_extents.h"
 #include "ballast/services/journal/log_length.h"
 #include "ballast/services/journal/log_records.h"
@@ -60,7 +60,7 @@ NewChunks NewOf(const SpaceState& state, const model::EpochPlan& plan, const std
                    .optimizer = *model::OptimizerOf(plan.open().spec()),
                    .ids = {},
                    .elements = {},
-                   .frozen = {},
+                   .forms = {},
                    .all = {},
                    .spilt = {},
                    .snapshot_bytes = SnapshotBytesMax(plan, mine),
@@ -74,7 +74,7 @@ NewChunks NewOf(const SpaceState& state, const model::EpochPlan& plan, const std
     if (i < state.chunks->size()) continue;
     wanted.ids.push_back(mine[i]);
     wanted.elements.push_back(elements);
-    wanted.frozen.push_back(FrozenOf(chunk.frozen));
+    wanted.forms.push_back(FormOf(chunk));
     if (chunk.frozen == v1::FROZEN_UNSPECIFIED && plan.slices_of_chunk(mine[i]).size() > 1) {
       wanted.shared_elements += elements;
     }
@@ -121,7 +121,7 @@ void Match(const SpaceState& state, SpaceNeed* need) {
     while (first != spares.end() && *first == nullptr) ++first;
     // The disk knows a durable chunk by its id, so only the very same Open can take the chunk.
     const auto spare = std::find_if(first, spares.end(), [&](const auto& s) {
-      return s != nullptr && s->elements == elements && s->frozen == wanted.frozen[i] &&
+      return s != nullptr && s->elements == elements && s->form == wanted.forms[i] &&
              (!wanted.durable() || s->id == id);
     });
     if (spare != spares.end()) {
@@ -129,11 +129,11 @@ void Match(const SpaceState& state, SpaceNeed* need) {
       continue;
     }
     storage::ChunkToAdd& chunk = need->missing.emplace_back(
-        storage::ChunkToAdd{.elements = elements, .id = id, .durable = {}, .frozen = wanted.frozen[i]});
+        storage::ChunkToAdd{.elements = elements, .id = id, .durable = {}, .form = wanted.forms[i]});
     if (state.earlier == nullptr) continue;
     chunk.durable = state.earlier->FindChunk(id);
     if (wanted.durable() && !wanted.logged()) {
-      const storage::StateLayout layout = LayoutOf(wanted, state.working_copies).Of(wanted.frozen[i]);
+      const storage::StateLayout layout = LayoutOf(wanted, state.working_copies).Of(wanted.forms[i]);
       chunk.aside_bytes = state.earlier->AsideBytes(id, layout.StateBytes(elements));
     }
   }
@@ -230,7 +230,7 @@ storage::PlanRequest RequestOf(const SpaceNeed& need, const storage::ChunkStore&
   const NewChunks& wanted = need.wanted;
   storage::PlanRequest plan{.free = free,
                             .elements = {},
-                            .frozen = {},
+                            .forms = {},
                             .layout = store.layout(),
                             .provisional_bytes_per_element = need.pushed ? SliceBytesPerElement(wanted.optimizer) : 0,
                             .staging_bytes = store.staging_bytes_missing(),
@@ -244,11 +244,11 @@ storage::PlanRequest RequestOf(const SpaceNeed& need, const storage::ChunkStore&
   }
   for (const storage::ChunkToAdd& chunk : need.missing) {
     plan.elements.push_back(chunk.elements);
-    plan.frozen.push_back(chunk.frozen);
+    plan.forms.push_back(chunk.form);
     // The extent of an earlier run is taken already.
     if (chunk.durable.has_value()) plan.free.nvme += chunk.durable->bytes;
     plan.nvme_fixed_bytes += chunk.aside_bytes;
-    if (!need.pushed || chunk.frozen == storage::Frozen::kNo) continue;
+    if (!need.pushed || !storage::IsFrozen(chunk.form)) continue;
     if (wanted.logged()) {
       plan.value_buffer_bytes = kValueBuffers * LargestSlices(wanted.spec, wanted.optimizer).values_bytes;
     } else if (!chunk.durable.has_value()) {
@@ -257,7 +257,7 @@ storage::PlanRequest RequestOf(const SpaceNeed& need, const storage::ChunkStore&
   }
   // A job has one set of these.
   const bool has_some = std::any_of(plan.placed.begin(), plan.placed.end(),
-                                    [](const auto& chunk) { return chunk.frozen != storage::Frozen::kNo; });
+                                    [](const auto& chunk) { return storage::IsFrozen(chunk.form); });
   if (has_some) plan.value_buffer_bytes = 0;
   if (need.pushed) {
     plan.read_back = wanted.read_back();

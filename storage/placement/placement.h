@@ -51,15 +51,15 @@ struct Plan {
 struct PlanRequest {
   TierBytes free;                  // budget that may still be taken
   std::vector<uint64_t> elements;  // per chunk, in the next forward's order
-  std::vector<Frozen> frozen;      // likewise; empty: no chunk is frozen
+  std::vector<StateForm> forms;    // likewise; empty: no chunk is frozen
   StateLayout layout;
   StateLayout LayoutOf(size_t chunk) const {
     return LayoutOf(chunk, present.empty() ? ChunkPlacement() : present[chunk]);
   }
   StateLayout LayoutOf(size_t chunk, const ChunkPlacement& placement) const {
-    return layout.Of(frozen.empty() ? Frozen::kNo : frozen[chunk], placement);
+    return layout.Of(forms.empty() ? StateForm::kFull : forms[chunk], placement);
   }
-  bool IsFrozen(size_t chunk) const { return !frozen.empty() && frozen[chunk] != Frozen::kNo; }
+  bool IsFrozen(size_t chunk) const { return !forms.empty() && storage::IsFrozen(forms[chunk]); }
   // Elements that steps update.
   uint64_t TrainedElements() const;
   // If working copies of chunks on NVMe do not fit in DRAM, as many as do not fit are left out: pulls then round the

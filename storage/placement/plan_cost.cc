@@ -8,9 +8,9 @@ void Predict(const PlanRequest& request, Plan* plan) {
   if (request.shape.machine == nullptr) return;
   std::vector<PlacedChunk> chunks = request.placed;
   uint64_t before = 0;
-  for (const PlacedChunk& chunk : chunks) before += chunk.frozen == Frozen::kNo ? chunk.elements : 0;
+  for (const PlacedChunk& chunk : chunks) before += !IsFrozen(chunk.form) ? chunk.elements : 0;
   for (size_t i = 0; i < plan->chunks.size(); ++i) {
-    chunks.push_back({request.elements[i], plan->chunks[i], request.LayoutOf(i).frozen()});
+    chunks.push_back({request.elements[i], plan->chunks[i], request.LayoutOf(i).form()});
   }
   StepShape shape = request.shape;
   shape.durable = request.durable;

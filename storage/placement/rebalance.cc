@@ -20,14 +20,14 @@ absl::Status Short(TierKind tier, uint64_t budget, uint64_t fixed, const char* w
 uint64_t AllState(const JobHolding& job) {
   uint64_t bytes = 0;
   for (const PlacedChunk& chunk : job.chunks)
-    bytes += job.layout.Of(chunk.frozen, chunk.placement).StateBytes(chunk.elements);
+    bytes += job.layout.Of(chunk.form, chunk.placement).StateBytes(chunk.elements);
   return bytes;
 }
 
 PlanRequest RequestOf(const JobHolding& job) {
   PlanRequest request{.free = {},
                       .elements = {},
-                      .frozen = {},
+                      .forms = {},
                       .layout = job.layout,
                       .pull = job.pull,
                       .provisional_bytes_per_element = 0,
@@ -38,7 +38,7 @@ PlanRequest RequestOf(const JobHolding& job) {
                       .shape = job.shape};
   for (const PlacedChunk& chunk : job.chunks) {
     request.elements.push_back(chunk.elements);
-    request.frozen.push_back(chunk.frozen);
+    request.forms.push_back(chunk.form);
     request.present.push_back(chunk.placement);
   }
   return request;

@@ -1,8 +1,9 @@
 // Layout of a chunk's state in memory and on disk: the fp32 master, then each moment (its values, then the scales of
 // 8-bit formats). Instead of the master, a layout may have its remainder: the bits that the chunk's working copy lacks.
 // Or the trainer's parameter is the master, which then takes no bytes here. A frozen chunk's state is only its working
-// copy, in the place of the master. Every array starts at a multiple of 4096 bytes, so that a server can read it alone.
-// Behind the arrays is room for a label (store/extent_label.h), so that one write has both.
+// copy, in the place of the master. A chunk whose updates the trainer assists has a master alone. Every array starts at
+// a multiple of 4096 bytes, so that a server can read it alone. Behind the arrays is room for a label
+// (store/extent_label.h), so that one write has both.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ enum class StateArray { kMaster = 0, kMoment1 = 1, kMoment2 = 2, kMoment3 = 3 };
 inline constexpr int kStateArraysMax = 1 + kernels::kMomentsMax;
 
 // The layout of a job's chunks: a pure function of the job's optimizer, of whether chunks have working copies, and of
-// how a chunk is frozen. Reads of working parameters of a chunk without a working copy round the master. A store
+// the chunk's form. Reads of working parameters of a chunk without a working copy round the master. A store
 // without any working copies writes the trainer's own parameters, where the trainer lends them. A frozen chunk has a
 // single array, kMaster: values in the working dtype, or quantized (kernels::Quantize), and no working copy beside it.
 // A chunk with a working copy may keep a remainder (OptimizerSpec::master): kMaster is then the masters' lower halves,
@@ -27,37 +28,40 @@ inline constexpr int kStateArraysMax = 1 + kernels::kMomentsMax;
 class StateLayout {
  public:
   StateLayout() : StateLayout(kernels::OptimizerSpec()) {}
-  explicit StateLayout(const kernels::OptimizerSpec& optimizer, bool working_copies = true, Frozen frozen = Frozen::kNo)
-      : optimizer_(optimizer),
-        array_count_(frozen == Frozen::kNo ? 1 + kernels::MomentCount(optimizer) : 1),
+  explicit StateLayout(const kernels::OptimizerSpec& optimizer, bool working_copies = true,
+                       StateForm form = StateForm::kFull)
+      : optimizer_(form == StateForm::kMaster ? PlainSgd(optimizer) : optimizer),
+        array_count_(form == StateForm::kFull ? 1 + kernels::MomentCount(optimizer) : 1),
         has_working_copies_(working_copies),
-        frozen_(frozen) {}
+        form_(form) {}
 
-  // The layout of the same store's chunks that are frozen so, and of those without a working copy.
-  StateLayout Of(Frozen frozen) const { return StateLayout(optimizer_, has_working_copies_, frozen); }
-  StateLayout WithoutWorkingCopy() const { return StateLayout(optimizer_, false, frozen_); }
+  // The layout of the same store's chunks of another form, and of those without a working copy. REQUIRES: this is of
+  // kFull, where `form` is another.
+  StateLayout Of(StateForm form) const { return StateLayout(optimizer_, has_working_copies_, form); }
+  StateLayout WithoutWorkingCopy() const { return StateLayout(optimizer_, false, form_); }
   // The layout of the same state that is whole without a working copy.
   StateLayout Whole() const { return keeps_remainder() ? WithoutWorkingCopy() : *this; }
-  StateLayout Of(Frozen frozen, const ChunkPlacement& placement) const {
-    return placement.working.has_value() ? Of(frozen) : Of(frozen).WithoutWorkingCopy();
+  StateLayout Of(StateForm form, const ChunkPlacement& placement) const {
+    return placement.working.has_value() ? Of(form) : Of(form).WithoutWorkingCopy();
   }
 
+  // What updates these chunks: the job's optimizer, or SGD without momentum (kMaster).
   const kernels::OptimizerSpec& optimizer() const { return optimizer_; }
   int array_count() const { return array_count_; }
-  Frozen frozen() const { return frozen_; }
+  StateForm form() const { return form_; }
 
   // Bytes of the first `elements` values of an array, and of their scales, which 8-bit formats have.
   uint64_t ValueBytes(StateArray array, uint64_t elements) const {
     if (array != StateArray::kMaster) return kernels::MomentBytes(optimizer_.moments, elements);
-    if (frozen_ == Frozen::kQ8) return kernels::QuantBytes(kernels::QuantFormat::kInt8, elements);
+    if (form_ == StateForm::kQ8) return kernels::QuantBytes(kernels::QuantFormat::kInt8, elements);
     if (lends_master()) return 0;
     if (keeps_remainder()) return elements * sizeof(uint16_t);
-    return elements * (frozen_ == Frozen::kNo ? sizeof(float) : working_element_bytes());
+    return elements * (!IsFrozen(form_) ? sizeof(float) : working_element_bytes());
   }
   uint64_t ScaleBytes(StateArray array, uint64_t elements) const {
     if (array != StateArray::kMaster) return kernels::MomentScaleBytes(optimizer_.moments, elements);
     if (keeps_remainder()) return kernels::CarryBytes(elements);
-    return frozen_ == Frozen::kQ8 ? kernels::QuantScales(elements) * sizeof(float) : 0;
+    return form_ == StateForm::kQ8 ? kernels::QuantScales(elements) * sizeof(float) : 0;
   }
   // Bytes of an array in a chunk of `elements`: without padding (UsedBytes) and with padding (ArrayBytes).
   uint64_t UsedBytes(StateArray array, uint64_t elements) const {
@@ -84,12 +88,12 @@ class StateLayout {
     return working_copies() ? Pad(elements * working_element_bytes()) : 0;
   }
   // True if the chunk has a working copy in addition to its state.
-  bool working_copies() const { return has_working_copies_ && frozen_ == Frozen::kNo; }
+  bool working_copies() const { return has_working_copies_ && !IsFrozen(form_); }
   // Is the master its working copy and a remainder?
   bool keeps_remainder() const { return working_copies() && optimizer_.master == kernels::MasterFormat::kRemainder; }
 
   // Is the master in the trainer's memory alone? Such a layout has no working copies.
-  bool lends_master() const { return optimizer_.master == kernels::MasterFormat::kLent && frozen_ == Frozen::kNo; }
+  bool lends_master() const { return optimizer_.master == kernels::MasterFormat::kLent && !IsFrozen(form_); }
 
   static constexpr uint64_t kLabelBytes = 4096;
 
@@ -97,6 +101,12 @@ class StateLayout {
   uint64_t working_element_bytes() const { return kernels::ElementBytes(optimizer_.working); }
 
  private:
+  static kernels::OptimizerSpec PlainSgd(kernels::OptimizerSpec optimizer) {
+    optimizer.kind = kernels::OptimizerKind::kSgd;
+    optimizer.amsgrad = optimizer.momentum = optimizer.nesterov = false;
+    return optimizer;
+  }
+
   static constexpr uint64_t kPadBytes = 4096;
   static constexpr uint64_t kScaleAlign = 64;
   static constexpr uint64_t Pad(uint64_t bytes) { return (bytes + kPadBytes - 1) / kPadBytes * kPadBytes; }
@@ -104,7 +114,7 @@ class StateLayout {
   kernels::OptimizerSpec optimizer_;
   int array_count_;
   bool has_working_copies_;
-  Frozen frozen_;
+  StateForm form_;
 };
 
 // A chunk's state at `base`, in the host's memory or the GPU's.

@@ -90,7 +90,7 @@ double Prediction::Seconds(double amount, double per_second, const char* what) {
 ChunkWork Prediction::WorkOf(const PlacedChunk& chunk) {
   const MachineProfile& m = *shape_.machine;
   const auto elements = static_cast<double>(chunk.elements);
-  const uint64_t state_bytes = layout_.Of(chunk.frozen, chunk.placement).StateBytes(chunk.elements);
+  const uint64_t state_bytes = layout_.Of(chunk.form, chunk.placement).StateBytes(chunk.elements);
   const auto state = static_cast<double>(state_bytes);
   const double gradient = elements * static_cast<double>(layout_.gradient_element_bytes());
   const double flushed = shape_.durable ? state * shape_.flushed_share : 0;
@@ -151,9 +151,9 @@ void Prediction::CountDisk(absl::Span<const ChunkWork> work, double logged) {
 
 void Prediction::CountPulls(const PlacedChunk& chunk) {
   const MachineProfile& m = *shape_.machine;
-  const bool frozen = chunk.frozen != Frozen::kNo;
+  const bool frozen = IsFrozen(chunk.form);
   if (!frozen && chunk.placement.working.has_value()) return;
-  const StateLayout layout = layout_.Of(chunk.frozen, chunk.placement);
+  const StateLayout layout = layout_.Of(chunk.form, chunk.placement);
   const double read = shape_.passes * static_cast<double>(layout.ArrayBytes(StateArray::kMaster, chunk.elements));
   if (chunk.placement.state == TierKind::kNvme) {
     out_.pulls += Seconds(read, static_cast<double>(m.disk_read_bytes_per_s), kReads);
@@ -186,7 +186,7 @@ StepPrediction Prediction::Of(absl::Span<const PlacedChunk> chunks) {
   std::vector<ChunkWork> work;
   work.reserve(chunks.size());
   for (const PlacedChunk& chunk : chunks) {
-    if (chunk.frozen == Frozen::kNo) work.push_back(WorkOf(chunk));  // no step updates the others
+    if (!IsFrozen(chunk.form)) work.push_back(WorkOf(chunk));  // no step updates the others
     CountPulls(chunk);
   }
   CountDisk(work, logged_);

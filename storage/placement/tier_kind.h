@@ -24,14 +24,16 @@ struct ChunkPlacement {
   std::optional<TierKind> working = TierKind::kDram;
 };
 
-// A chunk keeps the state that an optimizer updates (kNo), or values that no step changes: in the working dtype, or in
-// 8 bits.
-enum class Frozen : uint8_t { kNo, kWorking, kQ8 };
+// What a chunk keeps: the state that the job's optimizer updates (kFull), a master without moments, which plain SGD
+// updates (kMaster), or values that no step changes: in the working dtype, or in 8 bits. On disk as numbers.
+enum class StateForm : uint8_t { kFull = 0, kWorking = 1, kQ8 = 2, kMaster = 3 };
+
+inline bool IsFrozen(StateForm form) { return form == StateForm::kWorking || form == StateForm::kQ8; }
 
 struct PlacedChunk {
   uint64_t elements = 0;
   ChunkPlacement placement;
-  Frozen frozen = Frozen::kNo;
+  StateForm form = StateForm::kFull;
 };
 
 }  // namespace ballast::storage

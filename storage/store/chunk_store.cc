@@ -43,7 +43,7 @@ absl::Status StoreCore::CheckTier(uint64_t chunk, uint64_t elements, const State
   if (!layout.working_copies()) {
     return Bad(model::kBadConfig, "state in hbm needs working copies, and this store keeps none");
   }
-  if (of.frozen() != Frozen::kNo) {
+  if (IsFrozen(of.form())) {
     return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk, " is frozen, and frozen chunks are not in hbm"));
   }
   if (of.keeps_remainder()) {
@@ -108,7 +108,7 @@ uint64_t ChunkStore::spare_bytes_missing(absl::Span<const ChunkToAdd> added) con
   if (!core_->versions.has_value() || added.empty()) return 0;
   uint64_t largest = 0;
   for (const ChunkToAdd& chunk : added) {
-    largest = std::max(largest, core_->layout.Of(chunk.frozen).StateBytes(chunk.elements));
+    largest = std::max(largest, core_->layout.Of(chunk.form).StateBytes(chunk.elements));
   }
   return core_->versions->extents.SpareBytesMissing(chunk_count() + added.size(), largest);
 }
@@ -204,7 +204,7 @@ absl::Status ChunkStore::Move(uint64_t index, TierKind to) {
   BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, core.chunks.Find(index));
   const ChunkPlacement from = chunk->memory.placement();
   if (from.state == to) return absl::OkStatus();
-  BALLAST_RETURN_IF_ERROR(core.CheckTier(index, chunk->elements, core.layout.Of(chunk->layout.frozen(), from), to));
+  BALLAST_RETURN_IF_ERROR(core.CheckTier(index, chunk->elements, core.layout.Of(chunk->layout.form(), from), to));
   BALLAST_RETURN_IF_ERROR(core.Move(*chunk, to));
   core.chunks.Replace(*chunk);
   return absl::OkStatus();

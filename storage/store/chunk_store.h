@@ -29,7 +29,7 @@ struct ChunkToAdd {
   uint64_t id = 0;                      // durable: the chunk's id in the job's layout
   std::optional<DurableChunk> durable;  // state left by an earlier run, in an extent kept by the NVMe tier
   uint64_t aside_bytes = 0;             // durable: NVMe budget to set aside for the chunk's automatic pins
-  Frozen frozen = Frozen::kNo;
+  StateForm form = StateForm::kFull;
 };
 
 // Asked before bytes of NVMe are taken: an error refuses them.

@@ -71,10 +71,11 @@ void WriteFrozen(const ChunkUpdate& update, const StateView& state) {
   const StateLayout& layout = *state.layout;
   const kernels::Dtype dtype = layout.optimizer().working;
   constexpr auto kArray = StateArray::kMaster;
-  std::byte* const scales = state.base + (layout.frozen() == Frozen::kQ8 ? layout.ScalesAt(kArray, state.elements) : 0);
+  std::byte* const scales =
+      state.base + (layout.form() == StateForm::kQ8 ? layout.ScalesAt(kArray, state.elements) : 0);
   const absl::Status written = ForBlocks(update, dtype, [&](uint64_t begin, absl::Span<const float> values) {
     std::byte* const to = state.base + layout.ValueBytes(kArray, begin);
-    if (layout.frozen() == Frozen::kWorking) {
+    if (layout.form() == StateForm::kWorking) {
       kernels::FromF32(values, dtype, to);
       return absl::OkStatus();
     }
@@ -86,7 +87,7 @@ void WriteFrozen(const ChunkUpdate& update, const StateView& state) {
   (void)written;  // copying cannot fail
   for (const ChunkUpdate::Values& values : update.values) {
     const uint64_t count = values.count(layout.working_element_bytes());
-    const bool there = layout.frozen() == Frozen::kWorking && values.working == values.narrow.data();
+    const bool there = layout.form() == StateForm::kWorking && values.working == values.narrow.data();
     if (values.working == nullptr || there) continue;
     ReadFrozen(state, values.begin, count, dtype, values.working);
   }
@@ -96,7 +97,7 @@ void ReadFrozen(const StateView& state, uint64_t begin, uint64_t count, kernels:
   if (count == 0) return;  // `to` may be null
   const StateLayout& layout = *state.layout;
   constexpr auto kArray = StateArray::kMaster;
-  if (layout.frozen() == Frozen::kWorking) {
+  if (layout.form() == StateForm::kWorking) {
     const std::byte* const from = state.base + layout.ValueBytes(kArray, begin);
     const kernels::Dtype working = layout.optimizer().working;
     if (dtype == working) {

@@ -55,7 +55,7 @@ uint64_t LayoutBits(const StateLayout& layout) {
         static_cast<uint64_t>(o.working), uint64_t{o.amsgrad}, uint64_t{o.momentum}, uint64_t{o.nesterov}}) {
     bits = bits << 8 | field;
   }
-  return bits | static_cast<uint64_t>(layout.frozen()) << 56 | uint64_t{layout.keeps_remainder()} << 63;
+  return bits | static_cast<uint64_t>(layout.form()) << 56 | uint64_t{layout.keeps_remainder()} << 63;
 }
 
 void EncodeLabel(const DurableChunk& chunk, const StateLayout& layout, absl::string_view job,

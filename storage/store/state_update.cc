@@ -238,7 +238,7 @@ bool StateUpdate::DoneWhole(const Compute& compute) {
       return true;
     }
   }
-  if (state_.layout->frozen() == Frozen::kNo) return false;
+  if (!IsFrozen(state_.layout->form())) return false;
   WriteFrozen(update_, state_);
   if (digests_.of_new) digests_.new_state = DigestState(state_, compute);
   return true;

@@ -37,7 +37,7 @@ class StoreAddition {
   ChunkMemory MemoryOf(size_t i, DramBlock* shared, std::byte** next);
   absl::Status Restore(const std::vector<StoredChunk*>& chunks, Interrupt interrupt);
 
-  StateLayout LayoutOf(size_t i) const { return core_.layout.Of(added_[i].frozen, plan_.chunks[i]); }
+  StateLayout LayoutOf(size_t i) const { return core_.layout.Of(added_[i].form, plan_.chunks[i]); }
   uint64_t StateBytes(size_t i) const { return LayoutOf(i).StateBytes(added_[i].elements); }
   // States in DRAM lie in the memory that all new chunks share.
   bool shares() const { return core_.tiers->hbm() == nullptr; }

@@ -45,7 +45,7 @@ std::vector<StoredChunk*> StoreChunks::Append(std::vector<NewChunk> added) {
   for (NewChunk& fresh : added) {
     StoredChunk& chunk = chunks_.emplace_back(fresh.layout, chunks_.size(), fresh.elements, fresh.id,
                                               std::move(fresh.memory), std::move(fresh.extent));
-    placed_.push_back({chunk.elements, chunk.memory.placement(), chunk.layout.frozen()});
+    placed_.push_back({chunk.elements, chunk.memory.placement(), chunk.layout.form()});
     CountIn(chunk);
     chunks.push_back(&chunk);
   }

@@ -39,7 +39,7 @@ absl::Status ReadFrozenAs(const StoredChunk& chunk, uint64_t begin, uint64_t cou
                           RawRead read) {
   const StateLayout& layout = chunk.layout;
   const uint64_t width = layout.working_element_bytes();
-  if (layout.frozen() == Frozen::kWorking) {
+  if (layout.form() == StateForm::kWorking) {
     if (dtype == layout.optimizer().working) return read(begin * width, count * width, CopyInto(to));
     return read(begin * width, count * width, [&](uint64_t at, absl::Span<const std::byte> bytes) {
       auto* const floats = reinterpret_cast<float*>(to) + at / width;
@@ -62,7 +62,7 @@ absl::Status MasterIsLent(const StoredChunk& chunk) {
 absl::Status ReadAsWorking(const StoredChunk& chunk, uint64_t begin, uint64_t count, std::byte* to, RawRead read) {
   const kernels::Dtype dtype = chunk.layout.optimizer().working;
   if (chunk.layout.lends_master()) return MasterIsLent(chunk);
-  if (chunk.layout.frozen() != Frozen::kNo) return ReadFrozenAs(chunk, begin, count, dtype, to, read);
+  if (IsFrozen(chunk.layout.form())) return ReadFrozenAs(chunk, begin, count, dtype, to, read);
   return read(begin * sizeof(float), count * sizeof(float), RoundInto(dtype, to));
 }
 
@@ -75,7 +75,7 @@ absl::Status ReadAsF32(const StoredChunk& chunk, StateArray array, uint64_t begi
   }
   if (to.empty()) return absl::OkStatus();
   auto* const bytes = reinterpret_cast<std::byte*>(to.data());
-  if (layout.frozen() != Frozen::kNo) {
+  if (IsFrozen(layout.form())) {
     return ReadFrozenAs(chunk, begin, to.size(), kernels::Dtype::kF32, bytes, read);
   }
   if (array == StateArray::kMaster && layout.lends_master()) return MasterIsLent(chunk);
@@ -111,7 +111,7 @@ absl::Status StoreCore::ReadRounded(const StoredChunk& chunk, uint64_t begin, ui
     on_disk = chunk.memory.tier() == TierKind::kNvme && updated_in > 0 && chunk.on_disk.staged() == nullptr;
   }
   const uint64_t width = chunk.layout.working_element_bytes(), bytes = chunk.elements * width;
-  if (!on_disk || bytes > buffers.pulled.slot_bytes() || chunk.layout.frozen() != Frozen::kNo) {
+  if (!on_disk || bytes > buffers.pulled.slot_bytes() || IsFrozen(chunk.layout.form())) {
     return ReadAsWorking(chunk, begin, count, to, read);
   }
   return buffers.pulled.Read(

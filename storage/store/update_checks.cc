@@ -73,12 +73,12 @@ absl::Status CheckBlocks(const StoredChunk& chunk, const ChunkUpdate& update, co
 }
 
 absl::Status CheckFrozen(const StoredChunk& chunk, const ChunkUpdate& update) {
-  const Frozen frozen = chunk.layout.frozen();
-  if (frozen == Frozen::kNo) return absl::OkStatus();
+  const StateForm form = chunk.layout.form();
+  if (!IsFrozen(form)) return absl::OkStatus();
   if (!update.segments.empty() || update.values_of != StateArray::kMaster) {
     return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk.index, " is frozen: values are all that it takes"));
   }
-  return frozen == Frozen::kQ8 ? CheckBlocks(chunk, update, "values in 8 bits") : absl::OkStatus();
+  return form == StateForm::kQ8 ? CheckBlocks(chunk, update, "values in 8 bits") : absl::OkStatus();
 }
 
 absl::Status CheckMomentValues(const StoredChunk& chunk, const ChunkUpdate& update) {

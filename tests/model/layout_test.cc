@@ -71,6 +71,29 @@ TEST(LayoutTest, TensorsThatAreFrozenAlikeLieTogetherBehindTheTrained) {
   EXPECT_EQ(layout->chunks()[3].range, (Range{196608, 197120}));
 }
 
+TEST(LayoutTest, AssistedTensorsLieBetweenTheTrainedAndTheFrozen) {
+  v1::JobSpec spec = TwoUnits();
+  for (const char* const name : {"a.frozen", "a.state", "a.update"}) {
+    AddTensor(spec.mutable_registrations(0), "a", name, 10);
+  }
+  auto* const tensors = spec.mutable_registrations(0)->mutable_tensors();
+  tensors->Mutable(3)->set_frozen(v1::FROZEN_WORKING);
+  tensors->Mutable(4)->set_assist(v1::ASSIST_STATE);
+  tensors->Mutable(5)->set_assist(v1::ASSIST_UPDATE);
+  const auto layout = Layout::Make(spec);
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  std::vector<std::pair<v1::Frozen, v1::Assist>> kept;
+  for (const uint64_t chunk : layout->units()[0].chunks) {
+    kept.emplace_back(layout->chunks()[chunk].frozen, layout->chunks()[chunk].assist);
+  }
+  EXPECT_THAT(kept, ::testing::ElementsAre(std::pair(v1::FROZEN_UNSPECIFIED, v1::ASSIST_UNSPECIFIED),
+                                           std::pair(v1::FROZEN_UNSPECIFIED, v1::ASSIST_UNSPECIFIED),
+                                           std::pair(v1::FROZEN_UNSPECIFIED, v1::ASSIST_UPDATE),
+                                           std::pair(v1::FROZEN_UNSPECIFIED, v1::ASSIST_STATE),
+                                           std::pair(v1::FROZEN_WORKING, v1::ASSIST_UNSPECIFIED)));
+  EXPECT_EQ(layout->parameters(), Layout::Make(TwoUnits())->parameters() + 20);
+}
+
 TEST(LayoutTest, LaterTensorsAreAppendedAndMoveNothing) {
   v1::JobSpec spec = TwoUnits();
   const auto before = Layout::Make(spec);

@@ -24,9 +24,9 @@
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/job/pushes.h"
 #include "ballast/services/job/step_work.h"
-#include "ballast/services/job_state/frozen.h"
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/job_state/slice_room.h"
+#include "ballast/services/job_state/state_form.h"
 #include "ballast/services/job_state/surroundings.h"
 #include "ballast/services/journal/job_journal.h"
 #include "ballast/tests/services/answer.h"
@@ -312,10 +312,10 @@ class JobPartTest : public testing::Test, protected StepHost {
     storage::Plan placed;
     const auto memory = std::make_shared<SliceMemory>(tiers_.get());
     for (const model::Chunk& chunk : plan.layout().chunks()) {
-      added.push_back({.elements = chunk.range.size(), .id = chunk.index, .frozen = FrozenOf(chunk.frozen)});
+      added.push_back({.elements = chunk.range.size(), .id = chunk.index, .form = FormOf(chunk)});
       placed.chunks.push_back({.state = storage::TierKind::kDram});
       chunks_.push_back(std::make_shared<HeldChunk>(memory, chunks_.size(), chunk.index, chunk.range.size(),
-                                                    FrozenOf(chunk.frozen), optimizer, /*logged=*/false));
+                                                    FormOf(chunk), optimizer, /*logged=*/false));
     }
     ASSERT_EQ(store->Add(added, placed), absl::OkStatus());
     core_.state.Replace(store);

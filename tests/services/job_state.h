@@ -11,8 +11,8 @@
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/tiling.h"
-#include "ballast/services/job_state/frozen.h"
 #include "ballast/services/job_state/held_chunk.h"
+#include "ballast/services/job_state/state_form.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/trainer_group.h"
 
@@ -47,7 +47,7 @@ class JobMemory {
     std::vector<std::shared_ptr<HeldChunk>> chunks;
     for (const model::Chunk& chunk : plan.layout().chunks()) {
       const auto held = std::make_shared<HeldChunk>(memory, chunks.size(), chunk.index, chunk.range.size(),
-                                                    FrozenOf(chunk.frozen), optimizer, logged);
+                                                    FormOf(chunk), optimizer, logged);
       held->Open(chunk, plan);
       held->ComeBack(-1);
       chunks.push_back(held);

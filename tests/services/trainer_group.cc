@@ -39,6 +39,7 @@ void Append(const std::vector<TestTensor>& tensors, int64_t version, v1::JobSpec
     tensor->add_shape(t.elements);
     tensor->set_group(t.group);
     tensor->set_frozen(t.frozen);
+    tensor->set_assist(t.assist);
   }
 }
 

@@ -16,13 +16,14 @@
 
 namespace ballast::services {
 
-// Tensor name, unit, elements, group, what servers keep of it.
+// Tensor name, unit, elements, group, what servers keep of it, who computes its updates.
 struct TestTensor {
   std::string name;
   std::string unit;
   uint64_t elements;
   uint32_t group;
   v1::Frozen frozen = v1::FROZEN_UNSPECIFIED;
+  v1::Assist assist = v1::ASSIST_UNSPECIFIED;
 };
 
 // Two units, two groups, several chunks of 2^16 elements, padding inside and at ends.

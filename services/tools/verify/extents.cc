@@ -8,15 +8,15 @@
 #include "absl/strings/str_format.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
-#include "ballast/services/job_state/frozen.h"
 #include "ballast/services/job_state/job_entry.h"
+#include "ballast/services/job_state/state_form.h"
 #include "ballast/storage/memory/arena.h"
 
 namespace ballast::services {
 namespace {
 
-using storage::Frozen;
 using storage::StateArray;
+using storage::StateForm;
 using storage::StateLayout;
 
 constexpr uint64_t kPieceBytes = uint64_t{4} << 20;
@@ -185,17 +185,17 @@ absl::StatusOr<bool> DigestsHold(const storage::BlockFile& file, const StateLayo
 }
 
 StateLayout LayoutOfChunk(const StateLayout& trained, const model::Layout& chunks, const storage::DurableChunk& chunk) {
-  if (chunk.id < chunks.chunks().size()) return trained.Of(FrozenOf(chunks.chunks()[chunk.id].frozen));
+  if (chunk.id < chunks.chunks().size()) return trained.Of(FormOf(chunks.chunks()[chunk.id]));
   if (chunk.elements > model::kChunkElementsMax) return trained;
-  for (const Frozen frozen : {Frozen::kWorking, Frozen::kQ8}) {
-    if (chunk.bytes == trained.Of(frozen).StateBytes(chunk.elements)) return trained.Of(frozen);
+  for (const StateForm form : {StateForm::kWorking, StateForm::kQ8, StateForm::kMaster}) {
+    if (chunk.bytes == trained.Of(form).StateBytes(chunk.elements)) return trained.Of(form);
   }
   return trained;
 }
 
 std::optional<StateLayout> LayoutOfBits(const StateLayout& job, uint64_t layout_bits) {
-  for (const Frozen frozen : {Frozen::kNo, Frozen::kWorking, Frozen::kQ8}) {
-    if (storage::LayoutBits(job.Of(frozen)) == layout_bits) return job.Of(frozen);
+  for (const StateForm form : {StateForm::kFull, StateForm::kWorking, StateForm::kQ8, StateForm::kMaster}) {
+    if (storage::LayoutBits(job.Of(form)) == layout_bits) return job.Of(form);
   }
   return std::nullopt;
 }

@@ -14,7 +14,7 @@ class HeldChunkTest : public testing::Test {
 
   HeldChunk MakeChunk() const {
     const model::Chunk& chunk = plan_->layout().chunks()[0];
-    return HeldChunk(job_.memory, 0, chunk.index, chunk.range.size(), storage::Frozen::kNo,
+    return HeldChunk(job_.memory, 0, chunk.index, chunk.range.size(), storage::StateForm::kFull,
                      *model::OptimizerOf(plan_->open().spec()), /*logged=*/false);
   }
 

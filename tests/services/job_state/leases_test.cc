@@ -20,7 +20,8 @@ namespace {
 class LeasesTest : public ::testing::Test {
  protected:
   std::shared_ptr<HeldChunk> NewChunk() const {
-    return std::make_shared<HeldChunk>(memory_, 0, 0, 65536, storage::Frozen::kNo, kernels::OptimizerSpec(), false);
+    return std::make_shared<HeldChunk>(memory_, 0, 0, 65536, storage::StateForm::kFull, kernels::OptimizerSpec(),
+                                       false);
   }
   std::shared_ptr<const void> Take(const std::shared_ptr<HeldChunk>& chunk) {
     JobMutexLock lock(&mu_);

@@ -119,7 +119,7 @@ TEST_F(EarlierExtentsTest, AStoreGetsThePinsOfItsChunks) {
   const auto memory = std::make_shared<SliceMemory>(tiers.get());
   HeldChunks chunks;
   chunks.push_back(
-      std::make_shared<HeldChunk>(memory, 0, 3, 256, storage::Frozen::kNo, kernels::OptimizerSpec(), false));
+      std::make_shared<HeldChunk>(memory, 0, 3, 256, storage::StateForm::kFull, kernels::OptimizerSpec(), false));
   const std::vector<int64_t> versions = {0, 6};
   ASSERT_EQ(earlier_.TakeBackPins(versions, chunks, store.get()), absl::OkStatus());
   EXPECT_THAT(earlier_.PinnedIds(), ElementsAre(5)) << "its chunk has not come yet";

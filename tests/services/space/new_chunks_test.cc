@@ -67,14 +67,14 @@ TEST_F(NewChunksTest, ASpillIsSizedBySlicesAndALogByChunks) {
 
 TEST_F(NewChunksTest, DurabilitySaysWhatStaysOnTheDisk) {
   EXPECT_FALSE(added_.logged() || added_.durable());
-  EXPECT_FALSE(added_.LogsValues(storage::Frozen::kQ8));
+  EXPECT_FALSE(added_.LogsValues(storage::StateForm::kQ8));
   added_.spec.set_durability(v1::DURABILITY_EVERY_K);
   EXPECT_FALSE(added_.logged());
   EXPECT_TRUE(added_.durable());
   added_.spec.set_durability(v1::DURABILITY_STEP);
   EXPECT_TRUE(added_.logged() && added_.durable());
-  EXPECT_TRUE(added_.LogsValues(storage::Frozen::kQ8));
-  EXPECT_FALSE(added_.LogsValues(storage::Frozen::kNo));
+  EXPECT_TRUE(added_.LogsValues(storage::StateForm::kQ8));
+  EXPECT_FALSE(added_.LogsValues(storage::StateForm::kFull));
 }
 
 TEST_F(NewChunksTest, PeopleHearHowLongTheLogIsAndBecomes) {

@@ -45,7 +45,7 @@ MachineProfile MachineWithCopies() {
 
 PlanRequest RequestOf(const MachineProfile* machine, size_t chunks) {
   return {.elements = std::vector<uint64_t>(chunks, kElements),
-          .frozen = {},
+          .forms = {},
           .provisional_bytes_per_element = 4,
           .staging_bytes = 8 * kState + 4096,
           .placed = {},
@@ -143,7 +143,7 @@ TEST(CandidatesTest, WorkingCopiesComeToHbmBeforeMoreState) {
   // Where the disk binds, each state in HBM leaves DRAM to another one.
   request.free.hbm = 7 * kState;
   request.elements.resize(24, kElements);
-  request.frozen.clear();
+  request.forms.clear();
   request.free.dram = RoomFor(request, 0).dram;
   request.free.nvme = 24 * kState;
   const absl::StatusOr<Plan> bound = MakePlan(request);

@@ -94,13 +94,13 @@ TEST(PlacementTest, CopiesThatDoNotFitAreLeftOutEvenly) {
 // A frozen chunk takes its values alone, no slices, and memory before trained chunks do; never the GPU's.
 TEST(PlacementTest, FrozenChunksComeFirst) {
   constexpr uint64_t kWide = 2 * kChunk + StateLayout::kLabelBytes;
-  const StateLayout q8 = StateLayout().Of(Frozen::kQ8);
-  EXPECT_EQ(StateLayout().Of(Frozen::kWorking).StateBytes(kChunk), kWide);
+  const StateLayout q8 = StateLayout().Of(StateForm::kQ8);
+  EXPECT_EQ(StateLayout().Of(StateForm::kWorking).StateBytes(kChunk), kWide);
   EXPECT_EQ(q8.StateBytes(kChunk), kChunk + 4096 + StateLayout::kLabelBytes);
   EXPECT_EQ(q8.WorkingBytes(kChunk), 0u);
   EXPECT_EQ(q8.array_count(), 1);
   PlanRequest request = FourChunks({.hbm = kState, .nvme = uint64_t{1} << 40});
-  request.frozen = {Frozen::kNo, Frozen::kNo, Frozen::kWorking, Frozen::kQ8};
+  request.forms = {StateForm::kFull, StateForm::kFull, StateForm::kWorking, StateForm::kQ8};
   request.staging_bytes = kState / 2;
   request.value_buffer_bytes = 12345;
   const uint64_t fixed = kState / 2 + 2 * (kWorking + 4 * kChunk) + request.value_buffer_bytes;
@@ -114,7 +114,7 @@ TEST(PlacementTest, FrozenChunksComeFirst) {
 
 TEST(PlacementTest, PassingValuesNeedRoomUnlessTheyAreReadBack) {
   PlanRequest request = FourChunks({});
-  request.frozen.assign(4, Frozen::kWorking);
+  request.forms.assign(4, StateForm::kWorking);
   request.passing_bytes = 4 * 4 * kChunk;
   request.free.dram = 4 * (2 * kChunk + StateLayout::kLabelBytes) + request.passing_bytes;
   const absl::StatusOr<Plan> plan = MakePlan(request);

@@ -31,7 +31,7 @@ TEST(StateLayoutTest, ScalesOfEightBitMomentsAreBehindTheValues) {
 }
 
 TEST(StateLayoutTest, AFrozenChunkIsItsWorkingCopyAlone) {
-  const StateLayout layout = StateLayout().Of(Frozen::kWorking);
+  const StateLayout layout = StateLayout().Of(StateForm::kWorking);
   EXPECT_EQ(layout.array_count(), 1);
   EXPECT_FALSE(layout.working_copies());
   EXPECT_EQ(layout.WorkingBytes(4096), 0u);
@@ -43,7 +43,7 @@ TEST(StateLayoutTest, ARemainderNeedsItsWorkingCopy) {
   EXPECT_TRUE(layout.keeps_remainder());
   EXPECT_EQ(layout.ValueBytes(StateArray::kMaster, 800), 1600u);
   EXPECT_EQ(layout.ScaleBytes(StateArray::kMaster, 800), 100u) << "a carry of one bit";
-  const StateLayout whole = layout.Of(Frozen::kNo, {.state = TierKind::kNvme, .working = std::nullopt});
+  const StateLayout whole = layout.Of(StateForm::kFull, {.state = TierKind::kNvme, .working = std::nullopt});
   EXPECT_FALSE(whole.keeps_remainder());
   EXPECT_EQ(whole.ValueBytes(StateArray::kMaster, 800), 3200u);
   EXPECT_EQ(layout.Whole().StateBytes(800), whole.StateBytes(800));

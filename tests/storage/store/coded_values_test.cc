@@ -21,7 +21,7 @@ using kernels::Dtype;
 constexpr uint64_t kElements = (uint64_t{1} << 16) + 5003;
 
 struct Way {
-  Frozen frozen;
+  StateForm form;
   Dtype working;
 };
 
@@ -53,7 +53,7 @@ class CodedValuesTest : public ::testing::TestWithParam<Way> {
   std::vector<float> Kept() const {
     std::vector<float> kept(kElements);
     std::vector<std::byte> coded(4 * kElements);
-    if (GetParam().frozen == Frozen::kWorking) {
+    if (GetParam().form == StateForm::kWorking) {
       kernels::FromF32(values_, GetParam().working, coded.data());
       kernels::ToF32(GetParam().working, coded.data(), absl::MakeSpan(kept));
       return kept;
@@ -66,7 +66,7 @@ class CodedValuesTest : public ::testing::TestWithParam<Way> {
     return kept;
   }
 
-  const StateLayout layout_ = StateLayout(kernels::OptimizerSpec{.working = GetParam().working}).Of(GetParam().frozen);
+  const StateLayout layout_ = StateLayout(kernels::OptimizerSpec{.working = GetParam().working}).Of(GetParam().form);
   Arena memory_ = *Arena::Map(layout_.StateBytes(kElements));
   std::vector<float> values_ = std::vector<float>(kElements);
 };
@@ -80,7 +80,7 @@ TEST_P(CodedValuesTest, PartsMakeTheSameState) {
   std::memset(memory_.bytes().data(), 0x55, layout_.LabelAt(kElements));
   std::memset(memory_.bytes().data() + layout_.UsedBytes(StateArray::kMaster, kElements), 0,
               layout_.LabelAt(kElements) - layout_.UsedBytes(StateArray::kMaster, kElements));
-  if (GetParam().frozen == Frozen::kQ8) {  // between values and scales
+  if (GetParam().form == StateForm::kQ8) {  // between values and scales
     const uint64_t end = layout_.ValueBytes(StateArray::kMaster, kElements);
     std::memset(memory_.bytes().data() + end, 0, layout_.ScalesAt(StateArray::kMaster, kElements) - end);
   }
@@ -128,11 +128,11 @@ TEST_P(CodedValuesTest, LentMemoryGetsWhatIsKept) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, CodedValuesTest,
-                         ::testing::Values(Way{Frozen::kWorking, Dtype::kBf16}, Way{Frozen::kWorking, Dtype::kF16},
-                                           Way{Frozen::kWorking, Dtype::kF32}, Way{Frozen::kQ8, Dtype::kBf16},
-                                           Way{Frozen::kQ8, Dtype::kF32}),
+                         ::testing::Values(Way{StateForm::kWorking, Dtype::kBf16},
+                                           Way{StateForm::kWorking, Dtype::kF16}, Way{StateForm::kWorking, Dtype::kF32},
+                                           Way{StateForm::kQ8, Dtype::kBf16}, Way{StateForm::kQ8, Dtype::kF32}),
                          [](const auto& info) {
-                           return std::string(info.param.frozen == Frozen::kQ8 ? "Q8" : "Working") +
+                           return std::string(info.param.form == StateForm::kQ8 ? "Q8" : "Working") +
                                   std::to_string(static_cast<int>(info.param.working));
                          });
 

@@ -80,8 +80,8 @@ TEST(ExtentLabelTest, LayoutsDiffer) {
       StateLayout({.gradient = kernels::Dtype::kF32}),
       StateLayout({.working = kernels::Dtype::kF32}),
       StateLayout({.master = kernels::MasterFormat::kRemainder}),
-      StateLayout().Of(Frozen::kWorking),
-      StateLayout().Of(Frozen::kQ8),
+      StateLayout().Of(StateForm::kWorking),
+      StateLayout().Of(StateForm::kQ8),
   };
   std::set<uint64_t> bits;
   for (const StateLayout& layout : layouts) bits.insert(LayoutBits(layout));

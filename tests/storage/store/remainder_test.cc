@@ -98,7 +98,7 @@ TEST_F(RemainderTest, TakesTwoBytesLess) {
     EXPECT_EQ(layout.WorkingBytes(kElements), whole.WorkingBytes(kElements));
     EXPECT_EQ(layout.Whole().StateBytes(kElements), whole.StateBytes(kElements));
     EXPECT_EQ(layout.WithoutWorkingCopy().StateBytes(kElements), whole.StateBytes(kElements));
-    EXPECT_EQ(layout.Of(Frozen::kQ8).StateBytes(kElements), whole.Of(Frozen::kQ8).StateBytes(kElements));
+    EXPECT_EQ(layout.Of(StateForm::kQ8).StateBytes(kElements), whole.Of(StateForm::kQ8).StateBytes(kElements));
     EXPECT_NE(LayoutBits(layout), LayoutBits(whole));
   }
 }
@@ -124,7 +124,7 @@ TEST_F(RemainderTest, IsForChunksWithAWorkingCopy) {
   ASSERT_TRUE(s_.store->Add(Sizes(), plan).ok());
   uint64_t state = 0;
   for (size_t i = 0; i < Sizes().size(); ++i) {
-    state += s_.store->layout().Of(Frozen::kNo, plan.chunks[i]).StateBytes(Sizes()[i]);
+    state += s_.store->layout().Of(StateForm::kFull, plan.chunks[i]).StateBytes(Sizes()[i]);
   }
   const ChunkStore::Residency residency = s_.store->residency();
   EXPECT_EQ(residency.state.dram + residency.state.nvme, state);

@@ -137,8 +137,8 @@ TEST_F(UpdateChecksTest, ALentMasterIsNamedByEverySegment) {
 }
 
 TEST_F(UpdateChecksTest, AFrozenChunkTakesValuesAlone) {
-  for (const Frozen frozen : {Frozen::kWorking, Frozen::kQ8}) {
-    Use(StateLayout(OptimizerSpec(), /*working_copies=*/true, frozen));
+  for (const StateForm form : {StateForm::kWorking, StateForm::kQ8}) {
+    Use(StateLayout(OptimizerSpec(), /*working_copies=*/true, form));
     ExpectTaken({.values = {{.begin = 0, .values = Floats(256)}}});
     ExpectRefused({.segments = {{.begin = 0, .end = 256}}, .gradient = Gradient(256)}, model::kBadRequest,
                   "is frozen: values are all that it takes");
@@ -148,13 +148,13 @@ TEST_F(UpdateChecksTest, AFrozenChunkTakesValuesAlone) {
 }
 
 TEST_F(UpdateChecksTest, CodedValuesCoverWholeBlocks) {
-  Use(StateLayout(OptimizerSpec(), /*working_copies=*/true, Frozen::kQ8));
+  Use(StateLayout(OptimizerSpec(), /*working_copies=*/true, StateForm::kQ8));
   ExpectTaken({.values = {{.begin = 256, .values = Floats(100)}, {.begin = 512, .values = Floats(10)}}});
   ExpectTaken({.values = {{.begin = 100, .values = Floats(10)}, {.begin = 0, .values = Floats(100)}}});
   ExpectRefused({.values = {{.begin = 10, .values = Floats(100)}}}, model::kBadRange, "from element 10 of chunk 7");
   ExpectRefused({.values = {{.begin = 0, .values = Floats(100)}, {.begin = 99, .values = Floats(4)}}}, model::kBadRange,
                 "or the end of others, 100");
-  Use(StateLayout(OptimizerSpec(), /*working_copies=*/true, Frozen::kWorking));
+  Use(StateLayout(OptimizerSpec(), /*working_copies=*/true, StateForm::kWorking));
   ExpectTaken({.values = {{.begin = 10, .values = Floats(100)}}});
 }
 
