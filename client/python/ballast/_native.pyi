@@ -93,6 +93,7 @@ class Tensor:
     placement: Placement | None
     parts: tuple[int, int]
     frozen: str
+    assist: str
 
 class KeptVersion:
     def __init__(self, version: int, life: int = 0, decided_by: tuple[int, int] = (0, 0)) -> None: ...

@@ -49,6 +49,8 @@ std::string NameIn(Value value, const Names<Value>& all) {
 }
 
 const Names<Resume> kResume = {{"never", Resume::kNever}, {"auto", Resume::kAuto}, {"must", Resume::kMust}};
+const Names<v1::Assist> kAssist = {
+    {"", v1::ASSIST_UNSPECIFIED}, {"update", v1::ASSIST_UPDATE}, {"state", v1::ASSIST_STATE}};
 const Names<v1::Frozen> kFrozen = {
     {"", v1::FROZEN_UNSPECIFIED}, {"working", v1::FROZEN_WORKING}, {"q8", v1::FROZEN_Q8}};
 
@@ -196,7 +198,10 @@ void BindTensor(nb::module_& m) {
           })
       .def_prop_rw(
           "frozen", [](const client::TensorSpec& tensor) { return NameOf(tensor.frozen); },
-          [](client::TensorSpec& tensor, const std::string& name) { tensor.frozen = Named("frozen", name, kFrozen); });
+          [](client::TensorSpec& tensor, const std::string& name) { tensor.frozen = Named("frozen", name, kFrozen); })
+      .def_prop_rw(
+          "assist", [](const client::TensorSpec& tensor) { return NameIn(tensor.assist, kAssist); },
+          [](client::TensorSpec& tensor, const std::string& name) { tensor.assist = Named("assist", name, kAssist); });
 }
 
 void BindReports(nb::module_& m) {

@@ -1,13 +1,14 @@
 """PyTorch optimizers that keep their state outside the trainer: on Ballast's state servers, or on a server inside this process.
 
-AdamW, AdamW8bit, Adam, SGD, Adagrad and Lion take the arguments of torch.optim, and Ballast's own (see help(ballast.torch.AdamW)).
+AdamW, AdamW8bit, Adam, SGD, Adagrad, Lion and Muon take the arguments of torch.optim, and Ballast's own (see help(ballast.torch.AdamW)).
 shard() also moves a model's parameters to the servers, and gathered() gives them back. stash() moves activations out of device memory.
 Reader reads a job's parameters in another process, while its trainer goes on.
 """
 
 from ballast.torch.activations.stash import stash
 from ballast.torch.export import export_state, import_state
-from ballast.torch.optimizers import SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion
+from ballast.torch.muon import muon_groups
+from ballast.torch.optimizers import SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion, Muon
 from ballast.torch.options import Arguments
 from ballast.torch.reader import Reader
 from ballast.torch.scaler import LossScaler
@@ -17,5 +18,5 @@ from ballast.torch.tiled import TiledLinear
 from ballast.torch.universal.loading import load_universal
 from ballast.torch.universal.saving import save_universal
 
-__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Arguments', 'Lion', 'LossScaler', 'Reader', 'TiledLinear',
-           'export_state', 'gathered', 'import_state', 'load_universal', 'save_universal', 'shard', 'stash']
+__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Arguments', 'Lion', 'LossScaler', 'Muon', 'Reader', 'TiledLinear',
+           'export_state', 'gathered', 'import_state', 'load_universal', 'muon_groups', 'save_universal', 'shard', 'stash']

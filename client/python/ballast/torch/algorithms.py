@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ballast import _native
@@ -12,6 +13,12 @@ class Algorithm:
     """An update rule. kind: the servers' name of it."""
 
     kind: str
+    state_name: str  # torch's name of what assisted groups keep
+
+    @property
+    def name(self) -> str:
+        """What messages and exports call it."""
+        return self.kind
 
     def spec(self, group: dict[str, Any]) -> dict[str, bool]:
         """Returns the fields of _native.Optimizer that a param_group asks for. A job keeps them for life."""
@@ -24,6 +31,30 @@ class Algorithm:
         hyper.weight_decay = float(group['weight_decay'])
         hyper.maximize = bool(group['maximize'])
         return hyper
+
+    def assists(self, group: dict[str, Any]) -> bool:
+        """Servers cannot compute this param_group's updates, so the trainer does, see steps/assisted.py."""
+        return False
+
+    def state_hyper(self, group: dict[str, Any]) -> _native.GroupHyper:
+        """Returns the hyper-parameters of the state of an assisted param_group. Servers make SGD steps of it, by the gradients."""
+        raise NotImplementedError
+
+
+def hypers(algorithm: Algorithm, groups: Sequence[dict[str, Any]], spec: _native.Optimizer, count: int) -> list[_native.GroupHyper]:
+    """Returns the hyper-parameters of a job's `count` groups. groups: the param_groups. spec: the job's."""
+    found = [algorithm.hyper(group, spec) for group in groups]
+    found += found[:1] * (count - len(found))
+    for g, group in enumerate(groups):
+        if algorithm.assists(group):
+            found[state_group(g, count)] = algorithm.state_hyper(group)
+    return found
+
+
+def state_group(g: int, count: int) -> int:
+    """Returns which of a job's `count` groups has the states of the assisted param_group `g`. They come from the end, as more param_groups
+    may follow."""
+    return count - 1 - g
 
 
 class Adam(Algorithm):
@@ -79,4 +110,32 @@ class Lion(Algorithm):
     def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
         hyper = super().hyper(group, spec)
         hyper.beta1, hyper.beta2 = (float(beta) for beta in group['betas'])
+        return hyper
+
+
+class Muon(Adam):
+    """Matrices get Muon, the others AdamW."""
+    state_name = 'momentum_buffer'
+
+    def __init__(self) -> None:
+        super().__init__('adamw')
+
+    @property
+    def name(self) -> str:
+        return 'muon'
+
+    def spec(self, group: dict[str, Any]) -> dict[str, bool]:
+        return {} if self.assists(group) else super().spec(group)
+
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
+        return Algorithm.hyper(self, group, spec) if self.assists(group) else super().hyper(group, spec)
+
+    def assists(self, group: dict[str, Any]) -> bool:
+        return bool(group['use_muon'])
+
+    def state_hyper(self, group: dict[str, Any]) -> _native.GroupHyper:
+        # The running mean m + (1 - momentum) * (g - m), as an SGD step with a weight decay of 1 along -g.
+        hyper = _native.GroupHyper()
+        hyper.learning_rate, hyper.weight_decay = 1 - float(group['momentum']), 1.0
+        hyper.maximize = True
         return hyper

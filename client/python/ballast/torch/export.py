@@ -136,7 +136,7 @@ def export_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
     names = iter([name for name, _ in named])
     for group, of in zip(groups, optimizer.param_groups):
         group['params'] = [next(names) for _ in of['params']]
-    index = {'metadata': {'format': _FORMAT, 'optimizer': job.algorithm.kind, 'param_groups': groups, 'steps': steps},
+    index = {'metadata': {'format': _FORMAT, 'optimizer': job.algorithm.name, 'param_groups': groups, 'steps': steps},
              'weight_map': shards.files, 'sha256': shards.digests}
     temporary = os.path.join(folder, INDEX + '.tmp')
     with open(temporary, 'w', encoding='utf-8') as file:
@@ -201,8 +201,8 @@ def import_state(optimizer: Optimizer, folder: str | os.PathLike[str]) -> None:
 def _read(job: Job, folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns a state that has names instead of numbers."""
     metadata, files, digests = _read_index(folder)
-    if metadata['optimizer'] != job.algorithm.kind:
-        raise Error(f"the export is of {metadata['optimizer']}, but this optimizer is {job.algorithm.kind}; load it into one of the "
+    if metadata['optimizer'] != job.algorithm.name:
+        raise Error(f"the export is of {metadata['optimizer']}, but this optimizer is {job.algorithm.name}; load it into one of the "
                     "export's kind", 'BAD_SPEC')
     tensors = _read_tensors(folder, files, digests)
     mine = [job.parameters.name_of(g, i, parameter) for g, i, parameter in job.parameters.placed()]

@@ -24,6 +24,7 @@ from ballast.torch.options import complete
 from ballast.torch.sharding import sharded
 from ballast.torch.states import checkpoint, loading, values
 from ballast.torch.states.state import Looks, State
+from ballast.torch.steps.assisted import Assisted, Rule
 from ballast.torch.steps.early import Early
 from ballast.torch.steps.overlap import Overlap
 from ballast.torch.steps.stepper import Stepper
@@ -51,10 +52,14 @@ class Optimizer(torch.optim.Optimizer):
     own.
     """
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, algorithm: Algorithm, **ballast: Unpack[Arguments]) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, algorithm: Algorithm, rule: Rule | None = None,
+                 **ballast: Unpack[Arguments]) -> None:
+        """rule: what the trainer computes of groups that the algorithm assists."""
         given = complete(type(self).__name__, ballast)
         self.job = made(algorithm, given, _groups_of(self))
         self.looks = Looks(self.job)
+        if rule is not None:
+            self.job.features.append(Assisted(rule))
         overlap = given['overlap']
         beside = None if overlap is None else Overlap(overlap)
         if arguments.flag('push_early', given['push_early']):
@@ -87,7 +92,7 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. If the job is open, the next step registers the parameters with it."""
         job = self.job
-        if job.opened is not None and len(self.param_groups) == job.options.group_count:
+        if job.opened is not None and not job.has_room:
             raise Error(f'the job has room for {job.options.group_count} parameter groups, and all are taken; make a new job with all '
                         'groups from the start', 'BAD_SPEC')
         groups, names = split_named([param_group])

@@ -10,6 +10,7 @@ import torch
 from ballast.errors import Error
 from ballast.torch import algorithms
 from ballast.torch.arguments import flag
+from ballast.torch.muon import ADJUSTMENTS, COEFFICIENTS, Orthogonal
 from ballast.torch.optimizer import Optimizer
 from ballast.torch.options import Arguments, Shared, shown
 
@@ -151,3 +152,30 @@ class Lion(Optimizer):
         _check('Lion', lr=(lr, 0, None), weight_decay=(weight_decay, 0, None), **_betas('Lion', betas))
         defaults = {'lr': lr, 'betas': betas, 'weight_decay': weight_decay, 'maximize': maximize}
         super().__init__(params, defaults, algorithm=algorithms.Lion(), **ballast)
+
+
+@shown(Arguments)
+class Muon(Optimizer):
+    """torch.optim.Muon for matrices, and AdamW for the groups that have use_muon=False, as muon_groups(model) makes them. The trainer
+    orthogonalises; servers keep master weights and momentum.
+
+    use_muon, betas: of groups without their own. A group of AdamW has eps=1e-8 and weight_decay=1e-2, unless it says otherwise."""
+
+    def __init__(self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95, nesterov: bool = True,
+                 ns_coefficients: tuple[float, float, float] = COEFFICIENTS, eps: float = 1e-7, ns_steps: int = 5,
+                 adjust_lr_fn: str | None = None, *, use_muon: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+                 **ballast: Unpack[Arguments]) -> None:
+        _check('Muon', lr=(lr, 0, None), momentum=(momentum, 0, 1), weight_decay=(weight_decay, 0, None), eps=(eps, 0, None),
+               ns_steps=(ns_steps, 0, 100), **_betas('Muon', betas))
+        if adjust_lr_fn not in ADJUSTMENTS:
+            raise ValueError(f'Muon: adjust_lr_fn={adjust_lr_fn!r}, expected one of {", ".join(map(repr, ADJUSTMENTS))}')
+        defaults = {'lr': lr, 'weight_decay': weight_decay, 'momentum': momentum, 'nesterov': nesterov,
+                    'ns_coefficients': ns_coefficients, 'eps': eps, 'ns_steps': ns_steps, 'adjust_lr_fn': adjust_lr_fn,
+                    'use_muon': flag('use_muon', use_muon), 'betas': betas, 'amsgrad': False, 'maximize': False}
+        super().__init__(params, defaults, algorithm=algorithms.Muon(), rule=Orthogonal(), **ballast)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch."""
+        if not param_group.get('use_muon', self.defaults['use_muon']):
+            param_group = {'eps': 1e-8, 'weight_decay': 1e-2, **param_group}
+        super().add_param_group(param_group)

@@ -42,7 +42,7 @@ def _kept(master: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 def put(job: OpenJob, member: Member, values: torch.Tensor, written: Collection[str]) -> None:
     """Writes this rank's values to the master, as over() has it."""
-    master = read_part(job.session, member, 'master')
+    master = read_part(job.session, member)
     kept = _kept(master, values)
     # Either all ranks write, or no rank does. Their parameters are the same, but one of them may have been moved. If the parameter holds
     # the master's values again, an earlier edit may still be written that no step has taken.

@@ -9,15 +9,26 @@ if TYPE_CHECKING:
     import torch
 
     from ballast.torch.agreement.gathers import Order
+    from ballast.torch.agreement.roster import Roster
     from ballast.torch.job.naming import Parameters
     from ballast.torch.job.opened import OpenJob
-    from ballast.torch.ranks.groups import Group
+    from ballast.torch.ranks.groups import Exchange, Group
+    from ballast.torch.tensors.members import Member
 
 
 class Gone(NamedTuple):
     """Gradients that were brought to the host's memory before the step that takes them."""
     members: frozenset[int]  # by index
     held: object  # has to stay until the step has ended
+
+
+class Ready(NamedTuple):
+    """A step that all ranks have agreed on."""
+    roster: Roster  # of all ranks' parameters
+    gradients: list[torch.Tensor | None]  # by member
+    scale: float  # gradients are multiplied by it
+    max_norm: float  # then they are clipped to this global norm; 0 does not clip
+    exchange: Exchange
 
 
 class Feature:
@@ -42,6 +53,9 @@ class Feature:
     def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """May refuse a step with these gradients, by member."""
 
+    def complete(self, members: Sequence[Member], gradients: list[torch.Tensor | None]) -> None:
+        """May add gradients that follow from others. gradients: by member."""
+
     @property
     def went(self) -> bool:
         """Gradients of the next step have gone to the servers, and the other ranks must know."""
@@ -49,6 +63,9 @@ class Feature:
 
     def settle(self, gradients: Sequence[torch.Tensor | None], registers: bool) -> None:
         """All ranks are going to make the step, with these gradients, by member. registers: this rank has new parameters. COLLECTIVE."""
+
+    def prepare(self, job: OpenJob, ready: Ready) -> None:
+        """All members are registered, and the step is about to begin. May replace gradients, by member. COLLECTIVE."""
 
     def take(self) -> Gone | None:
         """The step begins. Returns the gradients that went before it."""

@@ -14,7 +14,7 @@ from ballast.torch.job.naming import Parameters, UnitsBySize, unit_of
 from ballast.torch.ranks.groups import Exchange, Group
 from ballast.torch.tensors import placement, shared_memory
 from ballast.torch.tensors.kinds import DTYPES
-from ballast.torch.tensors.members import Fresh, Line, Member, check_parameter, frozen_as, member_of
+from ballast.torch.tensors.members import STATE_SUFFIX, Fresh, Line, Member, StateMember, check_parameter, frozen_as, member_of
 from ballast.torch.tensors.remote import part_of
 
 
@@ -43,6 +43,9 @@ def new_tensors(parameters: Parameters, group: Group, trained: Collection[str] =
         names.add(name)
         found.append(_fresh(parameters, group, name, unit, g, parameter, trained))
         found[-1].member.is_master = are_masters
+        state_group = parameters.state_group(g)
+        if state_group is not None:
+            found.append(_state_of(found[-1], state_group))
     if found or any(member.moved for member in members):
         shared_memory.refuse([*members, *(member for member, _, _ in found)])
     return found
@@ -70,6 +73,23 @@ def _fresh(parameters: Parameters, group: Group, name: str, unit: str, g: int, p
     what = f"{DTYPES[parameter.dtype]} {shape} in group {g} and unit '{unit}'{where}"
     line = Line(name, what, tuple(shape), key, True, name in parameters.tied)
     return Fresh(member_of(line, g, parameter, parameters.debug), parameter, tensor)
+
+
+def _state_of(assisted: Fresh, group: int) -> Fresh:
+    """Makes the tensor one whose updates the trainer computes. Returns that of its state."""
+    member, parameter, tensor = assisted
+    if parameter.dim() != 2:
+        raise Error(f"parameter '{member.name}' has shape {list(parameter.shape)}, but Muon orthogonalises matrices. Give it to AdamW, in "
+                    "a param_group with use_muon=False; ballast.torch.muon_groups(model) makes such groups", 'BAD_SPEC')
+    if tensor.frozen:
+        return assisted
+    tensor.assist = 'update'
+    member.is_assisted = True
+    state = StateMember(member)
+    # In a unit of its own: a gather of the parameter's unit does not want it.
+    of_state = _native.Tensor(state.name, tensor.unit + STATE_SUFFIX, tensor.shape, group)
+    of_state.placement, of_state.parts, of_state.assist = tensor.placement, tensor.parts, 'state'
+    return Fresh(state, state.parameter, of_state)
 
 
 def lines(parameters: Parameters, members: Iterable[Member]) -> list[Line]:

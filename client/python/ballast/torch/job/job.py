@@ -5,6 +5,7 @@ The parts of the package share a Job, and its open side, an OpenJob. The optimiz
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import torch
 from ballast import _native
 from ballast.errors import Error, say, warn
 from ballast.torch import arguments
+from ballast.torch.algorithms import state_group
 from ballast.torch.job import moments, spec
 from ballast.torch.job.buffers import Buffers
 from ballast.torch.job.connection import Connection
@@ -55,6 +57,7 @@ class Job:
         self.states: str | None = None  # what a state_dict() has: 'named' (a version's name), 'full' (moments), None: see gives_moments
         self.connection = Connection(servers, budgets, access, host, self)
         self.parameters = Parameters(param_groups, _members_of(self), tied)
+        self.parameters.state_group = functools.partial(_state_group, algorithm, options, param_groups)
         self.progress = Progress()
         self.kept = Kept(options.job, checkpoints)
         self.extras: dict[torch.Tensor, dict[str, Any]] = {}  # what others keep in optimizer.state[p], in the trainer alone
@@ -109,11 +112,18 @@ class Job:
         if self.opened is not None:
             return self.options.optimizer
         shares = not self.lives_apart and self.connection.shares_process(self.group)
-        return spec.of(self.algorithm, self._formats, self.parameters, may_lend=shares and self.durability_to_be == 'none')
+        may_lend = shares and self.durability_to_be == 'none' and not any(map(self.algorithm.assists, self.param_groups))
+        return spec.of(self.algorithm, self._formats, self.parameters, may_lend)
 
     def check_groups(self, wanted: _native.Optimizer) -> None:
         """Refuses a group that asks for what the job was not made for. wanted: the job's spec."""
         spec.check(self.algorithm, self.param_groups, wanted)
+
+    @property
+    def has_room(self) -> bool:
+        """The open job has room for one more parameter group."""
+        assisted = sum(map(self.algorithm.assists, self.param_groups))
+        return len(self.param_groups) + assisted + (2 if assisted else 1) <= self.options.group_count
 
     # --- opening and closing
 
@@ -181,6 +191,9 @@ class Job:
         """Completes the options, and finds the tensors to open the job with. An error here is an error on all ranks."""
         for feature in self.features:
             feature.opening(self.parameters, group)
+        # A job's groups are counted when it is made: with room for more, and for the states of those that the trainer assists.
+        assisted = any(map(self.algorithm.assists, self.param_groups))
+        self.options.group_count = -(-len(self.param_groups) * (1 + assisted) // _GROUPS) * _GROUPS
         fit = Fit(self.parameters, group, self.options, trained)
         if not fit.members and not group.several:
             raise Error('no parameter requires a gradient, so there is nothing to optimize', 'BAD_SPEC')
@@ -189,7 +202,6 @@ class Job:
             raise Error(f"tied={{'{min(unknown)}': ...}}: this rank trains no parameter of that name", 'BAD_CONFIG')
         self.options.optimizer = self.spec
         self.check_groups(self.options.optimizer)
-        self.options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS
         self.options.durability = self.durability_to_be
         return fit
 
@@ -268,6 +280,10 @@ class Job:
         """Returns None if the parameter is not registered, or the job is not open."""
         return None if self.opened is None else self.opened.member_of(parameter)
 
+    def arrays(self, g: int) -> dict[str, moments.Array]:
+        """Returns by torch's name the moments that parameters of a group have."""
+        return moments.arrays(self.algorithm, self.param_groups[g], self.spec)
+
     @plainly
     def state_keys(self, parameter: torch.Tensor) -> tuple[str, ...]:
         """Returns the keys of one parameter's entry on the servers, in torch.optim's format. (): it has no entry."""
@@ -276,15 +292,14 @@ class Job:
         member = self.open(alone=True).member_of(parameter)
         if member is None or member.is_frozen:
             return ()  # it never wanted a gradient
-        return moments.keys(parameter, moments.moment_names(self.algorithm.kind, self.options.optimizer))
+        return moments.keys(parameter, self.arrays(member.group))
 
     @plainly
     def read_key(self, parameter: torch.Tensor, key: str, whole: bool = False) -> torch.Tensor:
         """Reads one key of state_keys(). whole: returns a whole tensor even for a DTensor; else this rank reads only its part."""
         session, member = self._registered(parameter)
         start = self.param_groups[member.group].get('initial_accumulator_value', 0)
-        names = moments.moment_names(self.algorithm.kind, self.options.optimizer)
-        return moments.read(session, member, parameter, names, key, start, whole)
+        return moments.read(session, member, parameter, self.arrays(member.group), key, start, whole)
 
     def read_state(self, parameter: torch.Tensor, whole: bool = False) -> dict[str, torch.Tensor]:
         """Reads one parameter's entry from the servers."""
@@ -294,7 +309,7 @@ class Job:
     def read_master(self, parameter: torch.Tensor, whole: bool = True) -> torch.Tensor:
         session, member = self._registered(parameter)
         reads = moments.read_array if whole else moments.read_as_placed
-        return reads(session, member, parameter, 'master')
+        return reads(session, member, parameter)
 
     def _registered(self, parameter: torch.Tensor) -> tuple[_native.Session, Member]:
         opened = self.open(alone=True)
@@ -303,6 +318,12 @@ class Job:
             raise Error(f"this parameter of shape {list(parameter.shape)} is not registered with job '{self.options.job}'; expected one "
                         'that is', 'BAD_REQUEST')
         return opened.session, member
+
+
+def _state_group(algorithm: Algorithm, options: _native.OpenOptions, param_groups: Callable[[], list[dict[str, Any]]],
+                 g: int) -> int | None:
+    """Parameters.state_group."""
+    return state_group(g, options.group_count) if algorithm.assists(param_groups()[g]) else None
 
 
 def _look_at_members(opened: OpenJob) -> None:

@@ -255,6 +255,7 @@ class Parameters:
         are summed over."""
         self._groups, self.tied = groups, tied
         self.names = Names(groups, registered)
+        self.state_group: Callable[[int], int | None] = lambda g: None  # of the states of a param_group that the trainer assists
         self.debug = False  # digests tell of writes that marks do not show
 
     @property

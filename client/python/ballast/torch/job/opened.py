@@ -80,7 +80,7 @@ class OpenJob:
         if self.session.version < 0 or self.options.world_size == 1:
             return self.members
         return [member for member in self.members if self.session.tensor_steps(member.name) == 0
-                and not bool(moments.read_part(self.session, member, 'master').any())]
+                and not bool(moments.read_part(self.session, member).any())]
 
     def pull(self) -> None:
         """Brings the job's version to all parameters."""

@@ -121,14 +121,21 @@ class Group:
         return next(self._counts[what])
 
     @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self._there()[0]
+
+    @property
     def torchs_store(self) -> Any:
         """The process group's own."""
+        return self._there()[1]
+
+    def _there(self) -> tuple[dist.ProcessGroup, Any]:
         there = None if self._process_group is None else self._process_group()
         store = None if there is None else dist.distributed_c10d._world.pg_map.get(there, (None, None))[1]
-        if store is None:
+        if there is None or store is None:
             raise Error("the optimizer's process group was destroyed (destroy_process_group); close() the optimizer and make another in a "
                         'new group', 'RANK_MISSING')
-        return store
+        return there, store
 
     def store(self, place: str) -> Store:
         """Returns a store of this start of the group. All ranks must have exchanged something before."""

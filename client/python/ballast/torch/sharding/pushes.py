@@ -91,9 +91,9 @@ class Pushes(Feature):
 
     def _is_due(self, tensors: list[int]) -> bool:
         """Each trained tensor of a unit has its gradient. A unit with a tied tensor is never due, since stages sum its gradient at the
-        step."""
+        step; nor one whose updates the trainer computes then."""
         members, tied = self._hooked.members, self._there.parameters.tied
-        return not any(members[j].name in tied for j in tensors) and all(
+        return not any(members[j].name in tied or members[j].is_assisted for j in tensors) and all(
             j in self._hooked.hooks and self._came.get(j, 0) >= self._backwards for j in tensors if members[j].parameter.requires_grad)
 
     def _send(self, unit: int, tensors: list[int]) -> None:

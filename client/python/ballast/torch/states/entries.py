@@ -11,7 +11,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.job.job import Job
-from ballast.torch.job.moments import KNOWN, OURS, moment_names
+from ballast.torch.job.moments import KNOWN, OURS
 from ballast.torch.tensors.kinds import is_sharded, local
 
 
@@ -38,14 +38,13 @@ class Entry(NamedTuple):
 def read(job: Job, groups: Sequence[dict[str, Any]], saved_of: Callable[[int, int], Any]) -> dict[int, Entry]:
     """Returns entries by id of the parameter. groups: of matching.matched(). saved_of(group, index): returns what was saved of that
     parameter, or None. Collective only for DTensors."""
-    kind, of_job = job.algorithm.kind, job.spec
-    job.check_groups(of_job)
-    _check_decay(kind, groups)
-    names = moment_names(kind, of_job)
+    job.check_groups(job.spec)
+    _check_decay(job.algorithm.kind, groups)
     found = {}
     for g, i, parameter in job.parameters.placed():
         start = job.param_groups[g].get('initial_accumulator_value', 0)
-        wanted = Wanted(kind, names, job.parameters.name_of(g, i, parameter), parameter, start)
+        kind = 'muon' if job.algorithm.assists(job.param_groups[g]) else job.algorithm.kind
+        wanted = Wanted(kind, tuple(job.arrays(g)), job.parameters.name_of(g, i, parameter), parameter, start)
         found[id(parameter)] = entry_of(wanted, saved_of(g, i) or {})
     return found
 
@@ -116,7 +115,7 @@ def _shown(keys: Iterable[str]) -> str:
 
 def _steps(wanted: Wanted, saved: Mapping[str, Any], has_moments: bool) -> int:
     if 'step' not in saved:
-        if has_moments and wanted.kind not in ('sgd', 'lion'):
+        if has_moments and wanted.kind not in ('sgd', 'lion', 'muon'):
             raise Error(f"the state of parameter '{wanted.name}' has no 'step'; it has {_shown(saved)}", 'BAD_SPEC')
         return int(has_moments)  # torch's SGD counts none: all that matters is that there was one
     try:

@@ -13,7 +13,7 @@ from ballast.torch.agreement.agree import Collected, agree, check_loaded, check_
 from ballast.torch.job import edits, progress, registration, spec
 from ballast.torch.job.fit import lines
 from ballast.torch.job.job import Job
-from ballast.torch.job.moments import moment_names, read_part
+from ballast.torch.job.moments import MASTER, Array, read_part
 from ballast.torch.job.opened import OpenJob
 from ballast.torch.modes import same_bits
 from ballast.torch.ranks.together import everyone, together
@@ -127,7 +127,7 @@ def _trained(job: Job, given: Mapping[int, Saved]) -> set[str]:
 
 class _Write(NamedTuple):
     """One transaction."""
-    array: str  # the servers' name of it
+    array: Array
     moment: str | None  # torch's; None: the master
     batch: list[Member]  # none where only other ranks have something to write
 
@@ -146,11 +146,15 @@ class _Load:
 
     def writes(self, edited: bool) -> list[_Write]:
         """Returns all transactions. COLLECTIVE. edited: some rank has edited a parameter."""
-        names = moment_names(self._job.algorithm.kind, self._job.options.optimizer)
-        batches = _batches(self._exchange, self._opened.roster, self.members)
-        arrays: list[tuple[str, str | None]] = [('master', None)] if self._writes_masters(bool(names), edited) else []
-        arrays += [(f'moment{k + 1}', moment) for k, moment in enumerate(names)]
-        return [_Write(array, moment, batch) for array, moment in arrays for batch in batches]
+        of_groups = [self._job.arrays(g) for g in range(len(self._job.param_groups))]
+        moments = {moment: array for of_group in of_groups for moment, array in of_group.items()}  # in one order on all ranks
+        arrays: list[tuple[Array, str | None]] = [(MASTER, None)] if self._writes_masters(all(of_groups), edited) else []
+        arrays += [(array, moment) for moment, array in moments.items()]
+        found = []
+        for array, moment in arrays:
+            members = [member for member in self.members if moment is None or moment in of_groups[member.group]]
+            found += [_Write(array, moment, batch) for batch in _batches(self._exchange, self._opened.roster, members)]
+        return found
 
     def _writes_masters(self, has_moments: bool, edited: bool) -> bool:
         """Masters must be written if an entry has one, and if parameters may be ahead of them: edited, or never pulled. COLLECTIVE."""
@@ -171,7 +175,7 @@ class _Load:
         sealed = progress.pack(self._steps, self._blob) if is_last else progress.pack_under_way()
         before = session.version
         try:
-            session.commit_state(write.array, [member.name for member in write.batch], values,
+            session.commit_state(write.array.name, [member.name + write.array.suffix for member in write.batch], values,
                                  [self._entry(member).steps for member in write.batch], sealed)
             if self.masters is Masters.WIN and write.moment is None and self._opened.lends_masters:
                 for member, value in zip(write.batch, values):
@@ -218,13 +222,13 @@ class _Load:
         """known: the entry's."""
         session = self._opened.session
         if member.here is None:
-            return read_part(session, member, 'master') if known is None or self.masters is Masters.OF_SERVERS else known
+            return read_part(session, member) if known is None or self.masters is Masters.OF_SERVERS else known
         values = on_host(member.parameter)
         preferred = [] if known is None else [known]
         if self.masters is Masters.OF_SERVERS:
-            preferred.insert(0, read_part(session, member, 'master'))
+            preferred.insert(0, read_part(session, member))
         elif self.masters is not Masters.FRESH and (known is None or not bool(_rounds(known, values).all())):
-            preferred.append(read_part(session, member, 'master'))
+            preferred.append(read_part(session, member))
         return fitting(values, preferred)
 
 

@@ -113,7 +113,7 @@ class Early(Feature):
     def _send(self, unit: int) -> None:
         members, session, host = [self._hooked.members[i] for i in self._hooked.units[unit]], self.session, self._host
         there = _whole_gradients(members)
-        if there is None or session is None or host is None:
+        if there is None or session is None or host is None or any(member.is_assisted for member in members):
             return
         if self._is_busy() and any(is_elsewhere(gradient) for gradient in there):
             return  # the step under way may read their places in the host's memory

@@ -6,7 +6,9 @@ from ballast.errors import Error, warn
 from ballast.torch.agreement import roster as rosters
 from ballast.torch.agreement.agree import Agreed, Collected, agree, check_tied, check_values
 from ballast.torch.agreement.gathers import Order
+from ballast.torch.algorithms import hypers
 from ballast.torch.job import edits, registration, spec
+from ballast.torch.job.features import Ready
 from ballast.torch.job.fit import lines
 from ballast.torch.job.job import Job
 from ballast.torch.job.opened import OpenJob
@@ -81,11 +83,11 @@ class Stepper:
         gradients = [gradient_of(member) if id(member.parameter) in there else None for member in members]
         for feature in job.features:
             feature.check(gradients)
+            feature.complete(members, gradients)
         edited, wanted = edits.edited(opened, members), job.options.optimizer
         spec.check_dtypes(wanted, members, gradients)
         job.check_groups(wanted)
-        groups = [job.algorithm.hyper(group, wanted) for group in job.param_groups]
-        groups += groups[:1] * (job.options.group_count - len(groups))
+        groups = hypers(job.algorithm, job.param_groups, wanted, job.options.group_count)
         return Collected(fresh, members, gradients, edited, groups, lambda: lines(job.parameters, members), job.progress.steps,
                          job.parameters.debug, orders, opened.session.attempt, any(feature.went for feature in job.features),
                          job.parameters.tied)
@@ -113,6 +115,10 @@ class Stepper:
             edited = [member for member, is_edited in zip(opened.members, agreed.edited) if is_edited]
             check_values(exchange, opened.roster, opened.members, edited)
             edits.take(opened, edited, exchange)
+        scale = 1.0 if self.results.scale is None else self.results.scale
+        ready = Ready(agreed.roster, collected.gradients, scale, self.results.max_norm, exchange)
+        for feature in self.job.features:
+            feature.prepare(opened, ready)
 
     def _make(self, opened: OpenJob, step: Step) -> None:
         attempt = opened.session.attempt

@@ -19,6 +19,8 @@ from ballast.torch.tensors.placement import Key
 from ballast.torch.tensors.remote import Part, part_of
 
 _GRADIENT_STEPS = 64
+# What the name of a StateMember has behind its parameter's.
+STATE_SUFFIX = '#state'
 
 
 class Line(NamedTuple):
@@ -42,6 +44,7 @@ class Member:
         self.debug = debug
         self.agreed = False  # ranks have compared a gradient
         self.is_frozen = False  # the servers have its value alone
+        self.is_assisted = False  # the trainer computes its updates, from whole gradients
         self.is_master = False  # the servers have its moments alone: whatever is written to it counts
         self.shape = local(parameter).shape
         marks.note([self])
@@ -96,6 +99,32 @@ class RemoteMember(Member):
 
     def initial(self) -> torch.Tensor:
         return self._part.home.initial(self._part)
+
+    def check_shape(self) -> None:
+        pass
+
+
+class StateMember(Member):
+    """State of an optimizer that the trainer assists, such as Muon's momentum, of the elements that this rank has of a parameter. It lives
+    only on the servers."""
+
+    def __init__(self, of: Member) -> None:
+        """of: the parameter's."""
+        name = of.name + STATE_SUFFIX
+        line = of.line._replace(name=name, what=f'the state of {of.line.what}', tied=False)
+        super().__init__(line, of.group, torch.empty(of.shape, dtype=of.parameter.dtype, device='meta'))
+        self.of = of
+
+    @property
+    def moved(self) -> bool:
+        return False
+
+    @property
+    def here(self) -> torch.Tensor | None:
+        return None
+
+    def initial(self) -> torch.Tensor:
+        return torch.zeros(self.shape, dtype=self.parameter.dtype)
 
     def check_shape(self) -> None:
         pass

@@ -57,7 +57,7 @@ def load_universal(optimizer: Optimizer, folder: str | os.PathLike[str], tag: st
 
 def check_adam(job: Job) -> None:
     """Refuses an optimizer other than Adam, since a universal checkpoint has only exp_avg and exp_avg_sq."""
-    kind = job.algorithm.kind
+    kind = job.algorithm.name
     if kind not in ('adam', 'adamw') or job.spec.amsgrad:
         raise Error(f'a universal checkpoint has the two moments of Adam and AdamW, and this optimizer is {kind}'
                     f'{" with amsgrad" if kind in ("adam", "adamw") else ""}; expected AdamW, Adam or AdamW8bit without amsgrad',

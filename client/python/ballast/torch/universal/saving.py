@@ -17,7 +17,7 @@ from ballast.errors import Error
 from ballast.torch.agreement.agree import check_values
 from ballast.torch.export import Progress, sync
 from ballast.torch.job import edits
-from ballast.torch.job.moments import read_array
+from ballast.torch.job.moments import MASTER, Array, read_array
 from ballast.torch.modes import plainly
 from ballast.torch.ranks.together import in_parts, together
 from ballast.torch.tensors import marks
@@ -241,15 +241,15 @@ class _Files:
 
     def _write(self, part: _Part, values: torch.Tensor | None) -> None:
         member, place = self._members[part.name], os.path.join(self._folder, 'zero', part.name)
-        for what, array in zip(layout.FILES, ('master', 'moment1', 'moment2')):
+        for what, array in zip(layout.FILES, (MASTER, Array('moment1'), Array('moment2'))):
             _save({'cat_dim': 0, layout.PARAM: self._array(member, array, values)}, os.path.join(place, layout.FILES[what]))
             self._progress.add(4 * math.prod(part.shape))
         # torch's optimizers want a tensor; DeepSpeed's make a number of it.
         _save(torch.tensor(float(part.steps), dtype=torch.float32, device='cpu'), os.path.join(place, layout.STEP))
 
-    def _array(self, member: Member, array: str, values: torch.Tensor | None) -> torch.Tensor:
+    def _array(self, member: Member, array: Array, values: torch.Tensor | None) -> torch.Tensor:
         read = read_array(self._job.session, member, member.parameter, array)
-        return read if values is None or array != 'master' else edits.over(read, values.reshape(read.shape))
+        return read if values is None or array != MASTER else edits.over(read, values.reshape(read.shape))
 
 
 def _optimizer_state(job: Job, parts: list[_Part]) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""One rank of a Muon test: muon_main.py WAY[,WAY...] FOLDER [SERVERS]. Writes what each way left to FOLDER/WAY-RANK.pt.
+
+A way trains the examples' transformer. Two runs of Muon drift apart as soon as one bit of a parameter differs, because the iteration works
+in bf16: torch.optim.Muon from parameters that are an ulp away, too. So a Twin makes each step from our parameters with our gradients, with
+momentum and moments of its own.
+"""
+import os
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / 'client/python/examples'))
+from transformer import Transformer, batch, loss_of
+
+import ballast.torch as bt
+
+STEPS = 200 if os.environ.get('TEST_ROUNDS') == 'full' else 24
+MUON = {'lr': 2e-3, 'weight_decay': 0.1, 'momentum': 0.9, 'adjust_lr_fn': 'match_rms_adamw'}
+ADAMW = {'lr': 2e-3, 'weight_decay': 0.01, 'betas': (0.9, 0.95)}
+MAX_NORM = 0.5
+ROWS = 8  # of a batch, which data-parallel ranks share out
+
+
+def made(dtype=torch.float32):
+    torch.manual_seed(4)
+    return Transformer().to(dtype)
+
+
+def ours(model, **more):
+    budgets = {} if 'servers' in more else {'dram': '128MiB', 'threads': 2}
+    return bt.Muon(bt.muon_groups(model, **ADAMW), **MUON, **{**budgets, **more})
+
+
+class Twin:
+    """torch.optim.Muon for the matrices, and AdamW for the rest, of a whole model."""
+
+    def __init__(self, model):
+        self.model = made()
+        matrices, rest = bt.muon_groups(self.model)
+        self.parts = (torch.optim.Muon(matrices['params'], **MUON), torch.optim.AdamW(rest['params'], **ADAMW))
+        self.ours = model
+        self.worst = 0.0  # the largest difference after a step
+
+    def before_step(self):
+        with torch.no_grad():
+            for mine, value in zip(self.model.parameters(), full(self.ours).values()):
+                mine.copy_(value)
+            for mine, each in zip(self.model.parameters(), self.ours.parameters()):
+                mine.grad = whole(each.grad)
+
+    def after_step(self):
+        for part in self.parts:
+            part.step()
+        values = full(self.ours)
+        self.worst = max(self.worst, *(float((mine - values[name]).detach().abs().max()) for name, mine in self.model.named_parameters()))
+
+    def momenta(self):
+        state = self.parts[0].state
+        return {name: state[each]['momentum_buffer'] for name, each in self.model.named_parameters() if each in state}
+
+
+def train(model, optimizer, steps=STEPS, start=0, rank=0, ranks=1, clip=True, twin=None):
+    """ranks: data-parallel ones, which have rows of each batch. Returns losses."""
+    losses = []
+    for step in range(start, steps):
+        tokens = batch(step, 0, size=ROWS)[rank * ROWS // ranks:(rank + 1) * ROWS // ranks]
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        if twin is not None:
+            twin.before_step()
+        optimizer.step()
+        if twin is not None:
+            twin.after_step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor).detach().clone()
+
+
+def full(model):
+    return {name.removeprefix('module.'): whole(each) for name, each in model.named_parameters()}
+
+
+def beside_torch(model, optimizer, rank, ranks, clip=True):
+    """The largest differences of a parameter after a step, and of a momentum at the end; the last loss."""
+    twin = Twin(model)
+    losses = train(model, optimizer, rank=rank, ranks=ranks, clip=clip, twin=twin)
+    found, expected = momenta(model, optimizer), twin.momenta()
+    assert found.keys() == expected.keys()
+    return twin.worst, max(float((found[name] - each).abs().max()) for name, each in expected.items()), losses[-1]
+
+
+def ddp(**more):
+    model = DistributedDataParallel(made())
+    return beside_torch(model, ours(model, name='ddp', **more), dist.get_rank(), dist.get_world_size())
+
+
+def fsdp2(**more):
+    model = made()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return beside_torch(model, ours(model, name='fsdp2', **more), dist.get_rank(), dist.get_world_size())
+
+
+def tensor_parallel(**more):
+    """2 x 2."""
+    mesh = init_device_mesh('cpu', (dist.get_world_size() // 2, 2), mesh_dim_names=('data', 'tensor'))
+    model = made()
+    for block in model.blocks:
+        columns = {name: ColwiseParallel() for name in ('query', 'key', 'value', 'mlp.up')}
+        parallelize_module(block, mesh['tensor'], columns | {'out': RowwiseParallel(), 'mlp.down': RowwiseParallel()})
+        fully_shard(block, mesh=mesh['data'])
+    fully_shard(model, mesh=mesh['data'])
+    return beside_torch(model, ours(model, name='tensor_parallel', **more), mesh.get_local_rank('data'), mesh.size(0),
+                        clip=False)  # torch clips parameters of one mesh
+
+
+def max_norm(**more):
+    """Clipped within the update, by a norm that the trainer needs too: the norm and the losses."""
+    model = DistributedDataParallel(made())
+    optimizer = ours(model, name='max_norm', max_norm=MAX_NORM, **more)
+    losses = train(model, optimizer, rank=dist.get_rank(), ranks=dist.get_world_size(), clip=False)
+    return optimizer.grad_norm, losses
+
+
+def sharded(**more):
+    """Parameters on the servers."""
+    model = bt.shard(made())
+    optimizer = ours(model, name='sharded', **more)
+    losses = train(model, optimizer, rank=dist.get_rank(), ranks=dist.get_world_size(), clip=False)
+    return optimizer.grad_norm, losses
+
+
+def momenta(model, optimizer):
+    """Whole, by name."""
+    state = optimizer.full_state_dict()['state']
+    names = [name.removeprefix('module.') for group in bt.muon_groups(model) for name, _ in group['params']]
+    return {names[i]: entry['momentum_buffer'] for i, entry in state.items() if 'momentum_buffer' in entry}
+
+
+if __name__ == '__main__':
+    dist.init_process_group('gloo')
+    for way in sys.argv[1].split(','):
+        found = globals()[way](**({'servers': sys.argv[3]} if len(sys.argv) > 3 else {}))
+        torch.save(found, pathlib.Path(sys.argv[2]) / f'{way}-{dist.get_rank()}.pt')
+        dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,262 @@
+"""Muon against torch.optim.Muon and AdamW, on one rank and several, and through kills."""
+import contextlib
+import copy
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+import torch
+from conftest import two_state_servers
+from muon_main import MAX_NORM, MUON, STEPS, Twin, full, made, ours, train
+from own_process import Process, free_port
+
+import ballast
+import ballast.torch as bt
+from ballast import programs
+
+HERE = pathlib.Path(__file__).parent
+CLOSE = {'rtol': 1e-5, 'atol': 1e-5}
+
+
+@pytest.mark.parametrize('nesterov', [True, False])
+@pytest.mark.parametrize('adjust', [None, 'match_rms_adamw'])
+def test_each_step_is_torchs(nesterov, adjust, job):
+    arguments = {**MUON, 'nesterov': nesterov, 'adjust_lr_fn': adjust}
+    torch.manual_seed(2)
+    mine = torch.nn.Sequential(torch.nn.Linear(20, 50, bias=False), torch.nn.GELU(), torch.nn.Linear(50, 30, bias=False))
+    twin = copy.deepcopy(mine)
+    optimizer, reference = bt.Muon(mine.named_parameters(), **arguments, **job), torch.optim.Muon(twin.parameters(), **arguments)
+    for step in range(STEPS):
+        twin.load_state_dict(mine.state_dict())
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
+        for model, each in ((mine, optimizer), (twin, reference)):
+            each.zero_grad()
+            model(x).square().mean().backward()
+            each.step()
+        for a, b in zip(mine.parameters(), twin.parameters()):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    for a, b in zip(mine.parameters(), twin.parameters()):
+        torch.testing.assert_close(optimizer.state[a]['momentum_buffer'], reference.state[b]['momentum_buffer'], rtol=0, atol=0)
+
+
+def test_matrices_by_muon_and_the_rest_by_adamw(job):
+    model = made()
+    twin = Twin(model)
+    train(model, ours(model, **job), twin=twin)
+    assert twin.worst < 1e-6
+
+
+def test_on_disk_with_bf16(tmp_path):
+    """Parameters and momentum in bf16, as torch.optim.Muon has them, but with fp32 masters; state on disk."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = made(dtype)
+        with contextlib.closing(ours(model, name=str(dtype)[6:], directory=tmp_path / 'state', dram='96MiB', nvme='1GiB')) as optimizer:
+            results.append(train(model, optimizer, clip=False))
+    expected, losses = results
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.03, atol=0.03)
+    assert losses[-1] < losses[0] / 1.2
+
+
+def run(ranks, ways, folder, servers=None):
+    port = str(free_port())
+    processes = [Process(HERE / 'muon_main.py', folder, folder / f'{rank}.log', ways, folder, *([servers] if servers else []),
+                         MASTER_ADDR='127.0.0.1', MASTER_PORT=port, WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
+                 for rank in range(ranks)]
+    codes = [process.wait() for process in processes]
+    assert codes == [0] * ranks, '\n'.join(process.output for process in processes)
+    return {way: [torch.load(folder / f'{way}-{rank}.pt') for rank in range(ranks)] for way in ways.split(',')}
+
+
+def check(found):
+    for way, of_ranks in found.items():
+        for worst, of_momenta, _ in of_ranks:
+            assert worst < 1e-6 and of_momenta < 1e-6, (way, of_ranks)
+
+
+def test_two_ranks(tmp_path):
+    found = run(2, 'ddp,fsdp2,max_norm,sharded', tmp_path)
+    norms = {way: [norm for norm, _ in found.pop(way)] for way in ('max_norm', 'sharded')}
+    check(found)
+    assert all(len(set(each)) == 1 and each[0] > 0 for each in norms.values()), norms
+
+
+def test_four_ranks_over_two_servers(tmp_path):
+    (tmp_path / 'servers').mkdir()
+    with two_state_servers(tmp_path / 'servers') as servers:
+        check(run(4, 'fsdp2,tensor_parallel', tmp_path, servers))
+
+
+def test_max_norm_clips_as_torch_does(job):
+    """The momentum is of clipped gradients."""
+    states = []
+    for clip in (True, False):
+        torch.manual_seed(2)
+        model = torch.nn.Linear(20, 50, bias=False)
+        optimizer = bt.Muon(model.named_parameters(), **MUON, **{**job, 'name': f"{job['name']}{clip}"}, max_norm=0 if clip else MAX_NORM)
+        model(torch.ones(4, 20)).sum().backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        states.append((optimizer.state[model.weight]['momentum_buffer'], model.weight.detach()))
+    torch.testing.assert_close(states[1], states[0], **CLOSE)
+
+
+def test_state_dicts_go_to_torch_and_back(job):
+    torch.manual_seed(2)
+    models = [torch.nn.Linear(20, 50, bias=False) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+
+    def steps(optimizer, model, first, count):
+        for step in range(first, first + count):
+            optimizer.zero_grad()
+            model(torch.randn(8, 20, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+    theirs = torch.optim.Muon(models[0].parameters(), **MUON)
+    steps(theirs, models[0], 0, 5)
+    mine = bt.Muon(models[1].named_parameters(), **MUON, **job)
+    models[1].load_state_dict(models[0].state_dict())
+    mine.load_state_dict(theirs.state_dict())
+    assert mine.param_groups[0]['use_muon'] is True
+    torch.testing.assert_close(mine.state_dict()['state'][0]['momentum_buffer'], theirs.state_dict()['state'][0]['momentum_buffer'],
+                               rtol=0, atol=0)
+    back = torch.optim.Muon(models[2].parameters(), **MUON)
+    for optimizer, model in ((theirs, models[0]), (mine, models[1])):
+        steps(optimizer, model, 5, 1)
+    torch.testing.assert_close(models[1].weight, models[0].weight, **CLOSE)
+    models[2].load_state_dict(models[1].state_dict())
+    back.load_state_dict(mine.full_state_dict())
+    for optimizer, model in ((mine, models[1]), (back, models[2])):
+        steps(optimizer, model, 6, 1)
+    torch.testing.assert_close(models[2].weight, models[1].weight, **CLOSE)
+
+
+def test_a_version_brings_the_momentum_back(job, tmp_path):
+    model = made()
+    optimizer = ours(model, **{**job, 'directory': tmp_path / 'state', 'nvme': '1GiB'})
+    train(model, optimizer, steps=4)
+    kept, values = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+    expected = [train(model, optimizer, steps=8, start=4), full(model)]
+    optimizer.load_state_dict(kept)
+    torch.testing.assert_close(dict(model.state_dict()), dict(values), rtol=0, atol=0)
+    assert [train(model, optimizer, steps=8, start=4), full(model)][0] == expected[0]
+    torch.testing.assert_close(full(model), expected[1], rtol=0, atol=0)
+    optimizer.close()
+
+
+SCRIPT = '''
+import os, signal, sys, threading
+sys.path.insert(0, {here!r})
+import torch
+from muon_main import full, made, ours, train
+model = made()
+optimizer = ours(model, name='killed', directory={folder!r}, nvme='1GiB', resume='auto')
+start, _ = optimizer.resume()
+if float(sys.argv[1]) > 0:
+    threading.Timer(float(sys.argv[1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+train(model, optimizer, steps=40, start=start)
+torch.save(full(model), sys.argv[2])
+print(start, flush=True)
+os._exit(0)
+'''
+
+
+def test_killed_again_and_again_it_has_the_bits_of_an_undisturbed_run(tmp_path):
+    """With its server in its process, which dies too, wherever a step is just then."""
+    script = tmp_path / 'script.py'
+    results = []
+    for name, delays in (('undisturbed', [0]), ('killed', [0.03, 0.07, 0.11, 0.19, 0])):
+        script.write_text(SCRIPT.format(here=str(HERE), folder=str(tmp_path / name)))
+        for delay in delays:
+            done = subprocess.run([sys.executable, str(script), str(delay), str(tmp_path / f'{name}.pt')], capture_output=True, text=True)
+            assert done.returncode in (0, -9 if delay else 0), done.stderr
+        results.append(torch.load(tmp_path / f'{name}.pt'))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_a_reader_sees_the_models_parameters(tmp_path):
+    (tmp_path / 'servers').mkdir()
+    with two_state_servers(tmp_path / 'servers') as servers:
+        model, read = made(), made()
+        with contextlib.closing(ours(model, name='read', servers=servers)) as optimizer:
+            train(model, optimizer, steps=3)
+            reader = bt.Reader('read', servers=servers)
+            assert reader.read(read).steps == 3
+            torch.testing.assert_close(full(read), full(model), rtol=0, atol=0)
+            reader.close()
+
+
+def test_bytes_of_a_step(tmp_path):
+    """In bf16, of each parameter of a matrix: the gradient and the update go to the servers; momentum and parameter come back."""
+    command = [programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen', '127.0.0.1:0',
+               '--data_directory', str(tmp_path / 'server'), '--budget.dram', '64MiB', '--log_level', 'warn']
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        listen, metrics = re.search(r'listen=(\S+) metrics=(\S+)', server.stdout.readline()).groups()
+
+        def counted():
+            with urllib.request.urlopen(f'http://{metrics}/metrics') as answer:
+                lines = answer.read().decode().splitlines()
+            return [sum(float(line.split()[-1]) for line in lines if line.startswith(f'ballast_{what}_bytes_total{{'))
+                    for what in ('received', 'sent')]
+        model = torch.nn.Linear(256, 512, bias=False).bfloat16()
+        with contextlib.closing(bt.Muon(model.named_parameters(), servers=listen, durability='none')) as optimizer:
+            seen = []
+            for _ in range(4):
+                model(torch.ones(4, 256, dtype=torch.bfloat16)).square().mean().backward()
+                optimizer.step()
+                seen.append(counted())
+        server.terminate()
+    for before, after in zip(seen[1:], seen[2:]):
+        assert [(b - a) / (256 * 512) for a, b in zip(before, after)] == [4, 4]
+
+
+def test_an_overflow_skips_the_step(job):
+    model = made()
+    optimizer = ours(model, **job)
+    train(model, optimizer, steps=2)
+    before = full(model)
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.blocks[0].query.weight.grad[3, 5] = float('inf')
+    with pytest.warns(UserWarning, match="gradient of 'blocks.0.query.weight' is not finite"):
+        optimizer.step()
+    assert optimizer.last_step_skipped
+    torch.testing.assert_close(full(model), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('what, words', [
+    (lambda model, job: bt.Muon(model.named_parameters(), **job).resume(),
+     r"'blocks.0.before_attention.weight' has shape \[32\], but Muon orthogonalises matrices.*use_muon=False; ballast.*muon_groups"),
+    (lambda model, job: bt.Muon(bt.muon_groups(model), adjust_lr_fn='rms', **job), "adjust_lr_fn='rms', expected one of None, 'original'"),
+    (lambda model, job: bt.Muon(bt.muon_groups(model), momentum=1.0, **job), 'momentum=1.0, expected at least 0 and below 1'),
+    (lambda model, job: bt.save_universal(bt.Muon(bt.muon_groups(model), **job), 'folder'), 'this optimizer is muon'),
+])
+def test_refuses_in_words(what, words, job):
+    with pytest.raises((ballast.Error, ValueError), match=words):
+        what(made(), job)
+
+
+def test_a_job_of_adamw_is_not_muons(job, tmp_path):
+    durable = {**job, 'directory': tmp_path / 'state', 'nvme': '1GiB'}
+    model = made()
+    with contextlib.closing(bt.AdamW(model.named_parameters(), **durable)) as optimizer:
+        train(model, optimizer, steps=1)
+    with pytest.raises(ballast.Error, match="'blocks.0.query.weight' is updated by the job's optimizer.*by the trainer"):
+        bt.Muon(bt.muon_groups(model), resume='must', **durable).resume()
+
+
+def test_groups_of_a_model():
+    model = made()
+    matrices, rest = bt.muon_groups(model, lr=3e-4)
+    names = [name for name, _ in matrices['params']]
+    assert len(names) == 4 * 6 and all(name.startswith('blocks.') and name.endswith('.weight') for name in names)
+    assert {'embed.weight', 'head.weight', 'head.bias'} < {name for name, _ in rest['params']}
+    optimizer = bt.Muon([matrices, rest])
+    assert [(group['use_muon'], group['eps'], group['weight_decay'], group['lr']) for group in optimizer.param_groups] == [
+        (True, 1e-7, 0.1, 1e-3), (False, 1e-8, 1e-2, 3e-4)]
