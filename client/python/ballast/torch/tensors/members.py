@@ -82,12 +82,8 @@ class Member:
                         f'{list(self.shape)}; make a new optimizer for new parameters', 'BAD_SPEC')
 
 
-class RemoteMember(Member):
-    """A parameter that lives only on the servers. Nobody else writes to it, so there are no edits to mark."""
-
-    def __init__(self, line: Line, group: int, parameter: torch.Tensor, part: Part, debug: bool = False) -> None:
-        super().__init__(line, group, parameter, debug)
-        self._part = part
+class ApartMember(Member):
+    """A tensor that lives only on the servers. Nobody else writes to it, so there are no edits to mark."""
 
     @property
     def moved(self) -> bool:
@@ -97,16 +93,23 @@ class RemoteMember(Member):
     def here(self) -> torch.Tensor | None:
         return None
 
-    def initial(self) -> torch.Tensor:
-        return self._part.home.initial(self._part)
-
     def check_shape(self) -> None:
         pass
 
 
-class StateMember(Member):
-    """State of an optimizer that the trainer assists, such as Muon's momentum, of the elements that this rank has of a parameter. It lives
-    only on the servers."""
+class RemoteMember(ApartMember):
+    """A parameter of shard()."""
+
+    def __init__(self, line: Line, group: int, parameter: torch.Tensor, part: Part, debug: bool = False) -> None:
+        super().__init__(line, group, parameter, debug)
+        self._part = part
+
+    def initial(self) -> torch.Tensor:
+        return self._part.home.initial(self._part)
+
+
+class StateMember(ApartMember):
+    """State of an optimizer that the trainer assists, such as Muon's momentum, of the elements that this rank has of a parameter."""
 
     def __init__(self, of: Member) -> None:
         """of: the parameter's."""
@@ -115,19 +118,8 @@ class StateMember(Member):
         super().__init__(line, of.group, torch.empty(of.shape, dtype=of.parameter.dtype, device='meta'))
         self.of = of
 
-    @property
-    def moved(self) -> bool:
-        return False
-
-    @property
-    def here(self) -> torch.Tensor | None:
-        return None
-
     def initial(self) -> torch.Tensor:
         return torch.zeros(self.shape, dtype=self.parameter.dtype)
-
-    def check_shape(self) -> None:
-        pass
 
 
 def member_of(line: Line, group: int, parameter: torch.Tensor, debug: bool) -> Member:
