@@ -79,7 +79,11 @@ def check(found):
 
 
 def test_two_ranks(tmp_path):
-    found = run(2, 'ddp,fsdp2,max_norm,sharded', tmp_path)
+    found = run(2, 'ddp,fsdp2,lopsided,max_norm,sharded', tmp_path)
+    (told, momentum), (_, other) = found.pop('lopsided')
+    assert 'other options on rank 1 than on rank 0' in told and "'ns_steps', 4" in told, told
+    torch.testing.assert_close(momentum, other, rtol=0, atol=0)
+    assert momentum[:16].any()
     norms = {way: [norm for norm, _ in found.pop(way)] for way in ('max_norm', 'sharded')}
     check(found)
     assert all(len(set(each)) == 1 and each[0] > 0 for each in norms.values()), norms
@@ -260,3 +264,70 @@ def test_groups_of_a_model():
     optimizer = bt.Muon([matrices, rest])
     assert [(group['use_muon'], group['eps'], group['weight_decay'], group['lr']) for group in optimizer.param_groups] == [
         (True, 1e-7, 0.1, 1e-3), (False, 1e-8, 1e-2, 3e-4)]
+    # As many positions as a matrix has rows.
+    model = torch.nn.ModuleDict({'words': torch.nn.Embedding(99, 16), 'places': torch.nn.Embedding(16, 16), 'up': torch.nn.Linear(16, 16),
+                                 'head': torch.nn.Linear(16, 99)})
+    assert [name for name, _ in bt.muon_groups(model)[0]['params']] == ['up.weight']
+    with pytest.warns(UserWarning, match='no hidden matrix'):
+        assert bt.muon_groups(torch.nn.LayerNorm(4))[0]['params'] == []
+
+
+def step_of(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(4, 20)).square().sum().backward()
+    optimizer.step()
+
+
+def test_groups_that_come_later_keep_their_options(job):
+    model = torch.nn.ModuleList(torch.nn.Linear(20, 20, bias=False) for _ in range(10))
+    groups = [{'params': [(f'{i}.weight', each.weight)], 'use_muon': i == 7} for i, each in enumerate(list(model)[:8])]
+    optimizer = bt.Muon(groups, **job)
+    forward = torch.nn.Sequential(*model)
+    step_of(forward, optimizer)
+    optimizer.add_param_group({'params': [('8.weight', model[8].weight)], 'use_muon': False, 'lr': 0.0})
+    optimizer.add_param_group({'params': [('9.weight', model[9].weight)], 'lr': 0.0})
+    before = [each.weight.detach().clone() for each in model]
+    step_of(forward, optimizer)
+    moved = [not torch.equal(each.weight, value) for each, value in zip(model, before)]
+    assert moved == [True] * 8 + [False] * 2
+    optimizer.param_groups[7]['use_muon'] = False
+    with pytest.raises(ballast.Error, match="'7.weight' is of Muon in the job, and its group says use_muon=False"):
+        step_of(forward, optimizer)
+
+
+def test_small_fp16_gradients_move_the_momentum(job):
+    model = torch.nn.Linear(20, 30, bias=False).half()
+    optimizer = bt.Muon(model.named_parameters(), **MUON, **job)
+    gradient = torch.randn(30, 20) * 1e-3
+    model.weight.grad = gradient.half()
+    with optimizer.gradient_scale(2.0 ** -16):
+        optimizer.step()
+    expected = model.weight.grad.float() * 2.0 ** -16 * (1 - MUON['momentum'])
+    torch.testing.assert_close(optimizer.state[model.weight]['momentum_buffer'], expected, rtol=1e-5, atol=0)
+
+
+def test_state_and_edits_of_one_parameter(job):
+    model = torch.nn.Linear(20, 20, bias=False)
+    optimizer = bt.Muon(model.named_parameters(), **MUON, **job)
+    step_of(model, optimizer)
+    model.weight.data[3, 4] = 7
+    optimizer.sync_from_params()
+    step_of(model, optimizer)
+    assert abs(model.weight[3, 4].item() - 7) < 0.1
+    buffer = torch.full((20, 20), 0.5)
+    optimizer.state[model.weight] = {'step': torch.tensor(7.0), 'momentum_buffer': buffer}
+    assert optimizer.state[model.weight]['step'] == 7
+    torch.testing.assert_close(optimizer.state[model.weight]['momentum_buffer'], buffer, rtol=0, atol=0)
+    optimizer.state.clear()
+    assert optimizer.state[model.weight]['step'] == 0 and not optimizer.state[model.weight]['momentum_buffer'].any()
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+def test_modes_of_the_loop_change_nothing(device, job):
+    """Autocast around step(), and a default device."""
+    model = torch.nn.Linear(20, 20, bias=False)
+    optimizer = bt.Muon(model.named_parameters(), **MUON, **job)
+    model(torch.ones(4, 20)).square().sum().backward()
+    with torch.autocast('cpu', torch.float16), torch.device(device):
+        optimizer.step()
+    assert torch.isfinite(model.weight).all()

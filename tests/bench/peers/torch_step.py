@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The optimizer phase of a PyTorch training step, ours against what users have today, in one run on one machine.
 
-Usage: torch_step.py [--json FILE] [--directory DIR] [--rounds N] [--threads N] [--only dram|nvme|fp32|samples] ...
+Usage: torch_step.py [--json FILE] [--directory DIR] [--rounds N] [--threads N] [--only dram|nvme|fp32|samples|muon] ...
   --directory DIR   on the disk to measure; takes about 36 bytes per parameter, gone afterwards
   --rounds N        measured steps of each (default 9)
   --dram SIZE       our budget where state is on NVMe (default 1536MiB: with it we keep less in memory than DeepSpeed does)
@@ -14,10 +14,11 @@ A step is backward, and the optimizer phase: clipping and the update, until all 
   deepspeed   ZeRO-Offload (stage 2, optimizer on the CPU), or ZeRO-Infinity (stage 3, optimizer on NVMe, tuned as in deepspeed_nvme.py)
   torch       torch.optim.AdamW(fused=True) over fp32 masters, with copies of bf16 gradients and parameters
   fp32        torch.optim.AdamW(fused=True) and ballast, of the same model in fp32: neither has masters beside parameters
+  muon        ballast.torch.Muon, and DeepSpeed's Muon with its state offloaded (stage 2); without clipping
   samples     ballast without the samples of parameters that tell of writes past torch's version counters
 
 Rows, ratio = the peer's seconds / ours in the optimizer phase, the median over rounds (above 1 we are faster): dram/deepspeed,
-dram/torch, nvme/deepspeed, fp32/torch, samples/none (below 1 by what samples cost); beside each the same of CPU seconds, and of backward
+dram/torch, nvme/deepspeed, fp32/torch, muon/deepspeed, samples/none (below 1 by what samples cost); beside each the same of CPU seconds, and of backward
 and optimizer phase together. dram/ballast_step and nvme/ballast_step: our own seconds with durability step against those without;
 dram/ballast_early and nvme/ballast_early: with push_early as well.
 """
@@ -33,6 +34,8 @@ import time
 from workers import HYPER, DeepSpeed, Trainer, make_model, median, take_turns
 
 MAX_NORM = 1.0
+ROWS = 256  # of a batch of Muon's: gradients of one row are matrices of rank one, whose iteration is mostly rounding
+MUON = {'lr': 1e-2, 'momentum': 0.95, 'weight_decay': 0.01}
 
 
 def parse():
@@ -125,6 +128,28 @@ class BallastFp32(Ballast):
     dtype, max_norm = 'float32', 0.0
 
 
+class BallastMuon(Step):
+    rows = ROWS
+
+    def make_optimizer(self):
+        import ballast.torch
+        self.optimizer = ballast.torch.Muon(self.forward.named_parameters(), threads=self.args.threads, durability='none', nvme=0,
+                                            directory=os.path.join(self.args.directory, 'BallastMuon'), **MUON)
+
+    def update(self):
+        self.optimizer.step()
+
+    def stop(self):
+        self.optimizer.close()
+
+
+class DeepSpeedMuon(DeepSpeed):
+    optimizer, hyper, rows = 'Muon', MUON, ROWS
+
+    def zero(self):
+        return {'stage': 2, 'offload_optimizer': {'device': 'cpu'}}
+
+
 class TorchFp32(Step):
     dtype = 'float32'
 
@@ -170,10 +195,10 @@ class DeepSpeedNvme(DeepSpeed):
 WORKERS = {'ballast_dram': Ballast, 'ballast_dram_step': BallastStep, 'ballast_dram_early': BallastEarly, 'ballast_nvme': BallastNvme,
            'ballast_nvme_step': BallastNvmeStep, 'ballast_nvme_early': BallastNvmeEarly, 'ballast_fp32': BallastFp32,
            'none_samples': BallastUnsampled, 'torch': Torch, 'torch_fp32': TorchFp32, 'deepspeed_dram': DeepSpeedOffload,
-           'deepspeed_nvme': DeepSpeedNvme}
+           'deepspeed_nvme': DeepSpeedNvme, 'ballast_muon': BallastMuon, 'deepspeed_muon': DeepSpeedMuon}
 # Those that are there at a time, and take turns: all at once would not fit into memory.
 GROUPS = {'dram': ('ballast_dram', 'torch', 'deepspeed_dram'), 'nvme': ('ballast_nvme', 'deepspeed_nvme'),
-          'fp32': ('ballast_fp32', 'torch_fp32'), 'samples': ('ballast_dram', 'none_samples')}
+          'fp32': ('ballast_fp32', 'torch_fp32'), 'muon': ('ballast_muon', 'deepspeed_muon'), 'samples': ('ballast_dram', 'none_samples')}
 DURABLE = {'dram': ('ballast_dram', 'ballast_dram_step', 'ballast_dram_early'),
            'nvme': ('ballast_nvme', 'ballast_nvme_step', 'ballast_nvme_early')}
 

@@ -33,7 +33,7 @@ def make_model(args, dtype='bfloat16'):
 
 class Trainer:
     """Answers requests of the main process, one line of JSON each."""
-    dtype = 'bfloat16'
+    dtype, rows = 'bfloat16', 1  # of parameters; of a batch
 
     def __init__(self, args):
         self.args, self.batch = args, 0
@@ -41,8 +41,8 @@ class Trainer:
     def loss(self):
         import torch
         self.batch += 1
-        row = torch.randn(1, self.args.hidden, generator=torch.Generator().manual_seed(self.batch))
-        return self.forward(row.to(getattr(torch, self.dtype))).float().square().sum()
+        batch = torch.randn(self.rows, self.args.hidden, generator=torch.Generator().manual_seed(self.batch))
+        return self.forward(batch.to(getattr(torch, self.dtype))).float().square().sum()
 
     def serve(self):
         # What libraries print goes to stderr.
@@ -74,11 +74,11 @@ class Trainer:
         pass
 
 
-def deepspeed_engine(model, zero, hyper, clipping):
+def deepspeed_engine(model, zero, hyper, clipping, optimizer='AdamW'):
     """zero: DeepSpeed's zero_optimization. aio is tuned for one disk."""
     import deepspeed
     config = {'train_micro_batch_size_per_gpu': 1, 'bf16': {'enabled': True}, 'gradient_clipping': clipping,
-              'optimizer': {'type': 'AdamW', 'params': hyper}, 'zero_optimization': zero,
+              'optimizer': {'type': optimizer, 'params': hyper}, 'zero_optimization': zero,
               'aio': {'block_size': 1 << 20, 'queue_depth': 32, 'intra_op_parallelism': 2, 'single_submit': False,
                       'overlap_events': True}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -87,7 +87,7 @@ def deepspeed_engine(model, zero, hyper, clipping):
 
 class DeepSpeed(Trainer):
     """ZeRO-Infinity: stage 3, optimizer state on NVMe, a sub-group per layer, pipelined, tuned aio."""
-    clipping = 0.0
+    clipping, optimizer, hyper = 0.0, 'AdamW', HYPER
 
     def zero(self):
         return {'stage': 3, 'sub_group_size': self.args.hidden ** 2,
@@ -96,7 +96,7 @@ class DeepSpeed(Trainer):
 
     def start(self):
         model = make_model(self.args)
-        self.forward = deepspeed_engine(model, self.zero(), HYPER, self.clipping)
+        self.forward = deepspeed_engine(model, self.zero(), self.hyper, self.clipping, self.optimizer)
         self.first = model[0].weight
 
     def step(self):

@@ -13,7 +13,8 @@ class Algorithm:
     """An update rule. kind: the servers' name of it."""
 
     kind: str
-    state_name: str  # torch's name of what assisted groups keep
+    may_assist = False  # assists() is true of some groups
+    state_name: str  # torch's name of what they keep
 
     @property
     def name(self) -> str:
@@ -52,9 +53,8 @@ def hypers(algorithm: Algorithm, groups: Sequence[dict[str, Any]], spec: _native
 
 
 def state_group(g: int, count: int) -> int:
-    """Returns which of a job's `count` groups has the states of the assisted param_group `g`. They come from the end, as more param_groups
-    may follow."""
-    return count - 1 - g
+    """Returns which of a job's `count` groups has the states of the assisted param_group `g`: one of the second half."""
+    return count // 2 + g
 
 
 class Adam(Algorithm):
@@ -115,7 +115,7 @@ class Lion(Algorithm):
 
 class Muon(Adam):
     """Matrices get Muon, the others AdamW."""
-    state_name = 'momentum_buffer'
+    may_assist, state_name = True, 'momentum_buffer'
 
     def __init__(self) -> None:
         super().__init__('adamw')

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ballast.errors import warn
+
 # Coefficients of the quintic Newton-Schulz iteration (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 ADJUSTMENTS = (None, 'original', 'match_rms_adamw')
@@ -35,27 +37,32 @@ class Orthogonal:
 def orthogonalised(matrix: torch.Tensor, coefficients: Sequence[float], eps: float, steps: int) -> torch.Tensor:
     """Returns about U V of the singular value decomposition U S V, in bfloat16."""
     a, b, c = coefficients
-    x = matrix.bfloat16()
-    if matrix.size(0) > matrix.size(1):
-        x = x.T
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    with torch.autocast(matrix.device.type, enabled=False):
+        x = matrix.bfloat16()
+        if matrix.size(0) > matrix.size(1):
+            x = x.T
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if matrix.size(0) > matrix.size(1) else x
 
 
 def muon_groups(model: torch.nn.Module, **adamw: Any) -> list[dict[str, Any]]:
-    """Returns param_groups for Muon: the hidden matrices of `model`, and a group with use_muon=False for the rest. The rest are parameters
-    that are no matrices, embeddings, and the output layer: matrices with an extent that is the number of rows of an embedding.
+    """Returns two param_groups for Muon: the hidden matrices of `model`, and with use_muon=False the rest. The rest are parameters that are
+    no matrices, embeddings, and the output layer: that of get_output_embeddings(), or else the last linear layer, if it has the shape of an
+    embedding.
 
     adamw: options of the second group, such as lr, betas and weight_decay."""
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    head = getattr(model, 'get_output_embeddings', lambda: None)()
-    outer = {id(weight) for weight in [*embeddings, getattr(head, 'weight', None)]}
-    words = {weight.shape[0] for weight in embeddings}
+    linear = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    head = getattr(getattr(model, 'get_output_embeddings', lambda: None)(), 'weight', None)
+    if head is None and linear and linear[-1].shape in {weight.shape for weight in embeddings}:
+        head = linear[-1]
+    outer = {id(weight) for weight in [*embeddings, head]}
     groups: list[dict[str, Any]] = [{'params': []}, {'params': [], 'use_muon': False, **adamw}]
     for name, parameter in model.named_parameters():
-        hidden = parameter.dim() == 2 and id(parameter) not in outer and not words.intersection(parameter.shape)
-        groups[0 if hidden else 1]['params'].append((name, parameter))
-    return [group for group in groups if group['params']]
+        groups[0 if parameter.dim() == 2 and id(parameter) not in outer else 1]['params'].append((name, parameter))
+    if not groups[0]['params']:
+        warn('muon_groups() finds no hidden matrix in this model: all parameters are for AdamW')
+    return groups

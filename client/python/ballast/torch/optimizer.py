@@ -92,8 +92,8 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. If the job is open, the next step registers the parameters with it."""
         job = self.job
-        if job.opened is not None and not job.has_room:
-            raise Error(f'the job has room for {job.options.group_count} parameter groups, and all are taken; make a new job with all '
+        if job.opened is not None and len(self.param_groups) == job.groups_max:
+            raise Error(f'the job has room for {job.groups_max} parameter groups, and all are taken; make a new job with all '
                         'groups from the start', 'BAD_SPEC')
         groups, names = split_named([param_group])
         if len({id(parameter) for parameter in groups[0]['params']}) < len(groups[0]['params']):

@@ -19,7 +19,7 @@ from ballast.torch.agreement.roster import Place, Roster
 from ballast.torch.ranks.groups import Exchange, Within
 from ballast.torch.ranks.together import everyone
 from ballast.torch.tensors.kinds import digest_of, is_sharded, local
-from ballast.torch.tensors.members import Fresh, Line, Member
+from ballast.torch.tensors.members import Fresh, Line, Member, StateMember
 from ballast.torch.tensors.remote import gone_of
 from ballast.torch.tensors.sketch import is_finite, near, sketch
 
@@ -107,7 +107,7 @@ def _compared(collected: Collected, roster: Roster | None, debug: bool) -> list[
     """Returns by member whether this step compares its gradient. roster: None until all ranks know the new parameters."""
     has_replicas = [True] * len(collected.members) if roster is None else [len(places) > 1 for places in roster.replicas]
     return [has and gradient is not None and not is_sharded(gradient) and member.name not in collected.tied
-            and member.is_due(collected.steps, debug)
+            and not isinstance(member, StateMember) and member.is_due(collected.steps, debug)
             for has, member, gradient in zip(has_replicas, collected.members, collected.gradients)]
 
 

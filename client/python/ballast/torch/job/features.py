@@ -26,6 +26,7 @@ class Ready(NamedTuple):
     """A step that all ranks have agreed on."""
     roster: Roster  # of all ranks' parameters
     gradients: list[torch.Tensor | None]  # by member
+    present: Sequence[bool]  # by member: some rank that has a part of it has a gradient
     scale: float  # gradients are multiplied by it
     max_norm: float  # then they are clipped to this global norm; 0 does not clip
     exchange: Exchange

@@ -34,17 +34,22 @@ def new_tensors(parameters: Parameters, group: Group, trained: Collection[str] =
         if known is not None and known.group != g:
             raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}, but a job keeps each parameter in its "
                         'group; make a new job for other groups', 'BAD_SPEC')
+        if known is not None and not known.is_frozen and known.is_assisted != (parameters.state_group(g) is not None):
+            raise Error(f"parameter '{name}' is of {'Muon' if known.is_assisted else 'AdamW'} in the job, and its group says use_muon="
+                        f'{not known.is_assisted}; that cannot change, so make a new job', 'BAD_SPEC')
         if known is not None or not (name in trained or _wants_state(parameter)) or parameter.numel() == 0:
             continue  # an empty one has nothing to train, and servers have no empty tensors
         check_parameter(name, parameter, group)
         if name in names:
             raise Error(f"two parameters are called '{name}', or one took the place of another after the first step. Give the parameters "
                         'of several models names of their own, and make a new optimizer for new parameters', 'BAD_SPEC')
+        if name.endswith(STATE_SUFFIX) and any(parameters.state_group(k) is not None for k in range(len(parameters.groups))):
+            raise Error(f"parameter '{name}' has a name that ends as those of Muon's momenta do ({STATE_SUFFIX}); rename it", 'BAD_SPEC')
         names.add(name)
         found.append(_fresh(parameters, group, name, unit, g, parameter, trained))
         found[-1].member.is_master = are_masters
         state_group = parameters.state_group(g)
-        if state_group is not None:
+        if state_group is not None and not found[-1].tensor.frozen:
             found.append(_state_of(found[-1], state_group))
     if found or any(member.moved for member in members):
         shared_memory.refuse([*members, *(member for member, _, _ in found)])
@@ -81,8 +86,6 @@ def _state_of(assisted: Fresh, group: int) -> Fresh:
     if parameter.dim() != 2:
         raise Error(f"parameter '{member.name}' has shape {list(parameter.shape)}, but Muon orthogonalises matrices. Give it to AdamW, in "
                     "a param_group with use_muon=False; ballast.torch.muon_groups(model) makes such groups", 'BAD_SPEC')
-    if tensor.frozen:
-        return assisted
     tensor.assist = 'update'
     member.is_assisted = True
     state = StateMember(member)
@@ -122,7 +125,7 @@ class Fit:
     @property
     def unknown(self) -> list[str]:
         """Sorted names of those that the job lacks. They may register with the next step."""
-        return sorted(self._unknown)
+        return sorted(name for name in self._unknown if not name.endswith(STATE_SUFFIX))
 
     def agree(self, exchange: Exchange) -> Roster:
         """Brings the ranks' parameters together. COLLECTIVE."""
@@ -135,8 +138,9 @@ class Fit:
         job lacks. Raises `refused` if that changes nothing, if no tensor would be left, or if the job lets none register later, see
         late_tensors()."""
         missing, unknown = (set(filter(None, refused.details.get(key, '').split('\0'))) for key in ('missing', 'unknown'))
-        is_new = missing - self._trained or unknown - self._unknown
-        self._trained |= missing
+        missing_here = {name.removesuffix(STATE_SUFFIX) for name in missing} - self._trained
+        is_new = missing_here or unknown - self._unknown
+        self._trained |= {name.removesuffix(STATE_SUFFIX) for name in missing}
         self._unknown |= unknown
         self._found = new_tensors(self._parameters, self._group, self._trained)
         there = {member.name for member in self.members}

@@ -112,7 +112,7 @@ class Job:
         if self.opened is not None:
             return self.options.optimizer
         shares = not self.lives_apart and self.connection.shares_process(self.group)
-        may_lend = shares and self.durability_to_be == 'none' and not any(map(self.algorithm.assists, self.param_groups))
+        may_lend = shares and self.durability_to_be == 'none' and not self.algorithm.may_assist
         return spec.of(self.algorithm, self._formats, self.parameters, may_lend)
 
     def check_groups(self, wanted: _native.Optimizer) -> None:
@@ -120,10 +120,9 @@ class Job:
         spec.check(self.algorithm, self.param_groups, wanted)
 
     @property
-    def has_room(self) -> bool:
-        """The open job has room for one more parameter group."""
-        assisted = sum(map(self.algorithm.assists, self.param_groups))
-        return len(self.param_groups) + assisted + (2 if assisted else 1) <= self.options.group_count
+    def groups_max(self) -> int:
+        """How many parameter groups the open job has room for."""
+        return self.options.group_count // (1 + self.algorithm.may_assist)
 
     # --- opening and closing
 
@@ -191,9 +190,8 @@ class Job:
         """Completes the options, and finds the tensors to open the job with. An error here is an error on all ranks."""
         for feature in self.features:
             feature.opening(self.parameters, group)
-        # A job's groups are counted when it is made: with room for more, and for the states of those that the trainer assists.
-        assisted = any(map(self.algorithm.assists, self.param_groups))
-        self.options.group_count = -(-len(self.param_groups) * (1 + assisted) // _GROUPS) * _GROUPS
+        # A job's groups are counted when it is made: with room for more, and as many for the states of those that the trainer assists.
+        self.options.group_count = -(-len(self.param_groups) // _GROUPS) * _GROUPS * (1 + self.algorithm.may_assist)
         fit = Fit(self.parameters, group, self.options, trained)
         if not fit.members and not group.several:
             raise Error('no parameter requires a gradient, so there is nothing to optimize', 'BAD_SPEC')
@@ -280,9 +278,10 @@ class Job:
         """Returns None if the parameter is not registered, or the job is not open."""
         return None if self.opened is None else self.opened.member_of(parameter)
 
-    def arrays(self, g: int) -> dict[str, moments.Array]:
-        """Returns by torch's name the moments that parameters of a group have."""
-        return moments.arrays(self.algorithm, self.param_groups[g], self.spec)
+    def arrays(self) -> list[dict[str, moments.Array]]:
+        """Returns by group, by torch's name, the moments that its parameters have."""
+        of_job = self.spec
+        return [moments.arrays(self.algorithm, group, of_job) for group in self.param_groups]
 
     @plainly
     def state_keys(self, parameter: torch.Tensor) -> tuple[str, ...]:
@@ -292,14 +291,14 @@ class Job:
         member = self.open(alone=True).member_of(parameter)
         if member is None or member.is_frozen:
             return ()  # it never wanted a gradient
-        return moments.keys(parameter, self.arrays(member.group))
+        return moments.keys(parameter, self.arrays()[member.group])
 
     @plainly
     def read_key(self, parameter: torch.Tensor, key: str, whole: bool = False) -> torch.Tensor:
         """Reads one key of state_keys(). whole: returns a whole tensor even for a DTensor; else this rank reads only its part."""
         session, member = self._registered(parameter)
         start = self.param_groups[member.group].get('initial_accumulator_value', 0)
-        return moments.read(session, member, parameter, self.arrays(member.group), key, start, whole)
+        return moments.read(session, member, parameter, self.arrays()[member.group], key, start, whole)
 
     def read_state(self, parameter: torch.Tensor, whole: bool = False) -> dict[str, torch.Tensor]:
         """Reads one parameter's entry from the servers."""

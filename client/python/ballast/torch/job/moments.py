@@ -67,7 +67,8 @@ def read(session: _native.Session, member: Member, parameter: torch.Tensor, of: 
          whole: bool) -> torch.Tensor:
     """One of keys(), in the shape of torch.optim. of: arrays() of the parameter. start: what Adagrad's sum is before the first step. whole:
     a whole tensor also of a DTensor; else as read_as_placed()."""
-    steps = session.tensor_steps(member.name)
+    suffix = next((array.suffix for array in of.values()), '')  # a load that leaves masters alone counts with the moments
+    steps = session.tensor_steps(member.name + suffix)
     if key == 'step':
         return torch.tensor(float(steps), dtype=torch.float32, device='cpu')
     array = of.get(key, MASTER)

@@ -38,13 +38,14 @@ class Entry(NamedTuple):
 def read(job: Job, groups: Sequence[dict[str, Any]], saved_of: Callable[[int, int], Any]) -> dict[int, Entry]:
     """Returns entries by id of the parameter. groups: of matching.matched(). saved_of(group, index): returns what was saved of that
     parameter, or None. Collective only for DTensors."""
-    job.check_groups(job.spec)
+    of_job, arrays = job.spec, job.arrays()
+    job.check_groups(of_job)
     _check_decay(job.algorithm.kind, groups)
     found = {}
     for g, i, parameter in job.parameters.placed():
         start = job.param_groups[g].get('initial_accumulator_value', 0)
         kind = 'muon' if job.algorithm.assists(job.param_groups[g]) else job.algorithm.kind
-        wanted = Wanted(kind, tuple(job.arrays(g)), job.parameters.name_of(g, i, parameter), parameter, start)
+        wanted = Wanted(kind, tuple(arrays[g]), job.parameters.name_of(g, i, parameter), parameter, start)
         found[id(parameter)] = entry_of(wanted, saved_of(g, i) or {})
     return found
 

@@ -13,6 +13,7 @@ from ballast.torch.job.job import Job
 from ballast.torch.job.opened import OpenJob
 from ballast.torch.ranks.together import together
 from ballast.torch.tensors.kinds import digest_of
+from ballast.torch.tensors.members import StateMember
 
 
 def sync(job: Job) -> None:
@@ -24,7 +25,7 @@ def sync(job: Job) -> None:
     together(exchange, job.open)
     there.give_values(exchange)
     check_values(exchange, there.roster, there.members, there.members)
-    edits.take(there, there.members, exchange)
+    edits.take(there, [member for member in there.members if not isinstance(member, StateMember)], exchange)
 
 
 @torch.no_grad()

@@ -146,7 +146,7 @@ class _Load:
 
     def writes(self, edited: bool) -> list[_Write]:
         """Returns all transactions. COLLECTIVE. edited: some rank has edited a parameter."""
-        of_groups = [self._job.arrays(g) for g in range(len(self._job.param_groups))]
+        of_groups = self._job.arrays()
         moments = {moment: array for of_group in of_groups for moment, array in of_group.items()}  # in one order on all ranks
         arrays: list[tuple[Array, str | None]] = [(MASTER, None)] if self._writes_masters(all(of_groups), edited) else []
         arrays += [(array, moment) for moment, array in moments.items()]

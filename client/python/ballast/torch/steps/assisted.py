@@ -12,6 +12,7 @@ direction, and get back their parts of the update. Owners have about equally man
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from ballast.errors import Error
 from ballast.torch.job.features import Feature
+from ballast.torch.job.moments import read_part
 from ballast.torch.ranks.groups import Within
 from ballast.torch.ranks.together import everyone, together
 from ballast.torch.tensors import placement
@@ -87,27 +89,36 @@ class Assisted(Feature):
             if isinstance(member, StateMember):
                 gradients[i] = gradients[place[id(member.of)]]
 
+    def left(self) -> None:
+        self._matrices = None, []
+
     @torch.no_grad()
     def prepare(self, job: OpenJob, ready: Ready) -> None:
         """Replaces gradients of assisted parameters by updates. COLLECTIVE."""
-        gradients = {matrix.at: gradient for matrix in self._all(job, ready.roster)
-                     if (gradient := ready.gradients[matrix.at]) is not None}
-        matrices = [matrix for matrix in self._all(job, ready.roster) if matrix.at in gradients]
+        if self._matrices[0] is None:
+            _meet(job.group, ready.gradients)
+        matrices = [matrix for matrix in self._all(job, ready.roster) if ready.present[matrix.at]]
+        gradients = {matrix.at: _gradient(matrix, ready.gradients[matrix.at]) for matrix in matrices}
         factor = ready.scale * _clip(job, ready)
         directions, updates = _Parts(job.group, matrices), _Parts(job.group, matrices)
 
-        def direct() -> None:
+        def direct() -> bytes:
             for matrix, state in _states(job, [matrix for matrix in matrices if matrix.sender(matrix.box) == job.group.rank]):
                 gradient = gradients[matrix.at]
                 scaled = gradient if factor == 1 else gradient.float() * factor
                 directions.have(matrix, self._rule.direction(_group_of(job, matrix), scaled, state.to(gradient.device)))
+            return repr([sorted(group.items()) for group in _options(job.param_groups)]).encode()
 
         def update() -> None:
             for matrix in matrices:
                 if matrix.owner == job.group.rank:
                     updates.own(matrix, self._rule.update(_group_of(job, matrix), directions.whole(matrix)))
         # An error on one rank is one on all: nobody waits for a part that does not come.
-        together(Within('directions', ready.exchange), direct)
+        _, said = everyone(Within('directions', ready.exchange), direct, bytes)
+        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+        if other is not None:
+            raise Error(f'param_groups have other options on rank {other} than on rank 0: {said[other].decode()} and {said[0].decode()}; '
+                        'expected the same on all ranks', 'RANKS_DIFFER')
         directions.gather()
         together(Within('updates', ready.exchange), update)
         updates.scatter()
@@ -123,6 +134,24 @@ class Assisted(Feature):
             found = list(_matrices(job, roster))
             self._matrices = roster, found
         return found
+
+
+def _meet(group: Group, gradients: Sequence[torch.Tensor | None]) -> None:
+    """NCCL wants all ranks of a group in its first operation, and not all ranks have parts to send."""
+    if group.several:
+        here = next((gradient.device for gradient in gradients if gradient is not None), torch.device('cpu'))
+        dist.all_reduce(torch.zeros(1, device=here), group=group.process_group)
+
+
+def _gradient(matrix: _Matrix, gradient: torch.Tensor | None) -> torch.Tensor:
+    """A part without a gradient counts as zeros if other parts have one, as with every optimizer."""
+    return torch.zeros_like(local(matrix.member.parameter)) if gradient is None else gradient
+
+
+def _options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Those that the update of a matrix depends on, and that servers do not compare."""
+    return [{key: value for key, value in group.items() if key.startswith(('ns_', 'adjust_')) or key in ('nesterov', 'momentum', 'eps')}
+            for group in groups if group.get('use_muon')]
 
 
 def _group_of(job: OpenJob, matrix: _Matrix) -> dict[str, Any]:
@@ -182,16 +211,22 @@ def _by_box(member: Member, places: Sequence[Place]) -> dict[Box, list[int]]:
 def _states(job: OpenJob, matrices: Sequence[_Matrix]) -> Iterator[tuple[_Matrix, torch.Tensor]]:
     """Pulls this rank's parts of states, a few ahead of their use."""
     waiting, under_way, ahead = collections.deque(matrices), collections.deque[tuple[_Matrix, torch.Tensor, int]](), 0
-    while waiting or under_way:
-        while waiting and (not under_way or ahead < _AHEAD_BYTES):
-            matrix = waiting.popleft()
-            state = torch.empty(job.members[matrix.state].shape, dtype=_working(job))
-            under_way.append((matrix, state, job.session.start_pull([matrix.state], [state.view(-1)])))
-            ahead += state.nbytes
-        matrix, state, pull = under_way.popleft()
-        job.session.await_pull(pull)
-        ahead -= state.nbytes
-        yield matrix, state
+    try:
+        while waiting or under_way:
+            while waiting and (not under_way or ahead < _AHEAD_BYTES):
+                matrix = waiting.popleft()
+                state = torch.empty(job.members[matrix.state].shape, dtype=_working(job), device='cpu')
+                under_way.append((matrix, state, job.session.start_pull([matrix.state], [state.view(-1)])))
+                ahead += state.nbytes
+            matrix, state, pull = under_way.popleft()
+            job.session.await_pull(pull)
+            ahead -= state.nbytes
+            # In fp16 a mean of small gradients would vanish.
+            yield matrix, read_part(job.session, job.members[matrix.state]) if state.dtype == torch.float16 else state
+    finally:
+        for _, _, pull in under_way:
+            with contextlib.suppress(Error):
+                job.session.await_pull(pull)
 
 
 def _working(job: OpenJob) -> torch.dtype:
@@ -207,11 +242,11 @@ class _Parts:
 
     def have(self, matrix: _Matrix, part: torch.Tensor) -> None:
         """This rank's part."""
-        self._there[matrix.at, matrix.box] = part.contiguous()
+        self._there[matrix.at, matrix.box] = part.bfloat16().contiguous()
 
     def own(self, matrix: _Matrix, whole: torch.Tensor) -> None:
         for box in matrix.parts:
-            self._there[matrix.at, box] = whole[tuple(slice(begin, end) for begin, end in box)].contiguous()
+            self._there[matrix.at, box] = whole[tuple(slice(begin, end) for begin, end in box)].bfloat16().contiguous()
 
     def mine(self, matrix: _Matrix) -> torch.Tensor:
         return self._there.pop((matrix.at, matrix.box))

@@ -17,7 +17,7 @@ from ballast.torch.job.naming import Parameters, unit_of
 from ballast.torch.modes import plainly
 from ballast.torch.steps.step import Step
 from ballast.torch.tensors.kinds import is_sharded
-from ballast.torch.tensors.members import Member
+from ballast.torch.tensors.members import Member, StateMember
 
 _GRACE_SECONDS = 2.0
 
@@ -190,7 +190,8 @@ def _needs(model: torch.nn.Module, members: Sequence[Member]) -> dict[torch.nn.M
     index = {id(member.parameter): i for i, member in enumerate(members)}
     units: dict[str, set[int]] = {}
     for i, member in enumerate(members):
-        units.setdefault(unit_of(member.name), set()).add(i)
+        if not isinstance(member, StateMember):  # no forward reads it
+            units.setdefault(unit_of(member.name), set()).add(i)
 
     def own(module: torch.nn.Module) -> set[int]:
         found = {index[id(parameter)] for parameter in module.parameters(recurse=False) if id(parameter) in index}

@@ -116,7 +116,7 @@ class Stepper:
             check_values(exchange, opened.roster, opened.members, edited)
             edits.take(opened, edited, exchange)
         scale = 1.0 if self.results.scale is None else self.results.scale
-        ready = Ready(agreed.roster, collected.gradients, scale, self.results.max_norm, exchange)
+        ready = Ready(agreed.roster, collected.gradients, agreed.present, scale, self.results.max_norm, exchange)
         for feature in self.job.features:
             feature.prepare(opened, ready)
 

@@ -119,7 +119,7 @@ class StateMember(ApartMember):
         self.of = of
 
     def initial(self) -> torch.Tensor:
-        return torch.zeros(self.shape, dtype=self.parameter.dtype)
+        return torch.zeros(self.shape, dtype=self.parameter.dtype, device='cpu')
 
 
 def member_of(line: Line, group: int, parameter: torch.Tensor, debug: bool) -> Member:
