@@ -9,7 +9,7 @@ build=(g++ cmake ninja-build pkg-config protobuf-compiler protobuf-compiler-grpc
   libssl-dev liburing-dev librocksdb-dev prometheus-cpp-dev libcpp-httplib-dev libhwy-dev libisal-dev libgloo-dev libyaml-cpp-dev libcli11-dev
   libspdlog-dev libopenblas-dev)
 test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-dev patch fio clang clang-format clang-tidy
-  etcd-server etcd-client help2man zsh fish)
+  etcd-server etcd-client help2man zsh fish g++-aarch64-linux-gnu qemu-user)
 package=(dpkg-dev file help2man ccache python3-venv python3-dev buildah skopeo)
 ops=("${package[@]}" debootstrap systemd util-linux iproute2 e2fsprogs podman runc catatonit lintian
   slurmctld slurmd slurm-client munge prometheus prometheus-alertmanager chromium libatomic1 fonts-dejavu-core tmux curl)

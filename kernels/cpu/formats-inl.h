@@ -114,10 +114,10 @@ HWY_INLINE void StoreFourAs(typename L::F a, typename L::F b, typename L::F c, t
   auto* halves = reinterpret_cast<uint16_t*>(to) + i;
   auto* bytes = reinterpret_cast<uint8_t*>(to) + i;
   if constexpr (kDtype == Dtype::kF32) {
-    const typename L::F x[4] = {a, b, c, d};
-    for (size_t k = 0; k < 4; ++k) {
-      kOptions.stream ? L::Stream(x[k], floats + k * kWidth) : L::Store(x[k], floats + k * kWidth);
-    }
+    const auto store = [floats](typename L::F x, size_t k) HWY_ATTR {
+      kOptions.stream ? L::Stream(x, floats + k * kWidth) : L::Store(x, floats + k * kWidth);
+    };
+    store(a, 0), store(b, 1), store(c, 2), store(d, 3);
   }
   if constexpr (kDtype == Dtype::kBf16) {
     const auto narrow = [](typename L::F x)

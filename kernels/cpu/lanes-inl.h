@@ -30,9 +30,11 @@ inline constexpr uint32_t kNanBits = 0x7fc00000u;
 struct Lanes {
   using F = float;
   using U = uint32_t;
+  using Uniform = float;
   static constexpr size_t kWidth = 1;
 
   static F Set(float x) { return x; }
+  static Uniform SetUniform(float x) { return x; }
   static F Load(const float* from) { return *from; }
   static void Store(F x, float* to) { *to = x; }
   static F Add(F a, F b) { return a + b; }
@@ -156,6 +158,17 @@ struct Lanes {
   using F = hn::Vec<DF>;
   using U = hn::Vec<DU>;
   static constexpr size_t kWidth = hn::MaxLanes(DF());
+  // An F with one value in all lanes, for fields and arrays, in which SVE's vectors may not stand.
+#if HWY_TARGET == HWY_SVE_256 || HWY_TARGET == HWY_SVE2_128
+  struct Uniform {
+    float x;
+    HWY_INLINE operator F() const { return Set(x); }
+  };
+  static HWY_INLINE Uniform SetUniform(float x) { return {x}; }
+#else
+  using Uniform = F;
+  static HWY_INLINE Uniform SetUniform(float x) { return Set(x); }
+#endif
 
   static HWY_INLINE F Set(float x) { return hn::Set(DF(), x); }
   static HWY_INLINE F Load(const float* from) { return hn::LoadU(DF(), from); }
@@ -231,11 +244,11 @@ struct Lanes {
         _mm512_permutexvar_epi32(hn::Load(DI(), kOrder).raw, _mm512_packus_epi16(low, high))};
     kStream ? hn::Stream(ordered, d8, to) : hn::StoreU(ordered, d8, to);
 #else
-    const U x[4] = {a, b, c, d};
-    for (size_t k = 0; k < 4; ++k) {
-      const auto bytes = hn::DemoteTo(DB(), hn::BitCast(DI(), x[k]));
+    const auto store = [to](U x, size_t k) HWY_ATTR {
+      const auto bytes = hn::DemoteTo(DB(), hn::BitCast(DI(), x));
       kStream ? hn::Stream(bytes, DB(), to + k * kWidth) : hn::StoreU(bytes, DB(), to + k * kWidth);
-    }
+    };
+    store(a, 0), store(b, 1), store(c, 2), store(d, 3);
 #endif
   }
   // Stores past the caches; `to` is aligned to the vector.

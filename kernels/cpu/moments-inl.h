@@ -143,7 +143,7 @@ void StoreCodes(const MomentBlock& m) {
     return;
   }
   const F inverse = L::Set(s.inverse);
-  const auto code = [&m, inverse](size_t i) HWY_ATTR { return BlockCodec::Encode(L::Load(m.wide + i), inverse); };
+  const auto code = [&](size_t i) HWY_ATTR { return BlockCodec::Encode(L::Load(m.wide + i), inverse); };
   for (size_t i = 0; i < kBlock; i += 4 * L::kWidth) {
     L::Store8x4(code(i), code(i + L::kWidth), code(i + 2 * L::kWidth), code(i + 3 * L::kWidth), codes + i);
   }
@@ -151,37 +151,34 @@ void StoreCodes(const MomentBlock& m) {
 
 // ---- random bits of bf16 moments
 
-// A counter of Philox in each lane of 64 bits. The words' upper halves are not part of them, and may hold anything.
-struct PhiloxLanes {
-  L::W x0, x1, x2, x3;
+// Philox, with a counter (x0, x1, x2, x3) in each lane of 64 bits. The words' upper halves are not part of them, and
+// may hold anything.
+HWY_INLINE void PhiloxRound(uint32_t key0, uint32_t key1, L::W& x0, L::W& x1, L::W& x2, L::W& x3) {
+  const L::W a = L::MulLowW(x0, L::SetW(kPhiloxMultiplier0)), b = L::MulLowW(x2, L::SetW(kPhiloxMultiplier1));
+  x0 = L::Xor3W(L::HighW(b), x1, L::SetW(key0));
+  x2 = L::Xor3W(L::HighW(a), x3, L::SetW(key1));
+  x1 = b;
+  x3 = a;
+}
 
-  template <size_t... kRound>
-  HWY_INLINE void Run(uint64_t seed, std::index_sequence<kRound...>) {
-    const auto key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-    (Round(key0 + static_cast<uint32_t>(kRound) * kPhiloxWeyl0, key1 + static_cast<uint32_t>(kRound) * kPhiloxWeyl1),
-     ...);
-  }
-
-  HWY_INLINE void Round(uint32_t key0, uint32_t key1) {
-    const L::W a = L::MulLowW(x0, L::SetW(kPhiloxMultiplier0)), b = L::MulLowW(x2, L::SetW(kPhiloxMultiplier1));
-    x0 = L::Xor3W(L::HighW(b), x1, L::SetW(key0));
-    x2 = L::Xor3W(L::HighW(a), x3, L::SetW(key1));
-    x1 = b;
-    x3 = a;
-  }
-};
+template <size_t... kRound>
+HWY_INLINE void PhiloxRounds(uint64_t seed, std::index_sequence<kRound...>, L::W& x0, L::W& x1, L::W& x2, L::W& x3) {
+  const auto key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  (PhiloxRound(key0 + static_cast<uint32_t>(kRound) * kPhiloxWeyl0, key1 + static_cast<uint32_t>(kRound) * kPhiloxWeyl1,
+               x0, x1, x2, x3),
+   ...);
+}
 
 // Computes the 16 random bits of each element of the moment's block.
 HWY_INLINE void RandomBlock(const RandomKey& key, const MomentBlock& m, uint16_t* HWY_RESTRICT to) {
   constexpr size_t kPerCounter = 8;
   const uint64_t group = m.element / kPerCounter;
   for (size_t i = 0; i < kBlock / kPerCounter; i += L::kWideWidth) {
-    PhiloxLanes lanes{.x0 = L::AddW(L::OrderW(), L::SetW(static_cast<uint32_t>(group) + static_cast<uint32_t>(i))),
-                      .x1 = L::SetW(group >> 32),
-                      .x2 = L::SetW(static_cast<uint32_t>(key.step)),
-                      .x3 = L::SetW(key.unit << 2 | m.number)};
-    lanes.Run(key.seed, std::make_index_sequence<kPhiloxRounds>());
-    L::StoreWordsW(lanes.x0, lanes.x1, lanes.x2, lanes.x3, to + i * kPerCounter);
+    L::W x0 = L::AddW(L::OrderW(), L::SetW(static_cast<uint32_t>(group) + static_cast<uint32_t>(i)));
+    L::W x1 = L::SetW(group >> 32), x2 = L::SetW(static_cast<uint32_t>(key.step));
+    L::W x3 = L::SetW(key.unit << 2 | m.number);
+    PhiloxRounds(key.seed, std::make_index_sequence<kPhiloxRounds>(), x0, x1, x2, x3);
+    L::StoreWordsW(x0, x1, x2, x3, to + i * kPerCounter);
   }
 }
 

@@ -71,9 +71,9 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n,
   const Broadcast c(coefficients);
   // Copies, so that nothing stored below can change them.
   const MomentBlock a = moments[0], b = moments[1], x = moments[2];
-  F scale[kMomentsMax] = {c.eps, c.eps, c.eps};
-  U largest[kMomentsMax] = {L::SetU(0), L::SetU(0), L::SetU(0)};
-  for (int k = 0; kBlockwise && k < kMoments; ++k) scale[k] = L::Set(*moments[k].scale);
+  L::Uniform scale[kMomentsMax] = {c.eps, c.eps, c.eps};
+  U largest_a = L::SetU(0), largest_b = largest_a, largest_x = largest_a;
+  for (int k = 0; kBlockwise && k < kMoments; ++k) scale[k] = L::SetUniform(*moments[k].scale);
   U seen = L::SetU(0);  // the largest magnitude, by integers: above Inf's it is a NaN
   const auto step = [&](size_t i) BALLAST_INLINE_LAMBDA {
     F pi = L::Load(p + i), ai = pi, bi = pi, xi = pi;
@@ -83,7 +83,7 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n,
     StoreMoments<kRule>(ai, bi, xi, a, b, x, i);
     seen = L::MaxU(seen, Magnitude<L>(L::Bits(pi)));
     if constexpr (!NanReachesParameter(kRule)) seen = L::MaxU(seen, Magnitude<L>(L::Bits(ai)));
-    KeepLargest<kRule, kFormat>(ai, bi, xi, largest);
+    KeepLargest<kRule, kFormat>(ai, bi, xi, largest_a, largest_b, largest_x);
     return pi;
   };
   HWY_ALIGN uint16_t random[kFormat == MomentFormat::kBf16 ? kMomentsMax : 1][kBlock];
@@ -109,7 +109,7 @@ void RuleBlock(const Coefficients& coefficients, const RandomKey& key, size_t n,
       RoundMoments<kRule, kFormat>(a, b, x, random, i);
     }
   }
-  CodeMoments<kRule, kFormat>(largest, moments);
+  CodeMoments<kRule, kFormat>(largest_a, largest_b, largest_x, moments);
 }
 
 template <Ends kEnds, Rule kRule>

@@ -59,7 +59,7 @@ void QuantizeBf16Block(const std::byte* x, uint8_t* quantized, float* scale) {
   const F inverse = L::Set(s.inverse), magic = L::Set(kRoundMagic);
   const U mask = L::SetU(kMask<kFormat>);
   // The codes of the pairs from i on: 16 or 8 bits a lane.
-  const auto codes = [=](size_t i) HWY_ATTR __attribute__((always_inline)) {
+  const auto codes = [&](size_t i) HWY_ATTR __attribute__((always_inline)) {
     const U pair = L::Load32(x + 4 * i);
     const U even = L::And(L::Bits(L::Fma(L::FromBits(EvenOf(pair)), inverse, magic)), mask);
     const U odd = L::And(L::Bits(L::Fma(L::FromBits(OddOf(pair)), inverse, magic)), mask);
@@ -85,7 +85,7 @@ void DequantizeBf16Block(const uint8_t* quantized, float scale, std::byte* x) {
   const F factor = L::Set(scale);
   const U one = L::SetU(1), half = L::SetU(0x7fff);
   // Rounded; the bf16 is the upper half.
-  const auto rounded = [ factor, one, half ](U code) HWY_ATTR __attribute__((always_inline)) {
+  const auto rounded = [&](U code) HWY_ATTR __attribute__((always_inline)) {
     const U bits = L::Bits(L::Mul(L::FloatOfSigned(code), factor));
     return L::AddU(bits, L::AddU(L::And(L::ShiftRight<16>(bits), one), half));
   };
@@ -142,8 +142,9 @@ void QuantizeBlock(const std::byte* x, uint8_t* quantized, float* scale) {
   }
   const F inverse = L::Set(s.inverse), magic = L::Set(kRoundMagic);
   const U mask = L::SetU(kMask<kFormat>);
-  const auto code = [values, inverse, magic, mask](size_t i)
-                        HWY_ATTR { return L::And(L::Bits(L::Fma(L::Load(values + i), inverse, magic)), mask); };
+  const auto code = [&](size_t i) HWY_ATTR __attribute__((always_inline)) {
+    return L::And(L::Bits(L::Fma(L::Load(values + i), inverse, magic)), mask);
+  };
   HWY_ALIGN uint8_t unpacked[kBlock];
   uint8_t* const to = kFormat == QuantFormat::kInt8 ? quantized : unpacked;
   for (size_t i = 0; i < kBlock; i += 4 * L::kWidth) {
@@ -160,7 +161,7 @@ void DequantizeBlock(const uint8_t* quantized, float scale, std::byte* x) {
   constexpr uint32_t kSign = (kMask<kFormat> + 1) / 2;
   const U sign = L::SetU(kSign);
   const F offset = L::Set(kSign), factor = L::Set(scale);
-  const auto value = [=](size_t i) HWY_ATTR {
+  const auto value = [&](size_t i) HWY_ATTR __attribute__((always_inline)) {
     return L::OneNan(L::Mul(L::Sub(L::FloatOf(L::Xor(L::Load8(from + i), sign)), offset), factor));
   };
   for (size_t i = 0; i < kBlock; i += 4 * L::kWidth) {

@@ -21,18 +21,18 @@ namespace {
 
 struct Broadcast {
   explicit Broadcast(const Coefficients& c)
-      : factor(L::Set(c.factor)),
-        weight_decay(L::Set(c.weight_decay)),
-        keep(L::Set(c.keep)),
-        keep1(L::Set(c.keep1)),
-        take1(L::Set(c.take1)),
-        keep2(L::Set(c.keep2)),
-        take2(L::Set(c.take2)),
-        step_size(L::Set(c.step_size)),
-        root_scale(L::Set(c.root_scale)),
-        eps(L::Set(c.eps)),
-        start(L::Set(c.start)) {}
-  F factor, weight_decay, keep, keep1, take1, keep2, take2, step_size, root_scale, eps, start;
+      : factor(L::SetUniform(c.factor)),
+        weight_decay(L::SetUniform(c.weight_decay)),
+        keep(L::SetUniform(c.keep)),
+        keep1(L::SetUniform(c.keep1)),
+        take1(L::SetUniform(c.take1)),
+        keep2(L::SetUniform(c.keep2)),
+        take2(L::SetUniform(c.take2)),
+        step_size(L::SetUniform(c.step_size)),
+        root_scale(L::SetUniform(c.root_scale)),
+        eps(L::SetUniform(c.eps)),
+        start(L::SetUniform(c.start)) {}
+  L::Uniform factor, weight_decay, keep, keep1, take1, keep2, take2, step_size, root_scale, eps, start;
 };
 
 constexpr bool Blockwise(MomentFormat format) { return format == MomentFormat::kF8 || format == MomentFormat::kI8; }
@@ -42,8 +42,8 @@ constexpr bool NanReachesParameter(Rule rule) { return rule != Rule::kLion; }
 // The steps of the loop are functions of their own for the reader alone: all are inlined, and the machine code is that
 // of one loop.
 template <Rule kRule, MomentFormat kFormat>
-HWY_INLINE void LoadMoments(const MomentBlock& a, const MomentBlock& b, const MomentBlock& x, const F* scale, size_t i,
-                            F& ai, F& bi, F& xi) {
+HWY_INLINE void LoadMoments(const MomentBlock& a, const MomentBlock& b, const MomentBlock& x, const L::Uniform* scale,
+                            size_t i, F& ai, F& bi, F& xi) {
   constexpr int kMoments = MomentsOf(kRule);
   if constexpr (kMoments > 0) ai = LoadMoment<kFormat, !IsSecondMoment(kRule, 0)>(a, scale[0], i);
   if constexpr (kMoments > 1) bi = LoadMoment<kFormat, false>(b, scale[1], i);
@@ -60,11 +60,11 @@ HWY_INLINE void StoreMoments(F ai, F bi, F xi, const MomentBlock& a, const Momen
 }
 
 template <Rule kRule, MomentFormat kFormat>
-HWY_INLINE void KeepLargest(F ai, F bi, F xi, U* largest) {
+HWY_INLINE void KeepLargest(F ai, F bi, F xi, U& largest_a, U& largest_b, U& largest_x) {
   constexpr int kMoments = Blockwise(kFormat) ? MomentsOf(kRule) : 0;
-  if constexpr (kMoments > 0) largest[0] = L::MaxU(largest[0], Magnitude<L>(L::Bits(ai)));
-  if constexpr (kMoments > 1) largest[1] = L::MaxU(largest[1], Magnitude<L>(L::Bits(bi)));
-  if constexpr (kMoments > 2) largest[2] = L::MaxU(largest[2], Magnitude<L>(L::Bits(xi)));
+  if constexpr (kMoments > 0) largest_a = L::MaxU(largest_a, Magnitude<L>(L::Bits(ai)));
+  if constexpr (kMoments > 1) largest_b = L::MaxU(largest_b, Magnitude<L>(L::Bits(bi)));
+  if constexpr (kMoments > 2) largest_x = L::MaxU(largest_x, Magnitude<L>(L::Bits(xi)));
 }
 
 // Of fp32 moments; a loop over others is bound by computing.
@@ -98,11 +98,11 @@ HWY_INLINE void RandomBlocks(const RandomKey& key, const MomentBlock* moments, u
 
 // After the loop: makes the codes of moments in eight bits.
 template <Rule kRule, MomentFormat kFormat>
-HWY_INLINE void CodeMoments(const U* largest, MomentBlock* moments) {
+HWY_INLINE void CodeMoments(U largest_a, U largest_b, U largest_x, MomentBlock* moments) {
   if constexpr (Blockwise(kFormat)) {
+    const uint32_t largest[] = {L::MaxOfLanes(largest_a), L::MaxOfLanes(largest_b), L::MaxOfLanes(largest_x)};
     for (int k = 0; k < MomentsOf(kRule); ++k) {
-      // A block with any NaN is stored as NaN.
-      moments[k].largest_bits = L::MaxOfLanes(largest[k]);
+      moments[k].largest_bits = largest[k];  // a block with any NaN is stored as NaN
       IsSecondMoment(kRule, k) ? StoreCodes<Codec<kFormat, false>>(moments[k])
                                : StoreCodes<Codec<kFormat, true>>(moments[k]);
     }

@@ -49,79 +49,80 @@ struct LeafSums {
 // of the exponents' biases; multiplying by 2^896 is exact. Inf and NaN come out finite and are detected apart.
 constexpr double kRebias = 0x1p896;
 
-// The sums of 4 x kDoubles neighbouring elements. Named, not an array: compilers keep arrays in memory.
+// How elements of a dtype are added to sums. What is added to is named and no field: compilers keep arrays in memory,
+// and SVE's vectors may be neither field nor element.
 template <Dtype kDtype>
-class FourSums {
- public:
-  using Sum = hn::Vec<Doubles>;
-
-  HWY_INLINE FourSums(const LeafSums& leaf, size_t first)
-      : a_(Load(leaf, first)),
-        b_(Load(leaf, first + 1)),
-        c_(Load(leaf, first + 2)),
-        d_(Load(leaf, first + 3)),
-        largest_(hn::Load(Parts(), reinterpret_cast<const Part*>(leaf.largest))) {}
-
-  HWY_INLINE void Add(const std::byte* from, size_t i) {
-    if constexpr (kDtype == Dtype::kBf16) {
-      const auto x = Load16(reinterpret_cast<const uint16_t*>(from) + i);
-      constexpr uint64_t kMask = uint64_t{0x7fff} << 45;
-      AddSquare<kMask>(hn::ShiftLeft<45>(x), a_);
-      AddSquare<kMask>(hn::ShiftLeft<29>(x), b_);
-      AddSquare<kMask>(hn::ShiftLeft<13>(x), c_);
-      AddSquare<kMask>(hn::ShiftRight<3>(x), d_);
-    } else {
-      AddTwo(LoadF16(from, i), a_, b_);
-      AddTwo(LoadF16(from, i + 2 * kDoubles), c_, d_);
-    }
-  }
-  HWY_INLINE void Store(size_t first, LeafSums* leaf) const {
-    StoreSum(a_, first, leaf);
-    StoreSum(b_, first + 1, leaf);
-    StoreSum(c_, first + 2, leaf);
-    StoreSum(d_, first + 3, leaf);
-    auto* const largest = reinterpret_cast<Part*>(leaf->largest);
-    hn::Store(hn::Max(largest_, hn::Load(Parts(), largest)), Parts(), largest);
-  }
-  static HWY_INLINE bool IsFinite(const LeafSums& leaf) {
-    // Signed, which magnitudes can be and every instruction set compares.
-    const hn::RebindToSigned<Parts> ds;
-    const auto most = hn::Set(ds, static_cast<hn::TFromD<decltype(ds)>>(kDtype == Dtype::kBf16 ? 0x7f7f : 0x7f7fffff));
-    const auto largest = hn::Load(Parts(), reinterpret_cast<const Part*>(leaf.largest));
-    return hn::AllFalse(ds, hn::Gt(hn::BitCast(ds, largest), most));
-  }
-  // Element `at` of sum `number`: its place among the leaf's lanes.
-  static HWY_INLINE size_t Lane(size_t number, size_t at) {
-    constexpr size_t kApart = kDtype == Dtype::kBf16 ? 4 : 2;  // elements in a word
-    return number / kApart * kApart * kDoubles + number % kApart + at * kApart;
-  }
-
- private:
+struct Squares {
   using Part = std::conditional_t<kDtype == Dtype::kBf16, uint16_t, uint32_t>;
   using Parts = hn::Repartition<Part, Doubles>;
+  using Sum = hn::Vec<Doubles>;
   using Word = hn::Vec<Words>;
+  using Largest = hn::Vec<Parts>;
 
   static HWY_INLINE Sum Load(const LeafSums& leaf, size_t number) {
     return hn::Load(Doubles(), leaf.sums + number * kDoubles);
   }
-  static HWY_INLINE void StoreSum(Sum sum, size_t number, LeafSums* leaf) {
+  static HWY_INLINE void Store(Sum sum, size_t number, LeafSums* leaf) {
     hn::Store(sum, Doubles(), leaf->sums + number * kDoubles);
   }
-  HWY_INLINE Word Load16(const uint16_t* from) { return Look(hn::LoadU(hn::Repartition<uint16_t, Doubles>(), from)); }
-  HWY_INLINE Word LoadF16(const std::byte* from, size_t i) {
+  static HWY_INLINE Largest LoadLargest(const LeafSums& leaf) {
+    return hn::Load(Parts(), reinterpret_cast<const Part*>(leaf.largest));
+  }
+  static HWY_INLINE void StoreLargest(Largest largest, LeafSums* leaf) {
+    if constexpr (kDtype == Dtype::kF32) return;
+    hn::Store(largest, Parts(), reinterpret_cast<Part*>(leaf->largest));
+  }
+
+  // 4 x kDoubles neighbouring elements.
+  static HWY_INLINE void Add(const std::byte* from, size_t i, Sum& a, Sum& b, Sum& c, Sum& d, Largest& largest) {
+    if constexpr (kDtype == Dtype::kF32) {
+      const float* const at = reinterpret_cast<const float*>(from) + i;
+      AddSquare(at, a);
+      AddSquare(at + kDoubles, b);
+      AddSquare(at + 2 * kDoubles, c);
+      AddSquare(at + 3 * kDoubles, d);
+    } else if constexpr (kDtype == Dtype::kBf16) {
+      const auto halves = hn::LoadU(Parts(), reinterpret_cast<const Part*>(from) + i);
+      const Word x = Look(halves, largest);
+      constexpr uint64_t kMask = uint64_t{0x7fff} << 45;
+      AddSquare<kMask>(hn::ShiftLeft<45>(x), a);
+      AddSquare<kMask>(hn::ShiftLeft<29>(x), b);
+      AddSquare<kMask>(hn::ShiftLeft<13>(x), c);
+      AddSquare<kMask>(hn::ShiftRight<3>(x), d);
+    } else {
+      AddTwo(LoadF16(from, i, largest), a, b);
+      AddTwo(LoadF16(from, i + 2 * kDoubles, largest), c, d);
+    }
+  }
+  // Inf and NaN of fp32 reach the sums.
+  static HWY_INLINE bool IsFinite(const LeafSums& leaf) {
+    if constexpr (kDtype == Dtype::kF32) return true;
+    // Signed, which magnitudes can be and every instruction set compares.
+    const hn::RebindToSigned<Parts> ds;
+    const auto most = hn::Set(ds, static_cast<hn::TFromD<decltype(ds)>>(kDtype == Dtype::kBf16 ? 0x7f7f : 0x7f7fffff));
+    return hn::AllFalse(ds, hn::Gt(hn::BitCast(ds, LoadLargest(leaf)), most));
+  }
+  // Element `at` of sum `number`: its place among the leaf's lanes.
+  static HWY_INLINE size_t Lane(size_t number, size_t at) {
+    constexpr size_t kApart = kDtype == Dtype::kBf16 ? 4 : kDtype == Dtype::kF16 ? 2 : 1;  // elements in a word
+    return number / kApart * kApart * kDoubles + number % kApart + at * kApart;
+  }
+
+ private:
+  static HWY_INLINE Word LoadF16(const std::byte* from, size_t i, Largest& largest) {
     const hn::Repartition<float, Doubles> df;
     const hn::Rebind<hwy::float16_t, decltype(df)> dh;
-    return Look(hn::PromoteTo(df, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from) + i)));
+    return Look(hn::PromoteTo(df, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from) + i)), largest);
   }
   // Notes the largest magnitude.
   template <class V>
-  HWY_INLINE Word Look(V x) {
+  static HWY_INLINE Word Look(V x, Largest& largest) {
     constexpr auto kMagnitude = static_cast<Part>(kDtype == Dtype::kBf16 ? 0x7fffu : 0x7fffffffu);
     const auto parts = hn::BitCast(Parts(), x);
-    largest_ = hn::Max(largest_, hn::And(parts, hn::Set(Parts(), kMagnitude)));
+    largest = hn::Max(largest, hn::And(parts, hn::Set(Parts(), kMagnitude)));
     return hn::BitCast(Words(), parts);
   }
-  HWY_INLINE void AddTwo(Word x, Sum& even, Sum& odd) {
+  static HWY_INLINE void AddTwo(Word x, Sum& even, Sum& odd) {
     constexpr uint64_t kMask = uint64_t{0x7fffffff} << 29;
     AddSquare<kMask>(hn::ShiftLeft<29>(x), even);
     AddSquare<kMask>(hn::ShiftRight<3>(x), odd);
@@ -132,72 +133,45 @@ class FourSums {
     const auto x = hn::Mul(hn::BitCast(dd, hn::And(shifted, hn::Set(Words(), kMask))), hn::Set(dd, kRebias));
     sum = hn::MulAdd(x, x, sum);
   }
-
-  Sum a_, b_, c_, d_;
-  hn::Vec<Parts> largest_;
-};
-
-// fp32: a load that widens is a load and two instructions. Inf and NaN reach the sums.
-template <>
-class FourSums<Dtype::kF32> {
- public:
-  using Sum = hn::Vec<Doubles>;
-
-  HWY_INLINE FourSums(const LeafSums& leaf, size_t first)
-      : a_(hn::Load(Doubles(), leaf.sums + first * kDoubles)),
-        b_(hn::Load(Doubles(), leaf.sums + (first + 1) * kDoubles)),
-        c_(hn::Load(Doubles(), leaf.sums + (first + 2) * kDoubles)),
-        d_(hn::Load(Doubles(), leaf.sums + (first + 3) * kDoubles)) {}
-
-  HWY_INLINE void Add(const std::byte* from, size_t i) {
-    const float* const at = reinterpret_cast<const float*>(from) + i;
-    AddSquare(at, a_);
-    AddSquare(at + kDoubles, b_);
-    AddSquare(at + 2 * kDoubles, c_);
-    AddSquare(at + 3 * kDoubles, d_);
-  }
-  HWY_INLINE void Store(size_t first, LeafSums* leaf) const {
-    hn::Store(a_, Doubles(), leaf->sums + first * kDoubles);
-    hn::Store(b_, Doubles(), leaf->sums + (first + 1) * kDoubles);
-    hn::Store(c_, Doubles(), leaf->sums + (first + 2) * kDoubles);
-    hn::Store(d_, Doubles(), leaf->sums + (first + 3) * kDoubles);
-  }
-  static HWY_INLINE bool IsFinite(const LeafSums&) { return true; }
-  static HWY_INLINE size_t Lane(size_t number, size_t at) { return number * kDoubles + at; }
-
- private:
+  // fp32: a load that widens is a load and two instructions.
   static HWY_INLINE void AddSquare(const float* from, Sum& sum) {
     const Doubles dd;
     const auto x = hn::PromoteTo(dd, hn::LoadU(hn::Rebind<float, Doubles>(), from));
     sum = hn::MulAdd(x, x, sum);
   }
-
-  Sum a_, b_, c_, d_;
 };
 
 // Elements `begin` ... `end` of a leaf.
 template <Dtype kDtype>
 HWY_INLINE void AddTurn(const std::byte* HWY_RESTRICT from, size_t begin, size_t end, LeafSums* HWY_RESTRICT leaf) {
+  using S = Squares<kDtype>;
   // Eight sums at a time, because the additions of one sum wait for each other.
   for (size_t first = 0; first < kSums; first += 8) {
-    FourSums<kDtype> sums(*leaf, first);
-    FourSums<kDtype> more(*leaf, kSums > 4 ? first + 4 : first);
+    auto a = S::Load(*leaf, first), b = S::Load(*leaf, first + 1), c = S::Load(*leaf, first + 2);
+    auto d = S::Load(*leaf, first + 3);
+    const size_t more = kSums > 4 ? first + 4 : first;
+    auto e = S::Load(*leaf, more), f = S::Load(*leaf, more + 1), g = S::Load(*leaf, more + 2);
+    auto h = S::Load(*leaf, more + 3);
+    auto largest = S::LoadLargest(*leaf), largest_of_more = largest;
     for (size_t i = begin + first * kDoubles; i < end; i += kNormLanes) {
-      sums.Add(from, i);
-      if constexpr (kSums > 4) more.Add(from, i + 4 * kDoubles);
+      S::Add(from, i, a, b, c, d, largest);
+      if constexpr (kSums > 4) S::Add(from, i + 4 * kDoubles, e, f, g, h, largest_of_more);
     }
-    sums.Store(first, leaf);
-    if constexpr (kSums > 4) more.Store(first + 4, leaf);
+    S::Store(a, first, leaf), S::Store(b, first + 1, leaf), S::Store(c, first + 2, leaf), S::Store(d, first + 3, leaf);
+    if constexpr (kSums > 4) {
+      S::Store(e, more, leaf), S::Store(f, more + 1, leaf), S::Store(g, more + 2, leaf), S::Store(h, more + 3, leaf);
+    }
+    S::StoreLargest(hn::Max(largest, largest_of_more), leaf);
   }
 }
 
 template <Dtype kDtype>
 double TotalOf(const LeafSums& leaf) {
-  if (!FourSums<kDtype>::IsFinite(leaf)) return std::numeric_limits<double>::infinity();
+  if (!Squares<kDtype>::IsFinite(leaf)) return std::numeric_limits<double>::infinity();
   double lane[kNormLanes];
   for (size_t number = 0; number < kSums; ++number) {
     for (size_t at = 0; at < kDoubles; ++at)
-      lane[FourSums<kDtype>::Lane(number, at)] = leaf.sums[number * kDoubles + at];
+      lane[Squares<kDtype>::Lane(number, at)] = leaf.sums[number * kDoubles + at];
   }
   return SumLanes(lane);
 }

@@ -49,6 +49,16 @@ void TouchParts(absl::Span<std::byte> bytes, absl::FunctionRef<void(absl::Span<s
   for (std::thread& other : others) other.join();
 }
 
+// 4096 on x86; up to 65536 on Arm.
+uint64_t PageBytes() { return static_cast<uint64_t>(sysconf(_SC_PAGESIZE)); }
+
+// The system would round the end of a part up, and discard what lies behind it.
+absl::Span<std::byte> WholePages(absl::Span<std::byte> part) {
+  const uint64_t page = PageBytes(), begin = reinterpret_cast<uintptr_t>(part.data()), end = begin + part.size();
+  const uint64_t first = (begin + page - 1) / page * page, last = end / page * page;
+  return first < last ? part.subspan(first - begin, last - first) : absl::Span<std::byte>();
+}
+
 // Said once each: a system that refuses one mapping refuses all.
 void SayShared(int error) {
   static std::once_flag said;
@@ -70,7 +80,7 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, Touch touch) {
   Arena arena;
   bytes = AlignUp(bytes);
   if (bytes == 0) return arena;
-  // mmap aligns to 4096 only: map more, keep the part from the first 2 MiB boundary on.
+  // mmap aligns to pages only: map more, keep the part from the first 2 MiB boundary on.
   const uint64_t mapped = bytes + kHugePageBytes;
   void* const start = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (start == MAP_FAILED) {
@@ -81,7 +91,8 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, Touch touch) {
   auto* const first = static_cast<std::byte*>(start);
   const uint64_t skip = (kHugePageBytes - reinterpret_cast<uintptr_t>(start) % kHugePageBytes) % kHugePageBytes;
   if (skip > 0) munmap(first, skip);
-  munmap(first + skip + bytes, mapped - skip - bytes);
+  const uint64_t kept = skip + (bytes + PageBytes() - 1) / PageBytes() * PageBytes();
+  if (kept < mapped) munmap(first + kept, mapped - kept);
   arena.bytes_ = {first + skip, bytes};
   arena.owner_ = getpid();
   (void)madvise(first + skip, bytes, MADV_HUGEPAGE);
@@ -138,6 +149,8 @@ bool Arena::Lock() {
 // The addresses stay mapped: every hole cut into the mapping would use up one of the process's few mappings. The
 // addresses of locked memory go on counting against the limit.
 void Arena::Discard(absl::Span<std::byte> part) {
+  part = WholePages(part);
+  if (part.empty()) return;
   if (locked_) {
     if (madvise(part.data(), part.size(), MADV_DONTNEED_LOCKED) == 0) return;
     (void)munlock(part.data(), part.size());  // before Linux 5.18

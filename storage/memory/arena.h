@@ -34,8 +34,8 @@ class Arena {
   absl::Status PageLockFor(int device);
   // Locks the memory against swapping. False: a limit (ulimit -l) forbids locking; the memory is still usable.
   bool Lock();
-  // Returns the memory of a part to the system; the part must not be used any more. REQUIRES: aligned to 4096, not
-  // page-locked.
+  // Returns the memory of a part to the system, in whole pages of the system's; the part must not be used any more.
+  // REQUIRES: aligned to 4096, not page-locked.
   void Discard(absl::Span<std::byte> part);
   bool page_locked() const { return page_locked_for_.has_value(); }
 

@@ -305,6 +305,8 @@ std::vector<Isa> Isas() {
   for (const int64_t target : {HWY_AVX3, HWY_AVX3_DL}) avx512 = (supported & target) != 0 ? target : avx512;
   if (avx512 != 0) isas.emplace_back("avx512", avx512);
   if ((supported & HWY_AVX2) != 0) isas.emplace_back("avx2", HWY_AVX2);
+  if ((supported & HWY_SVE2_128) != 0) isas.emplace_back("sve2_128", HWY_SVE2_128);
+  if ((supported & HWY_SVE_256) != 0) isas.emplace_back("sve_256", HWY_SVE_256);
   if ((supported & HWY_NEON) != 0) isas.emplace_back("neon", HWY_NEON);
   return isas;
 }

@@ -19,18 +19,42 @@
 namespace ballast::kernels {
 namespace {
 
+// The processor's control word, and its flags beside rounding. Other processors are tried with roundings alone.
+#if defined(__x86_64__)
+constexpr uint64_t kFlushToZero = 0x8000, kDenormalsAreZero = 0x40, kControl = 0xffc0, kIeee = 0x1f80;
+uint64_t ControlWord() { return _mm_getcsr(); }
+void SetControlWord(uint64_t word) { _mm_setcsr(static_cast<uint32_t>(word)); }
+#elif defined(__aarch64__)
+constexpr uint64_t kFlushToZero = 1 << 24, kFlushFp16ToZero = 1 << 19, kDefaultNan = 1 << 25, kControl = ~uint64_t{0};
+constexpr uint64_t kIeee = 0;
+uint64_t ControlWord() {
+  uint64_t word = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(word));
+  return word;
+}
+void SetControlWord(uint64_t word) { asm volatile("msr fpcr, %0" ::"r"(word) : "memory"); }
+#else
+constexpr uint64_t kFlushToZero = 0, kControl = 0, kIeee = 0;
+uint64_t ControlWord() { return 0; }
+void SetControlWord(uint64_t) {}
+#endif
+
 struct Mode {
   const char* name;
   int rounding = FE_TONEAREST;
-  uint32_t mxcsr = 0;  // bits of x86 beside; other processors are tried with roundings alone
+  uint64_t flags = 0;
 };
 
-constexpr uint32_t kFlushToZero = 0x8000, kDenormalsAreZero = 0x40;
 constexpr Mode kModes[] = {
     {"ieee"},
     {"flush_to_zero", FE_TONEAREST, kFlushToZero},
+#if defined(__x86_64__)
     {"denormals_are_zero", FE_TONEAREST, kDenormalsAreZero},
     {"torch_set_flush_denormal", FE_TONEAREST, kFlushToZero | kDenormalsAreZero},
+#elif defined(__aarch64__)
+    {"flush_fp16_to_zero", FE_TONEAREST, kFlushFp16ToZero},
+    {"default_nan", FE_TONEAREST, kDefaultNan},
+#endif
     {"upward", FE_UPWARD},
     {"downward", FE_DOWNWARD},
     {"toward_zero", FE_TOWARDZERO},
@@ -42,9 +66,7 @@ class CallersMode {
   explicit CallersMode(const Mode& mode) {
     std::fegetenv(&before_);
     std::fesetround(mode.rounding);
-#if defined(__x86_64__)
-    _mm_setcsr(_mm_getcsr() | mode.mxcsr);
-#endif
+    SetControlWord(ControlWord() | mode.flags);
   }
   ~CallersMode() { std::fesetenv(&before_); }
 
@@ -124,19 +146,16 @@ TEST(CoefficientsInMode, AreTheSame) {
 
 // Why a server's threads are no shelter: they are made by the trainer's.
 TEST(IeeeMode, IsNotWhatAThreadIsBornWith) {
-#if !defined(__x86_64__)
-  GTEST_SKIP() << "x86's flags are tried";
-#else
-  const CallersMode callers(kModes[3]);
-  uint32_t born = 0, within = 0;
+  if (kFlushToZero == 0) GTEST_SKIP() << "flags of x86 and Arm are tried";
+  const CallersMode callers({.name = "flush_to_zero", .flags = kFlushToZero});
+  uint64_t born = 0, within = 0;
   std::thread([&] {
-    born = _mm_getcsr();
+    born = ControlWord();
     const IeeeMode mode;
-    within = _mm_getcsr();
+    within = ControlWord();
   }).join();
   EXPECT_NE(born & kFlushToZero, 0u);
-  EXPECT_EQ(within & 0xffc0u, 0x1f80u);
-#endif
+  EXPECT_EQ(within & kControl, kIeee);
 }
 
 }  // namespace

@@ -20,15 +20,35 @@
 
 #include "ballast/tests/storage/in_child.h"
 
-// The linker gives all calls of madvise to the test, which passes them on unless the system is to refuse.
+// The linker gives all calls of these to the test, which passes them on unless the system is to refuse, or to have
+// larger pages: then it takes a part of whole pages alone, and rounds a part's end up.
 extern "C" int __real_madvise(void* address, size_t bytes, int advice);
+extern "C" int __real_munmap(void* address, size_t bytes);
+extern "C" long __real_sysconf(int name);  // NOLINT(google-runtime-int): the system's
 namespace {
 bool madvise_refused = false;
+size_t larger_page_bytes = 0;
+int torn_pages = 0;
+
+int OnPages(int (*call)(void* address, size_t bytes), void* address, size_t bytes) {
+  const size_t page = larger_page_bytes != 0 ? larger_page_bytes : 1;
+  if (reinterpret_cast<uintptr_t>(address) % page == 0) return call(address, (bytes + page - 1) / page * page);
+  ++torn_pages;
+  errno = EINVAL;
+  return -1;
+}
 }  // namespace
 extern "C" int __wrap_madvise(void* address, size_t bytes, int advice) {
-  if (!madvise_refused) return __real_madvise(address, bytes, advice);
+  static thread_local int given = 0;
+  given = advice;
+  const auto call = [](void* at, size_t length) { return __real_madvise(at, length, given); };
+  if (!madvise_refused) return OnPages(call, address, bytes);
   errno = ENOMEM;
   return -1;
+}
+extern "C" int __wrap_munmap(void* address, size_t bytes) { return OnPages(__real_munmap, address, bytes); }
+extern "C" long __wrap_sysconf(int name) {  // NOLINT(google-runtime-int): the system's
+  return name == _SC_PAGESIZE && larger_page_bytes != 0 ? static_cast<long>(larger_page_bytes) : __real_sysconf(name);
 }
 
 namespace ballast::storage {
@@ -97,6 +117,26 @@ TEST_F(ArenaForkTest, AForkedChildThatDestroysItsCopyLeavesWhatLiesThereNow) {
   });
   EXPECT_EQ(code, 0);
   EXPECT_EQ(arena_->bytes()[kArenaBytes - 1], std::byte{7});
+}
+
+// As on Arm: the system discards whole pages, and what shares one with the part stays.
+TEST(ArenaTest, PagesOf64KiBKeepTheNeighbours) {
+  constexpr uint64_t kLargePage = 65536;
+  larger_page_bytes = kLargePage;
+  auto arena = Arena::Map(kArenaBytes - kPage);
+  ASSERT_TRUE(arena.ok()) << arena.status();
+  const absl::Span<std::byte> bytes = arena->bytes();
+  std::memset(bytes.data(), 7, bytes.size());
+  arena->Discard(bytes.subspan(kPage, kPage));  // less than a page
+  const uint64_t begin = kLargePage - kPage, end = 3 * kLargePage + kPage;
+  arena->Discard(bytes.subspan(begin, end - begin));
+  for (uint64_t i = 0; i < bytes.size(); i += kPage / 2) {
+    const bool discarded = i >= kLargePage && i < 3 * kLargePage;
+    ASSERT_EQ(bytes[i], std::byte{discarded ? uint8_t{0} : uint8_t{7}}) << i;
+  }
+  *arena = Arena();
+  larger_page_bytes = 0;
+  EXPECT_EQ(torn_pages, 0);
 }
 
 // Not for each chunk: a job has thousands.
