@@ -24,8 +24,6 @@ APT::Sandbox::User "$(id -un)";
 Dir::State "$apt/state";
 Dir::State::status "$apt/status";
 Dir::Cache "$apt/cache";
-#clear APT::Update::Post-Invoke;
-#clear DPkg::Post-Invoke;
 END
 export APT_CONFIG="$apt/conf"
 apt-get update -qq
@@ -37,7 +35,6 @@ for folder in bin sbin lib; do
   ln -s "usr/$folder" "$root/$folder"
 done
 for package in "$apt"/cache/archives/*.deb; do
-  # Without documentation: half of the files.
   dpkg-deb --fsys-tarfile "$package" | tar -x -C "$root" --keep-directory-symlink --no-same-owner --exclude='./usr/share/doc/*' --exclude='./usr/share/man/*'
 done
 # What update-alternatives would choose.

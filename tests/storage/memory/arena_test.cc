@@ -23,6 +23,7 @@
 // The linker gives all calls of these to the test, which passes them on unless the system is to refuse, or to have
 // larger pages: then it takes a part of whole pages alone, and rounds a part's end up.
 extern "C" int __real_madvise(void* address, size_t bytes, int advice);
+extern "C" void* __real_mmap(void* address, size_t bytes, int protection, int flags, int fd, off_t offset);
 extern "C" int __real_munmap(void* address, size_t bytes);
 extern "C" long __real_sysconf(int name);  // NOLINT(google-runtime-int): the system's
 namespace {
@@ -45,6 +46,11 @@ extern "C" int __wrap_madvise(void* address, size_t bytes, int advice) {
   if (!madvise_refused) return OnPages(call, address, bytes);
   errno = ENOMEM;
   return -1;
+}
+extern "C" void* __wrap_mmap(void* address, size_t bytes, int protection, int flags, int fd, off_t offset) {
+  void* const at = __real_mmap(address, bytes + larger_page_bytes, protection, flags, fd, offset);
+  if (larger_page_bytes == 0 || at == MAP_FAILED) return at;
+  return static_cast<std::byte*>(at) + (larger_page_bytes - reinterpret_cast<uintptr_t>(at) % larger_page_bytes);
 }
 extern "C" int __wrap_munmap(void* address, size_t bytes) { return OnPages(__real_munmap, address, bytes); }
 extern "C" long __wrap_sysconf(int name) {  // NOLINT(google-runtime-int): the system's
