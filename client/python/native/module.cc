@@ -367,7 +367,10 @@ void BindSession(nb::module_& m) {
             PythonStore shared(std::move(store));
             const Interrupt interrupt;
             const nb::gil_scoped_release release;
-            return interrupt.Watch([&] { return PythonSession::Open(options, tensors, server, &shared, interrupt); });
+            auto session =
+                interrupt.Watch([&] { return PythonSession::Open(options, tensors, server, &shared, interrupt); });
+            session->HandToPython();
+            return session;
           },
           "options"_a, "tensors"_a, "server"_a.none(), "store"_a.none())
       // Ends what another thread waits for, and the session. A call of the server in this process goes on.

@@ -226,6 +226,9 @@ void PythonSession::Register(const std::vector<client::TensorSpec>& tensors) {
 
 PythonSession::~PythonSession() {
   if (getpid() == pid_) {
+    // Calls that end here may wait for the interpreter's lock, to let go of gradients.
+    std::optional<nb::gil_scoped_release> release;
+    if (pythons_) release.emplace();
     Close();
     return;
   }
@@ -238,9 +241,6 @@ PythonSession::~PythonSession() {
 
 void PythonSession::Close() {
   if (getpid() != pid_) return;
-  // Calls that end here may wait for the interpreter's lock, to let go of gradients.
-  std::optional<nb::gil_scoped_release> release;
-  if (PyGILState_Check() != 0) release.emplace();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!under_way_.empty()) interrupt_.Raise();  // nobody wants them: a server that has ended is not waited for
   under_way_.clear();

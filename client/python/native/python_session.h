@@ -45,8 +45,10 @@ class PythonSession {
                                              PythonServer* server, client::Rendezvous* store,
                                              const Interrupt& interrupt);
   ~PythonSession();
-  // Ends the session; further calls throw.
+  // Ends the session; further calls throw. Call without the interpreter's lock.
   void Close();
+  // From here on the interpreter owns the session, and holds its lock when it destroys it.
+  void HandToPython() { pythons_ = true; }
   const Interrupt& interrupt() const { return interrupt_; }
 
   // The session with its tensors, for one call; calls of all threads take turns. FAILED_PRECONDITION (BAD_REQUEST):
@@ -104,6 +106,7 @@ class PythonSession {
   const Interrupt interrupt_;
 
   const pid_t pid_ = getpid();
+  bool pythons_ = false;
   mutable std::mutex mutex_;
 
   std::shared_ptr<services::StateServer> server_;  // outlives the session

@@ -1,6 +1,6 @@
 """Ballast's own keyword arguments of an optimizer: their types, defaults and meanings. Add an argument here, and nowhere else: type
 checkers, help(), the constructor and the README's table (markdown()) read this page."""
-# No `from __future__ import annotations`: the table reads the annotations as objects, on Python 3.9 too.
+# No `from __future__ import annotations`: the table reads the annotations as objects.
 
 import difflib
 import inspect
