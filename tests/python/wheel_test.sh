@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel, installs it into a clean virtual environment beside torch, and runs there what its pages print.
+# Builds the wheel, installs it into a clean virtual environment beside torch, and runs there what its pages print. Then installs the
+# same file for every Python from 3.10 on that is here, and trains with it.
 # Usage: tests/python/wheel_test.sh PYTHON FOLDER COMPILER
 # PYTHON: has pip, nanobind, scikit-build-core and torch. FOLDER: for the wheel and the environment; made anew. COMPILER: of C++.
 set -euo pipefail
@@ -39,4 +40,36 @@ for name, argument, code, words in (('ballastd', '--version', 0, 'ballastd 0'), 
     run = subprocess.run([pathlib.Path(sys.executable).parent / name, argument], capture_output=True, text=True)
     assert run.returncode == code and words in run.stdout + run.stderr, run
 EOF
-rm -rf "$folder/venv" "$root/build/wheel-test"
+
+# Steps, a kill, and the rest of the steps, in an environment that has the wheel.
+steps() { # ENVIRONMENT
+  rm -rf "$folder/state"
+  local code=0
+  "$1/bin/python" "$root/tests/python/wheel_steps.py" "$folder/state" || code=$?
+  ((code == 137)) || { echo "wheel: expected SIGKILL after some steps, not exit code $code" >&2; return 1; }
+  "$1/bin/python" "$root/tests/python/wheel_steps.py" "$folder/state" resume
+  [[ "$("$1/bin/ballastctl" --version)" == ballastctl\ 0.* ]]
+}
+steps "$folder/venv"
+mine="$("$python" -c 'import sys; print(sys.version_info.minor)')"
+for minor in {10..15}; do
+  ((minor != mine)) || continue
+  # The newest of this version: on PATH, or of pyenv, whose commands in PATH only name those that are switched on.
+  other=
+  for candidate in "python3.$minor" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3."$minor".*/bin/python3; do
+    "$candidate" -c 'import ensurepip' 2>/dev/null && other="$candidate"
+  done
+  if [[ -z "$other" ]]; then
+    echo "wheel: not tried with Python 3.$minor, which is not here"
+    continue
+  fi
+  rm -rf "$folder/other"
+  "$other" -m venv "$folder/other"
+  if ! "$folder/other/bin/pip" install --quiet --disable-pip-version-check 'nanobind-backend>=1,<2'; then
+    echo "wheel: not tried with Python 3.$minor, for which pip has no nanobind-backend"
+    continue
+  fi
+  "$folder/other/bin/pip" install --quiet --disable-pip-version-check --no-deps "${wheel[0]}"
+  steps "$folder/other"
+done
+rm -rf "$folder/venv" "$folder/other" "$folder/state" "$root/build/wheel-test"
