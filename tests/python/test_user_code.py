@@ -22,6 +22,14 @@ def two_layers():
     return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
 
 
+def test_an_import_takes_nothing_but_ballast_with_it():
+    """torch's further parts (distributed.tensor, _dynamo) take seconds to import, and other packages may not be there."""
+    script = 'import sys, torch; there = set(sys.modules); import ballast.torch; print(*set(sys.modules) - there)'
+    done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, check=True)
+    packages = {name.split('.')[0] for name in done.stdout.split()}
+    assert packages - sys.stdlib_module_names == {'ballast', 'nanobind_backend'}, done.stdout
+
+
 @pytest.mark.parametrize('wrap', [set, frozenset, lambda params: [{'params': set(params)}]])
 def test_a_set_has_no_order(wrap, job):
     with pytest.raises(TypeError, match='came as a set, whose order changes'):
