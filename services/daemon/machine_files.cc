@@ -13,6 +13,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 
 namespace ballast::services {
 namespace {
@@ -107,6 +108,10 @@ std::optional<uint64_t> NumberAfter(const std::string& text, const std::string& 
   return std::nullopt;
 }
 
+bool IsWsl(const std::string& root) {
+  return absl::StrContains(absl::AsciiStrToLower(ReadMachineFile(root + "/proc/sys/kernel/osrelease")), "microsoft");
+}
+
 std::optional<GroupLimit> MemoryLimit(const std::string& root) {
   return Tightest(root, "memory", [](const std::string& folder, bool second_version) -> std::optional<GroupLimit> {
     const std::string file = folder + (second_version ? "/memory.max" : "/memory.limit_in_bytes");
@@ -132,6 +137,28 @@ std::optional<GroupLimit> ProcessorLimit(const std::string& root) {
     if (quota <= 0 || period <= 0) return std::nullopt;
     return GroupLimit{quota / period, file};
   });
+}
+
+std::optional<uint64_t> MemoryFileSystemBytes(const std::string& root, const std::string& folder) {
+  const std::string mounts = ReadMachineFile(root + "/proc/self/mountinfo");
+  std::optional<uint64_t> bytes;
+  for (const absl::string_view line : absl::StrSplit(mounts, '\n')) {
+    // As in HierarchiesOf. The last of several mounts on one folder hides the others.
+    const std::vector<std::string> halves = absl::StrSplit(line, absl::MaxSplits(" - ", 1));
+    const std::vector<std::string> left = absl::StrSplit(halves[0], ' ');
+    if (halves.size() != 2 || left.size() < 5 || left[4] != folder) continue;
+    bytes.reset();
+    const std::vector<std::string> right = absl::StrSplit(halves[1], ' ');
+    if (right.size() < 3 || right[0] != "tmpfs") continue;
+    for (absl::string_view option : absl::StrSplit(right[2], ',')) {
+      uint64_t kib = 0;
+      if (absl::ConsumePrefix(&option, "size=") && absl::ConsumeSuffix(&option, "k") &&
+          absl::SimpleAtoi(option, &kib)) {
+        bytes = kib << 10;
+      }
+    }
+  }
+  return bytes;
 }
 
 int ScheduledProcessors() {

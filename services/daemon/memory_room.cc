@@ -19,7 +19,7 @@ MemoryAllowance AllowedMemory(uint64_t dram, const std::string& root) {
   allowance.room = bytes < static_cast<double>(dram) ? MemoryRoom::kTooLittle : MemoryRoom::kTight;
   allowance.mend =
       absl::StrCat("raise the limit to ", ShowBytes(dram + kBesideBudgetBytes),
-                   " (systemd: MemoryMax=, Kubernetes: resources.limits.memory, podman: --memory), or lower "
+                   " (systemd: MemoryMax=, Kubernetes: resources.limits.memory, podman, docker: --memory), or lower "
                    "budget.dram");
   return allowance;
 }

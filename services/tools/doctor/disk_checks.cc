@@ -46,6 +46,10 @@ Check CheckIoUring(const Subject& subject) {
     check.mend =
         "a profile that allows io_uring_setup, io_uring_enter and io_uring_register (deploy/seccomp): podman, "
         "docker: --security-opt seccomp=FILE; Kubernetes: seccompProfile.localhostProfile";
+  } else if (IsWsl(subject.root)) {
+    check.mend =
+        "wsl --update (WSL 1: wsl --set-version DISTRIBUTION 2); if the kernel still has none, one built with "
+        "CONFIG_IO_URING, named by kernel= under [wsl2] in %UserProfile%\\.wslconfig";
   } else {
     check.mend = "Linux 5.6 or later";
   }
@@ -76,6 +80,7 @@ FileSystem FileSystemOf(const fs::path& folder) {
       {kNfsMagic, {"nfs", "is a disk of another machine: slower, and two servers can take its locks"}},
       {kCifsMagic, {"cifs", "is a disk of another machine: slower, and two servers can take its locks"}},
       {kSmb2Magic, {"smb2", "is a disk of another machine: slower, and two servers can take its locks"}},
+      {V9FS_MAGIC, {"9p", "is another system's, as Windows' drives under WSL: slow"}},
       {kFuseMagic, {"fuse", "runs in a process, which may be slow and may end"}},
   };
   struct statfs info = {};

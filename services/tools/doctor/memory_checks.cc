@@ -17,9 +17,15 @@
 namespace ballast::services {
 namespace {
 
+constexpr char kMoreForWsl[] =
+    "memory=BYTES under [wsl2] in %UserProfile%\\.wslconfig, then wsl --shutdown (WSL has half of Windows' by default)";
+
 // A trial locks so much more than the limit; larger limits are believed.
 constexpr uint64_t kTrialBytes = 1 << 20;
 constexpr uint64_t kTrialLimitMax = uint64_t{64} << 20;
+
+// PyTorch's workers that load data, and NCCL's ranks of one host, put that much there.
+constexpr uint64_t kSharedFolderBytes = uint64_t{1} << 30;
 
 // Whether this process may lock more than `limit` bytes: the right CAP_IPC_LOCK lifts the limit.
 bool LocksBeyond(uint64_t limit) {
@@ -50,6 +56,39 @@ Check CheckMemlock(const Subject& subject) {
   return check;
 }
 
+// Windows' driver locks pages for a GPU.
+Check CheckPageLocked(const Subject& subject) {
+  const std::string text = ReadMachineFile(subject.root + "/proc/meminfo");
+  const uint64_t most = (NumberAfter(text, "MemTotal:").value_or(0) << 10) / 2;
+  Check check{Verdict::kOk, "page-locked memory",
+              absl::StrCat("WSL: at most ", ShowBytes(most), ", half of the memory"),
+              "the budgets for DRAM of all that use a GPU"};
+  if (!subject.config.has_value()) return check;
+  const uint64_t wanted = subject.config->server.budget.dram;
+  check.wanted = ShowBytes(wanted) + " (budget.dram)";
+  if (wanted <= most) return check;
+  check.verdict = Verdict::kNote;
+  check.found += "; copies between a GPU and what lies beyond are slower";
+  check.mend = absl::StrCat("budget.dram: at most ", ShowBytes(most), "; or ", kMoreForWsl);
+  return check;
+}
+
+// Ballast shares memory by descriptors and uses nothing of this folder.
+Check CheckSharedFolder(const Subject& subject) {
+  Check check{Verdict::kOk, "/dev/shm", "no size of its own", "at least " + ShowBytes(kSharedFolderBytes)};
+  const std::optional<uint64_t> bytes = MemoryFileSystemBytes(subject.root, "/dev/shm");
+  if (!bytes.has_value()) return check;
+  check.found = ShowBytes(*bytes);
+  if (*bytes >= kSharedFolderBytes) return check;
+  check.verdict = Verdict::kNote;
+  check.found += "; PyTorch's DataLoader workers, and NCCL among ranks of one host, may fail with a bus error";
+  check.mend =
+      "podman, docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm; else "
+      "mount -o "
+      "remount,size=8g /dev/shm";
+  return check;
+}
+
 Check CheckHugePages(const Subject& subject) {
   Check check{Verdict::kOk, "huge pages", "", "madvise or always"};
   const std::string file = "/sys/kernel/mm/transparent_hugepage/enabled";
@@ -73,6 +112,7 @@ Check CheckPhysical(const Subject& subject, uint64_t budget) {
   if (total < budget) {
     check.verdict = Verdict::kBad;
     check.mend = absl::StrCat("budget.dram: at most ", ShowBytes(total - std::min(total, kBesideBudgetBytes)));
+    if (IsWsl(subject.root)) absl::StrAppend(&check.mend, "; or ", kMoreForWsl);
   } else if (free < budget + kBesideBudgetBytes) {
     check.verdict = Verdict::kNote;
     check.mend = "end what else uses the memory, unless it is this server; or lower budget.dram";
@@ -86,6 +126,20 @@ Check CheckGroup(const Subject& subject, uint64_t budget) {
                           : allowance.room == MemoryRoom::kTight ? Verdict::kNote
                                                                  : Verdict::kBad;
   return {verdict, "memory limit", allowance.found, allowance.wanted, allowance.mend};
+}
+
+// Without a configuration: the limit that an embedded server runs under, too.
+Check CheckGroup(const Subject& subject) {
+  Check check{Verdict::kOk, "memory limit", "no control group limits it", "more than the budgets for DRAM"};
+  const std::optional<GroupLimit> limit = MemoryLimit(subject.root);
+  if (!limit.has_value()) return check;
+  check.verdict = Verdict::kNote;
+  check.found = absl::StrCat(ShowBytes(static_cast<uint64_t>(limit->amount)), " by ", limit->file,
+                             "; the kernel kills what goes beyond");
+  check.mend =
+      "budgets for DRAM below it; or raise it: podman, docker: --memory, systemd: MemoryMax=, Kubernetes: "
+      "resources.limits.memory";
+  return check;
 }
 
 Check CheckNuma(const Subject& subject) {
@@ -104,11 +158,14 @@ Check CheckNuma(const Subject& subject) {
 }  // namespace
 
 Checks CheckMemory(const Subject& subject) {
-  Checks checks = {CheckMemlock(subject), CheckHugePages(subject)};
+  Checks checks = {CheckMemlock(subject), CheckHugePages(subject), CheckSharedFolder(subject)};
+  if (IsWsl(subject.root)) checks.push_back(CheckPageLocked(subject));
   if (subject.config.has_value()) {
     const uint64_t budget = subject.config->server.budget.dram;
     checks.push_back(CheckPhysical(subject, budget));
     checks.push_back(CheckGroup(subject, budget));
+  } else {
+    checks.push_back(CheckGroup(subject));
   }
   checks.push_back(CheckNuma(subject));
   return checks;

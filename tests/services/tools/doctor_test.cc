@@ -205,6 +205,74 @@ TEST_F(DoctorTest, MemoryHugePagesAndClockOfOtherMachines) {
   EXPECT_EQ(Find(CheckMemory(subject), "NUMA").verdict, Verdict::kNote) << "this machine's one node is all it may use";
 }
 
+TEST_F(DoctorTest, LimitOfAControlGroupWithoutAConfiguration) {
+  Subject subject;
+  subject.root = directory_.path();
+  Write("/proc/self/cgroup", "0::/\n");
+  Write("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n");
+  EXPECT_EQ(Find(CheckMemory(subject), "memory limit").verdict, Verdict::kOk);
+  Write("/sys/fs/cgroup/memory.max", "4294967296\n");
+  const Check limit = Find(CheckMemory(subject), "memory limit");
+  EXPECT_EQ(limit.verdict, Verdict::kNote);
+  EXPECT_THAT(limit.found, HasSubstr("4.00 GiB by "));
+  EXPECT_THAT(limit.mend, HasSubstr("docker: --memory"));
+}
+
+TEST_F(DoctorTest, SharedFolderOfAContainer) {
+  Subject subject;
+  subject.root = directory_.path();
+  const std::string docker = "62 61 0:58 / /dev/shm rw,nosuid,nodev - tmpfs shm rw,size=65536k,inode64\n";
+  Write("/proc/self/mountinfo", docker);
+  const Check small = Find(CheckMemory(subject), "/dev/shm");
+  EXPECT_EQ(small.verdict, Verdict::kNote);
+  EXPECT_THAT(small.found, HasSubstr("64.0 MiB"));
+  EXPECT_THAT(small.mend, HasSubstr("--shm-size="));
+  // Remounted, or mounted over.
+  Write("/proc/self/mountinfo", docker + "70 61 0:60 / /dev/shm rw - tmpfs tmpfs rw,size=2097152k\n");
+  EXPECT_EQ(Find(CheckMemory(subject), "/dev/shm").verdict, Verdict::kOk);
+  EXPECT_THAT(Find(CheckMemory(subject), "/dev/shm").found, HasSubstr("2.00 GiB"));
+  Write("/proc/self/mountinfo", "62 61 0:58 / /dev/shm rw,nosuid,nodev shared:4 - tmpfs tmpfs rw,inode64\n");
+  EXPECT_EQ(Find(CheckMemory(subject), "/dev/shm").verdict, Verdict::kOk) << "half of the memory, as on most machines";
+}
+
+TEST_F(DoctorTest, WindowsAroundLinux) {
+  Subject subject = SubjectWith(/*dram=*/7 * 1024 * kMiB);
+  subject.root = directory_.path();
+  Write("/proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 16777216 kB\n");
+  Write("/proc/sys/kernel/osrelease", "6.8.0-45-generic\n");
+  for (const Check& check : CheckMemory(subject)) EXPECT_NE(check.what, "page-locked memory");
+  Write("/proc/sys/kernel/osrelease", "5.15.153.1-microsoft-standard-WSL2\n");
+  EXPECT_EQ(Find(CheckMemory(subject), "page-locked memory").verdict, Verdict::kOk);
+  subject.config->server.budget.dram = 9 * 1024 * kMiB;
+  const Check locked = Find(CheckMemory(subject), "page-locked memory");
+  EXPECT_EQ(locked.verdict, Verdict::kNote);
+  EXPECT_THAT(locked.found, HasSubstr("at most 8.00 GiB"));
+  EXPECT_THAT(locked.mend, HasSubstr("budget.dram: at most 8.00 GiB; or memory=BYTES under [wsl2]"));
+  subject.config->server.budget.dram = 17 * 1024 * kMiB;
+  EXPECT_THAT(Find(CheckMemory(subject), "memory").mend, HasSubstr(".wslconfig"));
+}
+
+TEST_F(DoctorTest, NoIoUringInTheKernelOfWsl) {
+  Write("/proc/sys/kernel/osrelease", "5.15.153.1-microsoft-standard-WSL2\n");
+  Subject subject;
+  subject.root = directory_.path();
+  const Check found = Find(CheckDisk(subject), "io_uring");
+  if (found.verdict != Verdict::kOk) {
+    EXPECT_THAT(found.mend, HasSubstr("wsl --update"));
+    return;
+  }
+  // This kernel has it: the same test once more, without.
+  const char* const wrapper = std::getenv("WITHOUT_URING");
+  ASSERT_NE(wrapper, nullptr) << "found without a right to it";
+  const std::string without = wrapper;
+  unsetenv("WITHOUT_URING");
+  const Finished done =
+      RunProcess({without, fs::read_symlink("/proc/self/exe"), "--gtest_filter=DoctorTest.NoIoUringInTheKernelOfWsl"});
+  setenv("WITHOUT_URING", without.c_str(), 1);
+  if (done.code == 77) GTEST_SKIP() << done.err;
+  EXPECT_EQ(done.code, 0) << done.out << done.err;
+}
+
 TEST_F(DoctorTest, KernelsWithOtherBits) {
   kernels::Processor processor = kernels::CpuProcessor();
   const auto right = processor.squared_norm;
