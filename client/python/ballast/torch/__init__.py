@@ -2,7 +2,8 @@
 
 AdamW, AdamW8bit, Adam, SGD, Adagrad, Lion and Muon take the arguments of torch.optim, and Ballast's own (see help(ballast.torch.AdamW)).
 shard() also moves a model's parameters to the servers, and gathered() gives them back. stash() moves activations out of device memory.
-Reader reads a job's parameters in another process, while its trainer goes on.
+Reader reads a job's parameters in another process, while its trainer goes on. split_experts() and reached_experts() let shard() move only
+those of a mixture of experts that tokens reach.
 """
 
 from ballast.torch.activations.stash import stash
@@ -12,11 +13,14 @@ from ballast.torch.optimizers import SGD, Adagrad, Adam, AdamW, AdamW8bit, Lion,
 from ballast.torch.options import Arguments
 from ballast.torch.reader import Reader
 from ballast.torch.scaler import LossScaler
+from ballast.torch.sharding.experts import split_experts
 from ballast.torch.sharding.gathered import gathered
+from ballast.torch.sharding.routing import reached_experts
 from ballast.torch.sharding.shard import shard
 from ballast.torch.tiled import TiledLinear
 from ballast.torch.universal.loading import load_universal
 from ballast.torch.universal.saving import save_universal
 
 __all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Arguments', 'Lion', 'LossScaler', 'Muon', 'Reader', 'TiledLinear',
-           'export_state', 'gathered', 'import_state', 'load_universal', 'muon_groups', 'save_universal', 'shard', 'stash']
+           'export_state', 'gathered', 'import_state', 'load_universal', 'muon_groups', 'reached_experts', 'save_universal', 'shard',
+           'split_experts', 'stash']

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ballast.errors import warn
+from ballast.torch.sharding.experts import Split
 from ballast.torch.sharding.unit import Unit
 from ballast.torch.tiled import TiledLinear
 
@@ -17,14 +18,31 @@ _LARGE_BYTES = 64 << 20
 
 
 def chosen(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of the model, and all tiles."""
+    """Returns the blocks of the model, its experts, and all tiles."""
     # transformers' models name the classes of their blocks.
     names = {name for module in model.modules() for name in getattr(module, '_no_split_modules', None) or ()}
     owners: collections.Counter[torch.Tensor] = collections.Counter(parameter for module in model.modules()
                                                                     for parameter in module._parameters.values() if parameter is not None)
     tiles = [tile for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles]
     return list(dict.fromkeys([*(block for child in model.children() for block in _blocks(child, names, owners)),
-                               *(_members(model, owners) if _is_container(model) else ()), *tiles]))
+                               *(_members(model, owners) if _is_container(model) else ()), *experts(model), *tiles]))
+
+
+def experts(model: nn.Module) -> list[nn.Module]:
+    """Returns the experts of the model, of which a pass uses those that tokens reach: several alike modules in a ModuleList or ModuleDict
+    whose name says 'expert', and not 'shared', since all tokens reach shared ones; and those of split_experts()."""
+    found: dict[nn.Module, None] = {}
+    for name, module in model.named_modules():
+        leaf = name.rpartition('.')[2]
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and 'expert' in leaf and 'shared' not in leaf or isinstance(module, Split):
+            alike = [member for member in module.children() if any(True for _ in member.parameters())]
+            if len({_kind(member) for member in alike}) == 1 and len(alike) > 1:
+                found.update(dict.fromkeys(alike))
+    return list(found)
+
+
+def _kind(module: nn.Module) -> tuple[object, ...]:
+    return type(module), *((name, parameter.shape) for name, parameter in module.named_parameters())
 
 
 def _is_container(module: nn.Module) -> bool:

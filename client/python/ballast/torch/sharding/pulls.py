@@ -12,12 +12,11 @@ import torch
 from ballast import _native
 from ballast.errors import Error
 from ballast.torch.job.opened import OpenJob
+from ballast.torch.sharding.expected import Expected
 from ballast.torch.sharding.memory import Memory, held
 from ballast.torch.sharding.unit import Unit
 from ballast.torch.tensors.remote import Part
 
-# How many gathers of one step, or of passes without a step, are remembered.
-_GATHERS_MAX = 1 << 16
 # How many pulls of whole parameters are under way together.
 _BATCHES = 4
 _DTYPES = {'f32': torch.float32, 'bf16': torch.bfloat16, 'f16': torch.float16}
@@ -43,8 +42,7 @@ class _Pull(NamedTuple):
 
 
 class Pulls:
-    """Expects the gathers of a step in the order of the step before. When a gather comes that it did not expect, that gather waits for its
-    pull, and the order goes on from there. Threads: one at a time."""
+    """Begins pulls of the gathers that are expected next. A gather that was not expected waits for its pull. Threads: one at a time."""
 
     def __init__(self, job: Callable[[], OpenJob], bytes_max: int, memory: Memory) -> None:
         """job(): returns the open job. bytes_max: bounds the memory of pulls ahead of use, but one unit is always pulled ahead. memory: for
@@ -53,10 +51,7 @@ class Pulls:
         self._memory, self.whole_memory = memory, Memory(seldom=True)
         self._indices: dict[Unit, list[int]] = {}  # of the session's tensors
         self._under_way: dict[Unit, list[_Pull]] = {}  # oldest first: a unit may be gathered again soon, as forward's last one is
-        self._order: list[Unit] = []  # expected gathers: those of the last step
-        self._is_step = False  # they end with a step
-        self._at = 0  # place of the next gather in it
-        self._made: list[Unit] = []  # gathers of this step so far
+        self._expected = Expected()
         self.count = 0
         self.bytes = 0
         self.waits = 0  # gathers whose pull was not under way before
@@ -77,8 +72,7 @@ class Pulls:
         else:
             pull = self._begin(unit, job)
             self.waits += 1
-        self._made.append(unit)
-        self._follow(unit)
+        self._expected.took(unit)
         self._go_ahead(job)
         before = time.perf_counter()
         pull.end()
@@ -112,9 +106,7 @@ class Pulls:
 
     def stepped(self) -> None:
         """The job has a new version. Pulls its first units while the servers make it."""
-        if self._made:
-            self._order, self._made, self._is_step = self._made, [], True
-        self._at = 0
+        self._expected.stepped()
         job = self._job()
         self._drop_stale(job)
         self._go_ahead(job)
@@ -124,7 +116,15 @@ class Pulls:
         for pulls in self._under_way.values():
             for pull in pulls:
                 pull.drop()
-        self._under_way, self._made, self._at = {}, [], 0
+        self._under_way = {}
+        self._expected.forget()
+
+    def route(self, experts: Sequence[Unit]) -> None:
+        """A router has told which experts are gathered next."""
+        job = self._job()
+        self._drop_stale(job)
+        self._expected.route(experts)
+        self._go_ahead(job)
 
     def _drop_stale(self, job: OpenJob) -> None:
         """Drops pulls of other versions, which a step or a rollback leaves behind."""
@@ -145,28 +145,11 @@ class Pulls:
         version = job.session.version
         return _Pull(job.session, version, job.session.start_pull(self._indices[unit], places), pieces, held(size, unit.is_pinned))
 
-    def _follow(self, unit: Unit) -> None:
-        """Goes on in the order after this gather, at the place of this unit that is nearest to the expected one."""
-        is_over = self._at >= len(self._order)
-        places = [i for i, each in enumerate(self._order) if each is unit]
-        if places:
-            self._at = min(places, key=lambda i: abs(i - self._at)) + 1
-        if is_over or (self._at >= len(self._order) and not self._is_step):
-            self._repeat()
-
-    def _repeat(self) -> None:
-        """No step came at the end of a step's order, as in passes without gradients. Expects what followed when the last two gathers came
-        in this order before."""
-        made = self._made = self._made[-_GATHERS_MAX:]
-        again = next((i for i in range(len(made) - 2, 0, -1) if made[i - 1:i + 1] == made[-2:]), None)
-        if again is not None:
-            self._order, self._at, self._is_step = made[again:], 1, False
-
     def _go_ahead(self, job: OpenJob) -> None:
         used = sum(pull.size for pulls in self._under_way.values() for pull in pulls)
         width = _DTYPES[job.options.optimizer.working].itemsize
         ahead: collections.Counter[Unit] = collections.Counter()
-        for unit in self._order[self._at:]:
+        for unit in self._expected:
             ahead[unit] += 1
             there = self._under_way.setdefault(unit, [])
             if ahead[unit] <= len(there):

@@ -18,7 +18,7 @@ from ballast.torch.sharding.collectives import Gather, QuantizedReduce, Reduce
 from ballast.torch.sharding.sharded import Sharded, note
 from ballast.torch.sharding.states import States
 from ballast.torch.sharding.unit import Unit
-from ballast.torch.sharding.wrapped import is_wrapped
+from ballast.torch.sharding.wrapped import fsdp_groups, is_wrapped
 from ballast.torch.tensors import placement
 from ballast.torch.tensors.kinds import is_sharded
 from ballast.torch.tensors.remote import Part, Remote, named, part_of
@@ -52,8 +52,9 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         on all ranks before the first pass, since the passes of stages do not begin together.
     mesh: the mesh of data parallelism. None: a mesh of all ranks.
     units: the modules that are gathered one at a time. None: the members of each ModuleList that is in no other; the members of a
-        Sequential or ModuleDict that are alike and have modules of their own; the classes of transformers' _no_split_modules; and the tiles
-        of each TiledLinear. The rest is one more unit. A warning names a unit that has more than half of the model and 64 MiB.
+        Sequential or ModuleDict that are alike and have modules of their own; the classes of transformers' _no_split_modules; the tiles
+        of each TiledLinear; and experts, which are the alike members of a ModuleList or ModuleDict within a block whose name has 'expert'.
+        The rest is one more unit. A warning names a unit that has more than half of the model and 64 MiB.
     prefetch_bytes: memory of the host for pulls ahead of use. There is always room for one unit.
     push_early: backward takes gradients out of the trainer, so nobody else can read or clip them. max_norm of the optimizer clips them.
     backwards: how many backward passes with gradient sync make a step.
@@ -95,6 +96,9 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
             unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
             wrapped.set_custom_all_gather(cast('AllGather', unit.gather))
             wrapped.set_custom_reduce_scatter(cast('ReduceScatter', Reduce(unit) if reduce is None else QuantizedReduce(unit)))
+    experts = {inner for expert in blocks.experts(model) for inner in expert.modules()}
+    for unit in sharded.units:
+        unit.is_expert = not experts.isdisjoint(unit.modules)
     if is_chosen:
         blocks.warn_of_large(sharded.units)
     States(model, sharded)
@@ -153,7 +157,7 @@ def _check_wrapped(model: nn.Module, gather: Any, reduce: Any, second: Any) -> N
         if (compresses or second is not None) and _has_own_meshes(module):
             raise Error(f"shard(gather=, reduce=, second=): parameters gathered with '{first}' are over several meshes; expected one mesh",
                         'UNSUPPORTED')
-        for group in _fsdp_groups(module):
+        for group in fsdp_groups(module):
             _check_collectives_of(first, group)
 
 
@@ -243,7 +247,7 @@ def _replace(model: nn.Module, sharded: Sharded, dtype: torch.dtype | None) -> d
     for wrapped, (name, parameters) in by_unit.items():
         units[wrapped] = sharded.add(name or '(root)', parameters, next(iter(parameters.values())).device,
                                      wrapped_by[wrapped._get_fsdp_state()][1], {part: known_of[part] for part in parameters},
-                                     _fsdp_groups(wrapped))
+                                     fsdp_groups(wrapped))
     return units
 
 
@@ -269,16 +273,6 @@ def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype
 
 def _fsdp_params(module: Wrapped) -> Iterator[tuple[torch.Tensor, Any]]:
     """Yields the parameters of a module that fully_shard has wrapped, each with what FSDP2 knows of it."""
-    for group in _fsdp_groups(module):
+    for group in fsdp_groups(module):
         for fsdp_param in group.fsdp_params:
             yield fsdp_param.sharded_param, fsdp_param
-
-
-def _fsdp_groups(module: Wrapped) -> list[Any]:
-    """Returns FSDP2's own objects. Its public interface tells neither the offload policy, nor the collectives, nor the shape of a
-    gather."""
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, '_fsdp_param_groups', None)
-    if groups is None:  # earlier than torch 2.13
-        groups = [group for group in (state._fsdp_param_group,) if group is not None]
-    return groups

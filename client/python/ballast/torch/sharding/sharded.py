@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _HELD_BYTES, _HELD_BYTES_MIN = 8, 256 << 20
 _of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]] = weakref.WeakKeyDictionary()
 _of_part: weakref.WeakKeyDictionary[Part, weakref.ref[Sharded]] = weakref.WeakKeyDictionary()
+_units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.WeakKeyDictionary()  # by their modules
 
 
 class Sharded(Model, Feature):
@@ -59,6 +60,7 @@ class Sharded(Model, Feature):
         self.units.append(Unit(name, list(parameters), device, self, self.pulls.take, modules, known, groups))
         self.parameters.update(parameters)
         _of_part.update(dict.fromkeys(parameters, weakref.ref(self)))
+        _units.update(dict.fromkeys(modules, weakref.ref(self.units[-1])))
         return self.units[-1]
 
     def watch(self, model: nn.Module) -> None:
@@ -243,3 +245,13 @@ def models_of(module: nn.Module) -> list[Sharded]:
     """Returns the models of shard() that are in the module, or that it is a part of, in the same order on all ranks."""
     found = {_of[inner]() for inner in module.modules() if inner in _of}
     return sorted((sharded for sharded in found if sharded is not None), key=lambda sharded: sharded.number)
+
+
+def model_of(module: nn.Module) -> Sharded | None:
+    """Returns the model of shard() that the module is a part of."""
+    return _of[module]() if module in _of else None
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Returns the unit that fully_shard has made of the module, in a model of shard()."""
+    return _units[module]() if module in _units else None

@@ -34,6 +34,7 @@ class Unit:
         self.name, self.parts, self.device, self.model = name, list(parts), device, model
         self.modules, self.known, self.groups = list(modules), dict(known), list(groups)
         self._pull = pull
+        self.is_expert = False  # a pass gathers it only if tokens reach it
         self.gathers = 0  # so far: the same on all ranks that gather together
         self._gathered_at: object = None  # Sharded.now() of the last pull
         self._pieces: dict[Part, torch.Tensor] = {}  # of the pull that is being taken, until its gather has them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -22,3 +22,13 @@ def is_wrapped(module: nn.Module) -> TypeIs[Wrapped]:
 def outermost(module: nn.Module) -> list[Wrapped]:
     """The module, or those beneath it."""
     return [module] if is_wrapped(module) else [each for child in module.children() for each in outermost(child)]
+
+
+def fsdp_groups(module: Wrapped) -> list[Any]:
+    """Returns FSDP2's own objects. Its public interface tells neither the offload policy, nor the collectives, nor the shape of a
+    gather."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, '_fsdp_param_groups', None)
+    if groups is None:  # earlier than torch 2.13
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return groups
