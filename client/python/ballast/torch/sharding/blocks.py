@@ -24,21 +24,32 @@ def chosen(model: nn.Module) -> list[nn.Module]:
     owners: collections.Counter[torch.Tensor] = collections.Counter(parameter for module in model.modules()
                                                                     for parameter in module._parameters.values() if parameter is not None)
     tiles = [tile for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles]
+    experts = [expert for alike in _experts(model) for expert in alike]
     return list(dict.fromkeys([*(block for child in model.children() for block in _blocks(child, names, owners)),
-                               *(_members(model, owners) if _is_container(model) else ()), *experts(model), *tiles]))
+                               *(_members(model, owners) if _is_container(model) else ()), *experts, *tiles]))
 
 
-def experts(model: nn.Module) -> list[nn.Module]:
-    """Returns the experts of the model, of which a pass uses those that tokens reach: several alike modules in a ModuleList or ModuleDict
-    whose name says 'expert', and not 'shared', since all tokens reach shared ones; and those of split_experts()."""
-    found: dict[nn.Module, None] = {}
+def _experts(model: nn.Module) -> list[list[nn.Module]]:
+    """Returns the lists of experts in the model, of which a pass uses those that tokens reach: several alike modules in a ModuleList or
+    ModuleDict whose name says 'expert', and not 'shared', since all tokens reach shared ones; and those of split_experts()."""
+    found = []
     for name, module in model.named_modules():
         leaf = name.rpartition('.')[2]
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and 'expert' in leaf and 'shared' not in leaf or isinstance(module, Split):
             alike = [member for member in module.children() if any(True for _ in member.parameters())]
             if len({_kind(member) for member in alike}) == 1 and len(alike) > 1:
-                found.update(dict.fromkeys(alike))
-    return list(found)
+                found.append(alike)
+    return found
+
+
+def mark_experts(model: nn.Module, units: list[Unit]) -> None:
+    """Tells units that experts are, and which are in one list with them. units: of the whole model."""
+    by_module = {module: unit for unit in units for module in unit.modules}
+    for alike in _experts(model):
+        for unit in {by_module[inner] for expert in alike for inner in expert.modules() if inner in by_module}:
+            unit.is_expert = True
+        for unit in (its := [by_module[expert] for expert in alike if expert in by_module]):
+            unit.alike = its
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ballast.errors import Error, warn
 from ballast.torch.sharding.model import Model
+from ballast.torch.sharding.turns import Turns
 from ballast.torch.sharding.unit import Unit
 from ballast.torch.sharding.wrapped import is_wrapped, outermost
 
@@ -33,6 +34,7 @@ class Passes:
         self._inside: set[nn.Module] = set()  # outermost modules whose forward pass has begun
         self._is_cut_off = False  # an exception has ended a forward pass
         self._had = False  # there were gradients before the last forward pass
+        self.turns = Turns()
         self._spoilt = False  # a backward pass was cut off, and its gradients are among those that there are
         self._outermost = outermost(model)
         for unit in units:
@@ -57,6 +59,7 @@ class Passes:
             with torch.inference_mode(False), torch.no_grad():
                 self._open_job()  # what it refuses has not begun a pass, which FSDP2 would have to forget
         self._inside.add(module)
+        self.turns.begin()
         if self._sharded.copies:
             return
         if torch.is_inference_mode_enabled() and not self._is_prepared:
@@ -85,6 +88,7 @@ class Passes:
     def _end(self, module: nn.Module, _: Any, output: Any) -> None:
         if _in_backward():
             return
+        self.turns.end()
         self._inside.discard(module)
         for unit in self._units:
             unit.hide()
@@ -115,6 +119,8 @@ class Passes:
         if unit.has_copies:
             unit.lend()
             return
+        if not _in_backward():  # which repeats what forward called
+            self.turns.came(unit)
         unit.check()
         if unit.is_stale:
             module.reshard()  # FSDP2 keeps units gathered after passes without a gradient, whatever becomes of the job meanwhile

@@ -33,8 +33,10 @@ def reached_experts(experts: Sequence[nn.Module] | nn.ModuleList, tokens: torch.
         is_reached = _together(first, is_reached)
     reached: list[int] = is_reached.nonzero().flatten().tolist()
     if model is not None and not model.copies:
-        units = [unit_of(experts[i]) for i in reached]
-        model.pulls.route([unit for unit in units if unit is not None and unit.is_expert])
+        units = [unit for unit in (unit_of(experts[i]) for i in reached) if unit is not None and unit.is_expert]
+        if torch._C._current_graph_task_id() == -1:
+            model.passes.turns.route(units)
+        model.pulls.route(units)
     return reached
 
 

@@ -96,9 +96,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
             unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
             wrapped.set_custom_all_gather(cast('AllGather', unit.gather))
             wrapped.set_custom_reduce_scatter(cast('ReduceScatter', Reduce(unit) if reduce is None else QuantizedReduce(unit)))
-    experts = {inner for expert in blocks.experts(model) for inner in expert.modules()}
-    for unit in sharded.units:
-        unit.is_expert = not experts.isdisjoint(unit.modules)
+    blocks.mark_experts(model, sharded.units)
     if is_chosen:
         blocks.warn_of_large(sharded.units)
     States(model, sharded)

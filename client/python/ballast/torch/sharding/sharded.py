@@ -24,7 +24,7 @@ from ballast.torch.sharding.passes import Passes
 from ballast.torch.sharding.pulls import Pulls
 from ballast.torch.sharding.pushes import Pushes
 from ballast.torch.sharding.unit import Unit
-from ballast.torch.tensors.kinds import is_sharded
+from ballast.torch.tensors.kinds import is_sharded, local
 from ballast.torch.tensors.remote import Part, part_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Sharded(Model, Feature):
         self.pulls = Pulls(self.open_job, prefetch_bytes, self.memory)
         self._pushes = Pushes(backwards, self.memory) if push_early else Feature()
         self._mixtures = 0  # so far: gathers of different units
+        self._pushing = 0  # bytes of gradients of the step that has begun
+        self._pushed = 0  # of all steps that were made
         self._job: weakref.ref[Job] | None = None
         self._holder: Job | None = None  # of a model that nothing trains
         self._session: _native.Session | None = None  # the one that parts are placed in
@@ -213,17 +215,25 @@ class Sharded(Model, Feature):
     def zero_grad(self) -> None:
         self.passes.forget()
 
+    def settle(self, gradients: Sequence[torch.Tensor | None], registers: bool) -> None:
+        job = self.open_job()
+        remote = [(gradient, len(ranks)) for member, gradient, ranks in zip(job.members, gradients, job.roster.replicas)
+                  if gradient is not None and part_of(member.parameter) is not None]
+        self._pushing = sum(local(gradient).numel() * gradient.element_size() // ranks for gradient, ranks in remote)
+
     def stepped(self) -> None:
+        self._pushed += self._pushing
         if self._session is not None:
             self.pulls.stepped()
 
     def stats(self) -> dict[str, float]:
         """Returns totals. unit_pulls and unit_pull_bytes: pulls and their bytes on this rank. unit_pulls_late: gathers whose pull had not
-        begun. unit_pull_wait_seconds: how long gathers waited. gather_bytes, node_bytes, reduce_bytes: what this rank received from others
+        begun. unit_pull_wait_seconds: how long gathers waited. unit_push_bytes: gradients of this rank in steps, which are of those
+        parameters that servers update; replicas share them. gather_bytes, node_bytes, reduce_bytes: what this rank received from others
         in gathers, in gathers within the node, and in 8-bit reductions."""
         pulls = self.pulls
         return {**self.wire, 'unit_pulls': pulls.count, 'unit_pull_bytes': pulls.bytes, 'unit_pulls_late': pulls.waits,
-                'unit_pull_wait_seconds': pulls.wait_seconds}
+                'unit_pull_wait_seconds': pulls.wait_seconds, 'unit_push_bytes': self._pushed}
 
 
 def adopt(job: Job, names: Sequence[str | None], parameters: Sequence[torch.Tensor]) -> None:

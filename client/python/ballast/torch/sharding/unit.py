@@ -35,6 +35,7 @@ class Unit:
         self.modules, self.known, self.groups = list(modules), dict(known), list(groups)
         self._pull = pull
         self.is_expert = False  # a pass gathers it only if tokens reach it
+        self.alike: Sequence[Unit] = ()  # of an expert: all of its list
         self.gathers = 0  # so far: the same on all ranks that gather together
         self._gathered_at: object = None  # Sharded.now() of the last pull
         self._pieces: dict[Part, torch.Tensor] = {}  # of the pull that is being taken, until its gather has them
@@ -67,6 +68,11 @@ class Unit:
     def is_pinned(self) -> bool:
         """Pulls go into page-locked memory, on their way to a GPU."""
         return self.device.type == 'cuda'
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks gather it and reduce its gradients together."""
+        return max(int(group.mesh_info.mesh.size()) for group in self.groups)
 
     def bytes(self, width: int) -> int:
         """Returns the bytes of one pull. width: the bytes of an element."""
