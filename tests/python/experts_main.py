@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from shard_main import main, ours, script, theirs, told
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import ballast.torch as bt
@@ -192,22 +192,24 @@ def refused():
 
 
 class Sparse(nn.Module):
-    """Experts alone, of which the caller chooses some."""
+    """Experts alone, of which the caller chooses some. tells: shard() hears of them ahead."""
 
-    def __init__(self):
+    def __init__(self, tells):
         super().__init__()
+        self.tells = tells
         self.norm, self.experts = nn.LayerNorm(64), nn.ModuleList(Expert(64) for _ in range(64))
 
     def forward(self, x, chosen):
-        x, counts = self.norm(x), torch.zeros(64).index_fill(0, torch.tensor(chosen), 1)
-        return torch.cat([self.experts[i](part) for i, part in zip(bt.reached_experts(self.experts, counts), x.chunk(len(chosen)))])
+        if self.tells:
+            chosen = bt.reached_experts(self.experts, torch.zeros(64).index_fill(0, torch.tensor(chosen), 1))
+        return torch.cat([self.experts[i](part) for i, part in zip(chosen, self.norm(x).chunk(len(chosen)))])
 
 
 class Deep(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.ModuleList(Sparse() for _ in range(2))
+        self.layers = nn.ModuleList(Sparse(tells) for tells in (True, False))
 
     def forward(self, x, chosen):
         for layer in self.layers:
@@ -268,8 +270,8 @@ def mixtral(implementation):
 
 @script
 def fused():
-    """Losses of steps in memory and of ours, with transformers' fused experts; their state_dict()s: of ours as DTensors, in a checkpoint
-    that was read again, and when ours has loaded its first values."""
+    """Losses of steps in memory and of ours, with transformers' fused experts; their state_dict()s: of ours by Distributed Checkpoint, in
+    a checkpoint of transformers that was read again, and when ours has loaded its first values."""
     from transformers import MixtralForCausalLM
     tokens = [torch.randint(32, (dist.get_world_size(), 1, 3), generator=torch.Generator().manual_seed(i)) for i in range(4)]
 
@@ -290,7 +292,7 @@ def fused():
         dist.all_reduce(loss.detach())
         losses.append((expected.item(), loss.item() / dist.get_world_size()))
     left_out = sum(parameter.grad is None for parameter in twin.parameters())
-    state = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()}
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))  # of DTensors
     folder = f'{sys.argv[2]}/checkpoint'
     with bt.gathered(model):
         model.save_pretrained(folder)  # writes on the first rank

@@ -1,5 +1,5 @@
-"""A mixture of experts: expert parallelism by FSDP2, 2 x 2. Each rank of a pair has half of the experts, whose rows the pairs share out;
-dense layers are sharded over all ranks.
+"""A mixture of experts whose experts live on the servers, over ranks 2 x 2: each rank of a pair has half of the experts, whose rows the
+pairs share out; dense layers are sharded over all ranks. A rank pulls only those of its experts that tokens reach.
 
 Usage: torchrun --nproc-per-node 4 experts.py [STEPS]. The same command goes on where it was."""
 import sys
@@ -10,30 +10,20 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from transformer import WIDTH, batch, loss_of, on_meta
 
 import ballast.torch
 
-EXPERTS = 4
+EXPERTS = 8
 
 
-class Experts(nn.Module):
-    """An MLP for each expert; a rank of a pair has half of them."""
-
+class Expert(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, 2 * WIDTH))
-        self.down = nn.Parameter(torch.empty(EXPERTS, 2 * WIDTH, WIDTH))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
-    def reset_parameters(self):
-        for weight in (self.up, self.down):
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-
-    def forward(self, tokens, counts):
-        """tokens [sum(counts), WIDTH]: counts[0] for the rank's first expert, and so on."""
-        up, down = self.up.to_local(), self.down.to_local()
-        return torch.cat([nn.functional.gelu(its @ up[i]) @ down[i] for i, its in enumerate(tokens.split(counts))])
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
 
 
 class Mixture(nn.Module):
@@ -41,7 +31,9 @@ class Mixture(nn.Module):
 
     def __init__(self, group):
         super().__init__()
-        self.router, self.experts, self.group = nn.Linear(WIDTH, EXPERTS), Experts(), group
+        self.router, self.group, self.here = nn.Linear(WIDTH, EXPERTS), group, EXPERTS // group.size()
+        first = group.rank() * self.here
+        self.experts = nn.ModuleDict({str(i): Expert() for i in range(first, first + self.here)})  # names of their own on each rank
 
     def forward(self, x):
         tokens, ranks = x.flatten(0, 1), self.group.size()
@@ -52,19 +44,24 @@ class Mixture(nn.Module):
         sent, received = counts.view(ranks, -1), came.view(ranks, -1)  # by rank, and expert there
         splits = sent.sum(1).tolist(), received.sum(1).tolist()
         here = all_to_all_single_autograd(tokens[order], splits[1], splits[0], self.group)
-        by_expert = torch.arange(EXPERTS // ranks).repeat(ranks).repeat_interleave(came).argsort()
-        done = self.experts(here[by_expert], received.sum(0).tolist())[by_expert.argsort()]
+        by_expert = torch.arange(self.here).repeat(ranks).repeat_interleave(came).argsort()
+        done = self.compute(here[by_expert], received.sum(0))[by_expert.argsort()]
         back = all_to_all_single_autograd(done, splits[0], splits[1], self.group)
         return (weight[:, None] * back[order.argsort()]).view_as(x)
 
+    def compute(self, tokens, counts):
+        """tokens [sum(counts), WIDTH]: counts[0] for the rank's first expert, and so on. Experts without tokens on all ranks that share
+        their rows stay out."""
+        experts, parts = list(self.experts.values()), tokens.split(counts.tolist())
+        return torch.cat([tokens[:0], *(experts[i](parts[i]) for i in ballast.torch.reached_experts(experts, counts))])
+
 
 def shard_experts(experts, mesh):
-    for name, parameter in experts.named_parameters():
-        setattr(experts, name, nn.Parameter(distribute_tensor(parameter, mesh['expert'], [Shard(0)])))
-    fully_shard(experts, mesh=mesh['data'], shard_placement_fn=lambda _: Shard(1))
-    # An expert has tokens of all ranks: its gradient is a mean over all of them, as a dense layer's. Gloo can only sum.
-    experts.set_gradient_divide_factor(dist.get_world_size())
-    experts.set_force_sum_reduction_for_comms(True)
+    for expert in experts.values():
+        fully_shard(expert, mesh=mesh['data'])
+        # An expert has tokens of all ranks: its gradient is a mean over all of them, as a dense layer's. Gloo can only sum.
+        expert.set_gradient_divide_factor(dist.get_world_size())
+        expert.set_force_sum_reduction_for_comms(True)
 
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
@@ -89,7 +86,7 @@ for step in range(start, steps):
     if step % 10 == 9 and dist.get_rank() == 0:
         print(f'step {step + 1}: loss {loss.item():.4f}, gradient norm {optimizer.grad_norm:.3f}', flush=True)
 if dist.get_rank() == 0:
-    print(f'{steps} steps done')
+    print(f'{steps} steps done; pulled {optimizer.stats()["unit_pull_bytes"] / max(1, steps - start) / 1024:.0f} KiB a step')
 dist.barrier()
 optimizer.close()
 dist.destroy_process_group()

@@ -63,6 +63,16 @@ class Split(nn.Module):
         hooks.register_state_dict_post_hook(_stack)
         hooks.register_load_state_dict_pre_hook(_slice)
 
+    def __getattr__(self, name: str) -> Any:
+        """Returns a copy of a fused tensor, for whoever looks for the names of state_dict(), as Distributed Checkpoint does. If experts are
+        sharded it has a shape alone."""
+        if name not in self.__dict__.get('_leaves', ()):
+            return super().__getattr__(name)
+        parts = [self.get_submodule(str(i)).get_parameter(name).detach() for i in range(self.num_experts)]
+        if is_sharded(parts[0]):
+            return torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype, device='meta')
+        return torch.stack(parts)
+
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Shapes: hidden_states [tokens, width]; top_k_index, top_k_weights [tokens, k]."""
         # The order of sums is that of transformers: eager adds experts in their order, the others a token's experts in the router's.
