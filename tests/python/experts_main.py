@@ -224,7 +224,7 @@ def counters(optimizer):
         with urllib.request.urlopen(f'http://{os.environ["METRICS"]}/metrics') as answer:
             told = dict(re.findall(r'^(ballast_\S+) (\S+)$', answer.read().decode(), re.M))
         job = '{training_job="a_part"}'
-        if told[f'ballast_job_oldest_chunk_version{job}'] == told[f'ballast_job_committed_version{job}']:
+        if int(told[f'ballast_job_oldest_chunk_version{job}']) == optimizer.job.opened.session.version:
             break
         time.sleep(0.01)
     stats = optimizer.stats()

@@ -90,7 +90,7 @@ def test_8_of_64_experts_take_an_eighth_of_the_bytes(server, tmp_path):
     for each in some:
         shares = [part / whole for part, whole in zip(each, all_experts)]
         print('pulled, pushed, updated; by stats():', ' '.join(f'{share:.4f}' for share in shares))
-        assert all(0.125 <= share <= 0.16 for share in shares)
+        assert all(0.12 <= share <= 0.16 for share in shares)
     # A pull for each gather: forward and backward of the layers and of experts; and what is ahead of a step that did not come.
     assert stats['unit_pulls'] == 5 * 2 * (2 + 2 * 8) + 2 * (2 + 2 * 64) + 4
     # Late are the layers in the first step, and in forward the experts of a layer that calls them without a word ahead.
