@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ballast.torch as bt
 
-WIDTH, EXPERTS, TOKENS, STEPS = 8, 6, 3, 6
+WIDTH, EXPERTS, TOKENS, STEPS = 8, 6, 3, 4
 
 
 class Expert(nn.Module):
@@ -172,7 +172,8 @@ def evaluated():
 
 @script
 def refused():
-    """What ranks are told that call experts of their own alone; whose experts are gathered with their block; of a wrong number."""
+    """What ranks are told that call experts of their own alone; whose experts are gathered with their block; of a wrong number; and of
+    whom one has an error before its router. No collective works behind that."""
     said = []
     model = bt.shard(made(agrees=False))
     optimizer = ours(model)
@@ -188,6 +189,17 @@ def refused():
     dist.barrier()
     optimizer.close()
     said.append(told(lambda: bt.reached_experts(whole.blocks[0].experts, torch.ones(4))))
+    dist.barrier()
+    one = bt.shard(made())
+    optimizer = ours(one, name='one', step_timeout=2.0)
+    optimizer.resume()
+    if dist.get_rank() == 1:
+        one.blocks[0].router.forward = lambda x: 1 / 0
+    said.append(told(lambda: loss_of(one, batches()[0][0])))
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f'told/{dist.get_rank()}', b'')
+    store.wait(['told/0', 'told/1'])
+    optimizer.close()
     return said
 
 
@@ -307,4 +319,4 @@ def fused():
 
 
 if __name__ == '__main__':
-    main()
+    main(barrier=not sys.argv[1].endswith('refused'))

@@ -58,7 +58,8 @@ def test_evaluation(pair):
 
 
 def test_ranks_that_do_not_agree(pair):
-    unlike, whole, number = zip(*pair['refused'])
+    unlike, whole, number, (waited, _) = zip(*pair['refused'])
+    assert 'ranks [0, 1] did not all come to reached_experts() within 2 s (step_timeout)' in waited and '[RANK_MISSING]' in waited
     for said in unlike:
         assert "a forward pass calls expert 'blocks.0.experts.3' where 'blocks.0.experts.1' comes next. 2 ranks gather each" in said
         assert 'ballast.torch.reached_experts(experts, tokens) returns, in its order; or all [RANKS_DIFFER]' in said

@@ -24,7 +24,7 @@ def chosen(model: nn.Module) -> list[nn.Module]:
     owners: collections.Counter[torch.Tensor] = collections.Counter(parameter for module in model.modules()
                                                                     for parameter in module._parameters.values() if parameter is not None)
     tiles = [tile for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles]
-    experts = [expert for alike in _experts(model) for expert in alike]
+    experts = [expert for alike in _experts(model) if all(_is_alone(expert, owners) for expert in alike) for expert in alike]
     return list(dict.fromkeys([*(block for child in model.children() for block in _blocks(child, names, owners)),
                                *(_members(model, owners) if _is_container(model) else ()), *experts, *tiles]))
 

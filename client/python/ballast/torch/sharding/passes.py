@@ -178,8 +178,9 @@ class Passes:
         if self._spoilt:
             raise Error('a backward pass was cut off by an exception, so the gradients since the last step are not whole. Call '
                         'zero_grad() of the optimizer, then run forward and backward again, on all ranks', 'BAD_REQUEST')
+        inside = set(self.model.modules())
         for unit in self._units:
-            unit.check(self.model)
+            unit.check(self.model, inside)
 
     def forget(self) -> None:
         """The gradients so far no longer count."""

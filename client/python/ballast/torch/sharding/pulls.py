@@ -129,11 +129,13 @@ class Pulls:
     def _drop_stale(self, job: OpenJob) -> None:
         """Drops pulls of other versions, which a step or a rollback leaves behind."""
         version = job.session.version
-        for unit, pulls in self._under_way.items():
+        there, self._under_way = self._under_way, {}
+        for unit, pulls in there.items():
             for pull in pulls:
                 if pull.version != version:
                     pull.drop()
-            self._under_way[unit] = [pull for pull in pulls if pull.version == version]
+                else:
+                    self._under_way.setdefault(unit, []).append(pull)
 
     def _begin(self, unit: Unit, job: OpenJob) -> _Pull:
         dtype = _DTYPES[job.options.optimizer.working]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -144,11 +144,10 @@ class Unit:
             if whole is not None:
                 whole.grad = None
 
-    def check(self, model: nn.Module | None = None) -> None:
+    def check(self, model: nn.Module | None = None, inside: Collection[nn.Module] = ()) -> None:
         """Refuses changes that would be lost: another Parameter in a parameter's place, or a write to gathered values. The error names the
         parameter, which is in its place again. A requires_grad that was set on a gathered one becomes the parameter's. model: also checks
-        that the parameter's module is still in it."""
-        inside = set() if model is None else set(model.modules())
+        that the parameter's module is still in it. inside: all of its modules."""
         for part, known in self.known.items():
             parameter, whole = self.model.parameters[part], _whole(known)
             for module, path, leaf in self.model.places[part]:
