@@ -247,10 +247,11 @@ def counters(optimizer):
 
 @script
 def a_part():
-    """Losses in memory and with a server, of steps with 8 of 64 experts and a last one with all; stats(); counters() of each step."""
+    """Losses in memory and with a server, of steps with 8 of 64 experts and a last one with all; are the parameters alike; how many
+    gradients backward has left; stats(); counters() of each step."""
     twin, model = Deep(), bt.shard(Deep())
     optimizer = ours(model, durability='none', dram=None, threads=None)
-    other, losses, told = theirs(twin.parameters()), [], []
+    other, losses, told, left = theirs(twin.parameters()), [], [], []
     optimizer.resume()
     generator = torch.Generator().manual_seed(5)
     steps = [torch.randperm(64, generator=generator)[:8].sort().values.tolist() for _ in range(5)] + [list(range(64))]
@@ -261,6 +262,7 @@ def a_part():
             its.zero_grad()
             loss = (net(x, chosen) - x).square().mean()
             loss.backward()
+            left += [p for p in model.parameters() if p.grad is not None and not hasattr(p.grad.to_local(), 'of')]
             its.step()
             losses.append(loss.item())
     told.append(counters(optimizer))
@@ -268,7 +270,7 @@ def a_part():
     with bt.gathered(model):
         same = all(torch.allclose(p, q, rtol=0, atol=1e-5) for p, q in zip(model.parameters(), twin.parameters()))
     optimizer.close()
-    return losses, same, stats, [[b - a for a, b in zip(*each)] for each in zip(told, told[1:])]
+    return losses, same, len(left), stats, [[b - a for a, b in zip(*each)] for each in zip(told, told[1:])]
 
 
 def mixtral(implementation):

@@ -83,10 +83,10 @@ def server(tmp_path):
 
 
 def test_8_of_64_experts_take_an_eighth_of_the_bytes(server, tmp_path):
-    [(losses, same, stats, moved)] = run(['a_part'], tmp_path, world=1, script='experts_main.py', BALLAST_SERVERS=server[0],
+    [(losses, same, left, stats, moved)] = run(['a_part'], tmp_path, world=1, script='experts_main.py', BALLAST_SERVERS=server[0],
                                          METRICS=server[1])['a_part']
     assert losses[1::2] == pytest.approx(losses[::2], rel=1e-5)
-    assert same
+    assert same and left == 0
     *some, all_experts = moved
     for each in some:
         shares = [part / whole for part, whole in zip(each, all_experts)]
