@@ -50,6 +50,12 @@ def test_a_router_tells_what_to_pull(pair):
         assert len(stats) == STEPS
 
 
+def test_recomputation_pulls_no_expert_again(pair):
+    """Backward gathers the last expert of a block ahead of the block's second forward pass."""
+    pulls = [[stats[-1]['unit_pulls'] for _, (_, _, stats), _ in pair[script]] for script in ('agreed', 'recomputed')]
+    assert pulls[0] == pulls[1]
+
+
 def test_evaluation(pair):
     """On all ranks, and on one alone within gathered()."""
     for rank, (losses, expected) in enumerate(pair['evaluated']):

@@ -38,7 +38,7 @@ def reached_experts(experts: Sequence[nn.Module] | nn.ModuleList, tokens: torch.
         units = [unit for unit in (unit_of(experts[i]) for i in reached) if unit is not None and unit.is_expert]
         if torch._C._current_graph_task_id() == -1:
             model.passes.turns.route(units)
-        model.pulls.route(units)
+        model.pulls.route([unit for unit in units if unit.needs_gather])
     return reached
 
 

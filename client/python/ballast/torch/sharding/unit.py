@@ -110,6 +110,12 @@ class Unit:
     def is_gathered(self) -> bool:
         return any(group.is_unsharded for group in self.groups)
 
+    @property
+    def needs_gather(self) -> bool:
+        """A pass that begins with it now gathers it. Backward, which computes a block again, may have gathered it ahead."""
+        under_way = any(getattr(group, '_all_gather_result', None) is not None for group in self.groups)
+        return self.is_stale or not (self.is_gathered or under_way)
+
     def hide(self) -> None:
         """Gives modules Remotes while gathered parameters stay in memory for the next pass, because a write to gathered ones would be
         lost."""
