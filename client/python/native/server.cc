@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 
@@ -85,10 +86,13 @@ EstimateReport EstimateFor(const std::vector<client::TensorSpec>& tensors, const
                         .text = estimate.Explain(request),
                         .step_seconds = estimate.server.prediction().total_seconds(),
                         .tiers = {},
+                        .parts = {},
+                        .server_parameters = estimate.server_parameters,
                         .rank_bytes = estimate.whole.all(),
                         .rank_bytes_sharded = estimate.sharded.all()};
   for (const v1::PlannedTier& tier : estimate.server.tiers()) {
     report.tiers.emplace_back(tier.tier(), tier.state_bytes() + tier.working_bytes() + tier.other_bytes());
+    report.parts.emplace_back(tier.tier(), tier.state_bytes(), tier.working_bytes(), tier.other_bytes());
   }
   return report;
 }
@@ -155,6 +159,8 @@ void BindServer(nanobind::module_& m) {
       .def_ro("text", &EstimateReport::text)
       .def_ro("step_seconds", &EstimateReport::step_seconds)
       .def_ro("tiers", &EstimateReport::tiers)
+      .def_ro("parts", &EstimateReport::parts)
+      .def_ro("server_parameters", &EstimateReport::server_parameters)
       .def_ro("rank_bytes", &EstimateReport::rank_bytes)
       .def_ro("rank_bytes_sharded", &EstimateReport::rank_bytes_sharded);
   m.def("staging", &StagingBytes, "dram"_a);

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -48,7 +49,10 @@ struct EstimateReport {
   std::string text;                                     // for people
   double step_seconds = 0;                              // 0: not known
   std::vector<std::pair<std::string, uint64_t>> tiers;  // bytes on the fullest server
-  uint64_t rank_bytes = 0, rank_bytes_sharded = 0;      // parameters and gradients of a trainer
+  // The same in parts: the tier's state, working copies, and the rest, such as slices, buffers and the log.
+  std::vector<std::tuple<std::string, uint64_t, uint64_t, uint64_t>> parts;
+  uint64_t server_parameters = 0;                   // on the fullest server
+  uint64_t rank_bytes = 0, rank_bytes_sharded = 0;  // parameters and gradients of a trainer
 };
 
 // `servers`: 0 for an embedded server. Budgets of each server, in bytes; `profile`: from `ballastctl iotune`, empty for

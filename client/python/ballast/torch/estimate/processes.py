@@ -1,0 +1,211 @@
+"""Bytes of each process of a job: of trainers and servers, in memory, on the card and on the disk."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ballast import _native
+from ballast.torch.estimate.model import Model, Unit
+from ballast.torch.sharding.memory import held
+
+_MIB = 1 << 20
+# Bytes of pushes, and of pulls, that a trainer has on their way (client/session_types.h, inflight_bytes_max), and of the memory that it
+# shares with each server of its host.
+_IN_FLIGHT = 64 * _MIB
+# What the programs take without a job, as measured: code of gRPC and RocksDB that runs, their heaps and threads.
+_INSIDE, _CLIENT, _SERVER = 13 * _MIB, 16 * _MIB, 46 * _MIB
+_CATALOG = 6 * _MIB + 200 * 1024  # RocksDB reserves 4 MiB for its manifest and 2.2 for its log
+# Memory for slices comes in slabs (services/job_state/slice_memory.cc). Smaller slices lie apart from them.
+_SLAB, _IN_SLABS = 256 * _MIB, 2 * _MIB
+_VALUE_BYTES = 4  # a new job's values are float32 on their way
+_VALUES = 16 * _MIB  # client/transfers/values.h: 4 slices of them, each of up to 4 MiB
+_PLACE_BYTES = 64 * _MIB  # tensors/host_memory.py: smaller tensors share such places
+
+
+class Row(NamedTuple):
+    process: str  # 'trainer' or 'server'
+    what: str
+    place: str  # 'card', 'memory' or 'disk'
+    size: int
+    is_shared: bool = False  # counted for the trainers already
+
+
+class Job(NamedTuple):
+    ranks: int
+    servers: int  # 0: inside the trainer, or beside the ranks of a host
+    is_sharded: bool
+    on_card: bool
+    lends: bool  # the server works on the trainer's memory
+    prefetch_bytes: int
+    chunk_elements: int
+
+    @property
+    def is_inside(self) -> bool:
+        return self.servers == 0 and self.ranks == 1
+
+
+class Slices(NamedTuple):
+    """Memory that a server reserves for slices of a step, what pages of it a new job's values take, and what steps take."""
+    reserved: int
+    start: int
+    steps: int
+
+
+def rows(told: _native.EstimateReport, model: Model, job: Job) -> list[Row]:
+    """Returns the bytes of one trainer and of the fullest server. Empty if the job does not fit."""
+    if not told.fits:
+        return []
+    slices = _slices(told, model, job)
+    own = Row('trainer', "the client's and the server's libraries" if job.is_inside else "the client's libraries", 'memory',
+              _INSIDE if job.is_inside else _CLIENT)
+    if not job.is_sharded:
+        moments = [[*_whole(model, job), own, *_server(told, job, slices, slices.start)]]
+    else:  # inside a trainer, the slices of the first values are gone when units are gathered
+        now = slices.steps if job.is_inside else slices.start
+        moments = [[*_starting(model, job), own, *_server(told, job, slices, slices.start)],
+                   [*_sharded(model, job), own, *_server(told, job, slices, now)]]
+    return [row for row in max(moments, key=lambda rows: totals(rows, 'memory')['trainer']) if row.size > 0]
+
+
+def _chunks(model: Model, job: Job) -> list[int]:
+    """Elements of the chunks that servers train."""
+    chunks = []
+    for elements in model.server_units.values():
+        whole, rest = divmod(elements, job.chunk_elements)
+        chunks += [job.chunk_elements] * whole + [rest] * (rest > 0)
+    return chunks
+
+
+def _slices(told: _native.EstimateReport, model: Model, job: Job) -> Slices:
+    if job.lends:
+        return Slices(0, 0, 0)
+    reserved = max(_VALUE_BYTES, model.width + 2) * told.server_parameters
+    other = next(other for tier, _, _, other in told.parts if tier == 'dram')
+    if other < reserved:  # there is no room for them all: they are on the disk, and buffers in memory
+        return Slices(other, other, other)
+    large, small = _by_size(model, job, _VALUE_BYTES)
+    slabs = min(reserved, -(-large // _SLAB) * _SLAB)
+    start = min(reserved, slabs + small)
+    # Gradients that lie apart from slabs, and find no room beside them, have the slabs' free pages given back.
+    _, apart = _by_size(model, job, model.width)
+    is_given_back = apart > 0 and slabs + apart > reserved
+    return Slices(reserved, start, min(start, told.server_parameters * model.width) if is_given_back else start)
+
+
+def _by_size(model: Model, job: Job, width: int) -> tuple[int, int]:
+    """Returns the bytes of one server's slices that lie in slabs, and of those that lie apart."""
+    sizes = [chunk * width for chunk in _chunks(model, job)]
+    large = sum(size for size in sizes if size >= _IN_SLABS)
+    servers = max(job.servers, 1)
+    return large // servers, (sum(sizes) - large) // servers
+
+
+def _server(told: _native.EstimateReport, job: Job, slices: Slices, now: int) -> Iterable[Row]:
+    """now: bytes of slices at the trainer's or the server's largest moment."""
+    who = 'trainer' if job.is_inside else 'server'
+    parts = {tier: (state, working, other) for tier, state, working, other in told.parts}
+    state, working, other = parts['dram']
+    yield Row(who, 'optimizer state and masters', 'memory', state)
+    yield Row(who, 'working copies', 'memory', working)
+    yield Row(who, 'slices of a step', 'memory', now)
+    yield Row(who, 'staging and buffers', 'memory', max(0, other - slices.reserved))
+    if not job.is_inside:
+        yield Row(who, 'the program itself', 'memory', _SERVER)
+        shared = _IN_FLIGHT if job.servers == 0 else _IN_FLIGHT // job.servers
+        yield Row(who, 'memory shared with the trainers', 'memory', job.ranks * shared, is_shared=True)
+    state, working, other = parts['nvme']
+    yield Row(who, 'optimizer state and masters', 'disk', state)
+    yield Row(who, 'working copies', 'disk', working)
+    yield Row(who, 'gradient log, and room for new versions', 'disk', other)
+    if state + working + other > 0:
+        yield Row(who, 'catalog', 'disk', _CATALOG)
+
+
+def _pinned(sizes: Iterable[int]) -> int:
+    """Returns the page-locked bytes that tensors take."""
+    sizes = list(sizes)
+    small = sum(size for size in sizes if size < _PLACE_BYTES)
+    return sum(held(size, pinned=True) for size in sizes if size >= _PLACE_BYTES) + -(-small // _PLACE_BYTES) * _PLACE_BYTES
+
+
+def _whole(model: Model, job: Job) -> Iterable[Row]:
+    """A trainer that has the parameters."""
+    width, elements, trained = model.width, model.elements, model.trained
+    where = 'card' if job.on_card else 'memory'
+    yield Row('trainer', 'parameters', where, elements * width)
+    yield Row('trainer', 'gradients', where, trained * width)
+    if job.on_card:
+        sizes = [parameter.numel() * width for parameter in model.parameters if parameter.requires_grad]
+        yield Row('trainer', 'page-locked parameters and gradients', 'memory', _pinned([*sizes, *sizes]))
+    if not job.is_inside:
+        yield from _shared(job)
+    values = 0 if job.lends else min(_VALUES, trained * _VALUE_BYTES)
+    pulled = min(max(_IN_FLIGHT, max(model.server_units.values()) * width), elements * width) if job.ranks > 1 else 0
+    yield Row('trainer', 'units pulled' if pulled > values else 'first values on their way', 'memory', max(pulled, values))
+
+
+def _shared(job: Job) -> Iterable[Row]:
+    yield Row('trainer', 'memory shared with servers of this host', 'memory', _IN_FLIGHT * max(job.servers, 1))
+
+
+def in_use(model: Model, ranks: int) -> dict[str, int]:
+    """Returns bytes where a rank of shard() computes, by what they are."""
+    root = Unit('', 0, 0, ())
+    others = []
+    for unit in model.units:
+        if unit.name:
+            others.append(unit)
+        else:
+            root = unit
+    # Between ranks a gather and a reduction of each size, of which there may be one unit alone.
+    flats = collections.Counter(unit.elements for unit in others if ranks > 1)
+    found = {'the root, and its gradients': root.elements + root.trained,
+             'a unit, and its gradients': max((unit.elements + unit.trained for unit in others), default=0),
+             'gathers and reductions': root.elements + sum(size * min(2, count) for size, count in flats.items())}
+    return {what: elements * model.width for what, elements in found.items()}
+
+
+def _sharded(model: Model, job: Job) -> Iterable[Row]:
+    """A trainer of shard()."""
+    where = 'card' if job.on_card else 'memory'
+    for what, size in in_use(model, job.ranks).items():
+        yield Row('trainer', what, where, size)
+    yield Row('trainer', 'parts of units, pulled ahead or pushed', 'memory', _parts(model, job))
+    if not job.is_inside:
+        yield from _shared(job)
+
+
+def _starting(model: Model, job: Job) -> Iterable[Row]:
+    """A trainer of shard() until the job is open."""
+    if job.on_card:  # of later, since the card has its largest moment then
+        yield from (row for row in _sharded(model, job) if row.place == 'card')
+    if model.needs_values:
+        yield Row('trainer', "the model's values, until the job is open", 'memory', model.elements * model.width)
+    if not job.is_inside:
+        yield from _shared(job)
+
+
+def _parts(model: Model, job: Job) -> int:
+    """Buffers for this rank's parts. A buffer serves parts of one size, so there are as many as were in use at one time."""
+    gathers: collections.Counter[int] = collections.Counter()
+    for unit in model.units:
+        size = held(-(-unit.elements // job.ranks) * model.width, pinned=job.on_card)
+        gathers[size] += 2 if unit.name else 1  # the root stays from forward to backward
+    return sum(size * min(job.prefetch_bytes // size + 1, count) for size, count in gathers.items())
+
+
+def totals(found: Sequence[Row], place: str) -> dict[str, int]:
+    """Returns bytes by process."""
+    sums: dict[str, int] = {}
+    for row in found:
+        if row.place == place:
+            sums[row.process] = sums.get(row.process, 0) + row.size
+    return sums
+
+
+def on_a_host(found: Sequence[Row], ranks: int) -> int:
+    """Returns the memory of all processes, if they are on one host. Shared memory counts once."""
+    own = [row for row in found if row.place == 'memory' and not row.is_shared]
+    return sum(row.size * (ranks if row.process == 'trainer' else 1) for row in own)
