@@ -36,12 +36,15 @@ def two_servers(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def two_state_servers(folder, *flags):
-    """Addresses. `flags`: more of ballastd's. What they keep goes with them: a small job's gradient log alone takes 200 MiB of disk."""
+def two_state_servers(folder, *flags, dram='128MiB', pids=None):
+    """Addresses. `flags`: more of ballastd's. `pids`: a list that gets theirs. What they keep goes with them: a small job's gradient log
+    alone takes 200 MiB of disk."""
     servers = [subprocess.Popen(
         [programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
-         '127.0.0.1:0', '--data_directory', str(folder / f'server{i}'), '--budget.dram', '128MiB', '--budget.nvme', '8GiB',
+         '127.0.0.1:0', '--data_directory', str(folder / f'server{i}'), '--budget.dram', dram, '--budget.nvme', '8GiB',
          '--log_level', 'warn', *flags], stdout=subprocess.PIPE, text=True) for i in range(2)]
+    if pids is not None:
+        pids += [server.pid for server in servers]
     try:
         yield ','.join(re.search(r'listen=(\S+)', server.stdout.readline())[1] for server in servers)
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ballast import _native
@@ -60,13 +60,15 @@ def rows(told: _native.EstimateReport, model: Model, job: Job) -> list[Row]:
     slices = _slices(told, model, job)
     own = Row('trainer', "the client's and the server's libraries" if job.is_inside else "the client's libraries", 'memory',
               _INSIDE if job.is_inside else _CLIENT)
-    if not job.is_sharded:
-        moments = [[*_whole(model, job), own, *_server(told, job, slices, slices.start)]]
-    else:  # inside a trainer, the slices of the first values are gone when units are gathered
-        now = slices.steps if job.is_inside else slices.start
-        moments = [[*_starting(model, job), own, *_server(told, job, slices, slices.start)],
-                   [*_sharded(model, job), own, *_server(told, job, slices, now)]]
-    return [row for row in max(moments, key=lambda rows: totals(rows, 'memory')['trainer']) if row.size > 0]
+    # The most is taken either while the first values go to the servers, or in a step.
+    starting = [*_starting(model, job), own, *_server(told, job, slices, slices.start, _VALUES)]
+    stepping = [*(_sharded(model, job) if job.is_sharded else _whole(model, job)), own,
+                *_server(told, job, slices, slices.steps, _IN_FLIGHT)]
+    found = []
+    for process in ('trainer', 'server'):
+        moments = [[row for row in rows if row.process == process and row.size > 0] for rows in (starting, stepping)]
+        found += max(moments, key=lambda rows: totals(rows, 'memory').get(process, 0))
+    return found
 
 
 def _chunks(model: Model, job: Job) -> list[int]:
@@ -102,8 +104,8 @@ def _by_size(model: Model, job: Job, width: int) -> tuple[int, int]:
     return large // servers, (sum(sizes) - large) // servers
 
 
-def _server(told: _native.EstimateReport, job: Job, slices: Slices, now: int) -> Iterable[Row]:
-    """now: bytes of slices at the trainer's or the server's largest moment."""
+def _server(told: _native.EstimateReport, job: Job, slices: Slices, now: int, on_their_way: int) -> Iterable[Row]:
+    """now: bytes of slices. on_their_way: of each rank, in shared memory."""
     who = 'trainer' if job.is_inside else 'server'
     parts = {tier: (state, working, other) for tier, state, working, other in told.parts}
     state, working, other = parts['dram']
@@ -113,8 +115,7 @@ def _server(told: _native.EstimateReport, job: Job, slices: Slices, now: int) ->
     yield Row(who, 'staging and buffers', 'memory', max(0, other - slices.reserved))
     if not job.is_inside:
         yield Row(who, 'the program itself', 'memory', _SERVER)
-        shared = _IN_FLIGHT if job.servers == 0 else _IN_FLIGHT // job.servers
-        yield Row(who, 'memory shared with the trainers', 'memory', job.ranks * shared, is_shared=True)
+        yield Row(who, 'memory shared with the trainers', 'memory', job.ranks * on_their_way // max(job.servers, 1), is_shared=True)
     state, working, other = parts['nvme']
     yield Row(who, 'optimizer state and masters', 'disk', state)
     yield Row(who, 'working copies', 'disk', working)
@@ -130,20 +131,24 @@ def _pinned(sizes: Iterable[int]) -> int:
     return sum(held(size, pinned=True) for size in sizes if size >= _PLACE_BYTES) + -(-small // _PLACE_BYTES) * _PLACE_BYTES
 
 
-def _whole(model: Model, job: Job) -> Iterable[Row]:
-    """A trainer that has the parameters."""
-    width, elements, trained = model.width, model.elements, model.trained
+def _own(model: Model, job: Job) -> Iterable[Row]:
+    """What a trainer has whole. The job opens at the first step, when there are gradients."""
     where = 'card' if job.on_card else 'memory'
-    yield Row('trainer', 'parameters', where, elements * width)
-    yield Row('trainer', 'gradients', where, trained * width)
+    yield Row('trainer', 'parameters', where, model.elements * model.width)
+    yield Row('trainer', 'gradients', where, model.trained * model.width)
     if job.on_card:
-        sizes = [parameter.numel() * width for parameter in model.parameters if parameter.requires_grad]
+        sizes = [parameter.numel() * model.width for parameter in model.parameters if parameter.requires_grad]
         yield Row('trainer', 'page-locked parameters and gradients', 'memory', _pinned([*sizes, *sizes]))
+
+
+def _whole(model: Model, job: Job) -> Iterable[Row]:
+    """A trainer that has the parameters, in a step."""
+    yield from _own(model, job)
+    if job.ranks > 1:
+        largest = max(model.server_units.values()) * model.width
+        yield Row('trainer', 'units pulled', 'memory', min(max(_IN_FLIGHT, largest), model.elements * model.width))
     if not job.is_inside:
         yield from _shared(job)
-    values = 0 if job.lends else min(_VALUES, trained * _VALUE_BYTES)
-    pulled = min(max(_IN_FLIGHT, max(model.server_units.values()) * width), elements * width) if job.ranks > 1 else 0
-    yield Row('trainer', 'units pulled' if pulled > values else 'first values on their way', 'memory', max(pulled, values))
 
 
 def _shared(job: Job) -> Iterable[Row]:
@@ -168,7 +173,7 @@ def in_use(model: Model, ranks: int) -> dict[str, int]:
 
 
 def _sharded(model: Model, job: Job) -> Iterable[Row]:
-    """A trainer of shard()."""
+    """A trainer of shard(), in a step."""
     where = 'card' if job.on_card else 'memory'
     for what, size in in_use(model, job.ranks).items():
         yield Row('trainer', what, where, size)
@@ -178,11 +183,16 @@ def _sharded(model: Model, job: Job) -> Iterable[Row]:
 
 
 def _starting(model: Model, job: Job) -> Iterable[Row]:
-    """A trainer of shard() until the job is open."""
-    if job.on_card:  # of later, since the card has its largest moment then
-        yield from (row for row in _sharded(model, job) if row.place == 'card')
-    if model.needs_values:
-        yield Row('trainer', "the model's values, until the job is open", 'memory', model.elements * model.width)
+    """A trainer until the job is open."""
+    if job.is_sharded:
+        if model.needs_values:
+            yield Row('trainer', "the model's values, until the job is open", 'memory', model.elements * model.width)
+        if job.on_card:  # of later, since the card has its largest moment then
+            yield from (row for row in _sharded(model, job) if row.place == 'card')
+    else:
+        yield from _own(model, job)
+    if not job.lends:
+        yield Row('trainer', 'first values on their way', 'memory', min(_VALUES, model.trained * _VALUE_BYTES))
     if not job.is_inside:
         yield from _shared(job)
 
@@ -196,7 +206,7 @@ def _parts(model: Model, job: Job) -> int:
     return sum(size * min(job.prefetch_bytes // size + 1, count) for size, count in gathers.items())
 
 
-def totals(found: Sequence[Row], place: str) -> dict[str, int]:
+def totals(found: Iterable[Row], place: str) -> dict[str, int]:
     """Returns bytes by process."""
     sums: dict[str, int] = {}
     for row in found:
@@ -205,7 +215,7 @@ def totals(found: Sequence[Row], place: str) -> dict[str, int]:
     return sums
 
 
-def on_a_host(found: Sequence[Row], ranks: int) -> int:
+def on_a_host(found: Iterable[Row], ranks: int) -> int:
     """Returns the memory of all processes, if they are on one host. Shared memory counts once."""
     own = [row for row in found if row.place == 'memory' and not row.is_shared]
     return sum(row.size * (ranks if row.process == 'trainer' else 1) for row in own)

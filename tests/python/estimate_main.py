@@ -1,0 +1,129 @@
+"""One trainer of test_estimate_memory.py: estimate_main.py KIND CONFIG SERVERS PIDS trains three steps of a model, and prints as JSON what
+estimate() told and what the processes took at their peaks, beyond this one's imports and a pass of torch over a small model. CONFIG: the
+path of a transformers config.json, or '' for a plain model. SERVERS, PIDS: of named servers, or ''. It keeps its files in 'state'."""
+import ctypes
+import gc
+import json
+import os
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ballast
+import ballast.torch as bt
+
+# Arguments of estimate() and of the optimizer. Of the plain model; and what is different for the configuration, which has four times as
+# many parameters.
+KINDS = {
+    'memory': ({'dram': '2GiB'}, {}),
+    'directory': ({'directory': 'state', 'dram': '2GiB', 'nvme': '8GiB'}, {'dram': '6GiB', 'nvme': '16GiB'}),
+    'nvme': ({'directory': 'state', 'dram': '160MiB', 'nvme': '8GiB', 'dtype': torch.bfloat16}, {'dram': '400MiB', 'nvme': '16GiB'}),
+    'shard': ({'dram': '2GiB', 'dtype': torch.bfloat16, 'frozen': 'working'}, {'dram': '4GiB'}),
+    'servers': ({'dram': '1GiB', 'nvme': '8GiB', 'servers': 2, 'moments': 'i8', 'dtype': torch.bfloat16}, {'dram': '2GiB'}),
+}
+VOCABULARY, WIDTH, BLOCKS, ROWS, STEPS = 6000, 768, 6, 4, 3
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, vocabulary=VOCABULARY, width=WIDTH, blocks=BLOCKS):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def of_config(path, dtype):
+    import transformers
+    config = transformers.AutoConfig.from_pretrained(path)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def loss_of(model):
+    out = model(torch.arange(ROWS)[None])
+    return getattr(out, 'logits', out).float().square().mean()
+
+
+def small(dtype, config, sharded):
+    """What the first pass takes for good: code of torch, and of Python that it imports."""
+    model = Net(64, 64, 1).to(dtype)
+    if config:
+        import transformers
+        shape = {**json.loads(pathlib.Path(config).read_text(encoding='utf-8')), 'hidden_size': 64, 'intermediate_size': 64,
+                 'num_hidden_layers': 1, 'vocab_size': 64, 'num_attention_heads': 2, 'num_key_value_heads': 2}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).to(dtype)
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+        model = fully_shard(model)
+    loss_of(model).backward()
+
+
+def status(pid, *names):
+    fields = dict(line.split(':', 1) for line in open(f'/proc/{pid}/status', encoding='ascii'))
+    return [int(fields[name].split()[0]) << 10 for name in names]
+
+
+def children():
+    """Of this process: the private server of several ranks."""
+    return [pid for task in os.listdir('/proc/self/task')
+            for pid in open(f'/proc/self/task/{task}/children', encoding='ascii').read().split()]
+
+
+def main(kind, config, servers, pids):
+    given = {**KINDS[kind][0], **(KINDS[kind][1] if config else {})}
+    dtype, sharded = given.pop('dtype', torch.float32), 'frozen' in given
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: freed memory goes back to the system at once, and a peak counts it once
+    torch.set_num_threads(1)
+    if 'RANK' in os.environ:
+        dist.init_process_group('gloo')
+    small(dtype, config, sharded)
+    gc.collect()
+    pathlib.Path('/proc/self/clear_refs').write_text('5', encoding='ascii')  # the peak begins anew (proc(5))
+    [before] = status('self', 'VmRSS')
+    if config:
+        told, model = ballast.estimate(config, dtype=dtype, ranks=world, **given), of_config(config, dtype)
+    else:
+        with torch.device('meta' if sharded else 'cpu'):
+            model = Net().to(dtype)
+        told = ballast.estimate(model, ranks=world, **given)
+    if sharded:
+        bt.shard(model)
+    known = ('dram', 'nvme', 'servers', 'frozen', 'moments')
+    more = {'servers': servers} if servers else {key: given[key] for key in ('dram', 'nvme') if key in given}
+    more |= {key: value for key, value in given.items() if key not in known}
+    optimizer = bt.AdamW(model.named_parameters(), lr=1e-4, moments=given.get('moments', 'f32'), **more)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    found = [['trainer', status('self', 'VmHWM')[0] - before]]
+    found += [['server', status(pid, 'VmHWM')[0]] for pid in (pids.split(',') if pids else children())]
+    if 'directory' in given:
+        files = [path for path in pathlib.Path(given['directory']).rglob('*') if path.is_file()]
+        found.append(['disk', sum(path.stat().st_blocks for path in files) * 512])
+    print('estimate', json.dumps({'found': found, 'told': {**dict(told.processes), 'disk': told.disk}, 'text': told.text}), flush=True)
+    optimizer.close()
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])
