@@ -21,7 +21,9 @@ KINDS = {
     'memory': ({'dram': '2GiB'}, {}),
     'directory': ({'directory': 'state', 'dram': '2GiB', 'nvme': '8GiB'}, {'dram': '6GiB', 'nvme': '16GiB'}),
     'nvme': ({'directory': 'state', 'dram': '160MiB', 'nvme': '8GiB', 'dtype': torch.bfloat16}, {'dram': '400MiB', 'nvme': '16GiB'}),
+    'ranks': ({'dram': '2GiB', 'dtype': torch.bfloat16}, {'dram': '4GiB'}),
     'shard': ({'dram': '2GiB', 'dtype': torch.bfloat16, 'frozen': 'working'}, {'dram': '4GiB'}),
+    'shard_alone': ({'dram': '2GiB', 'dtype': torch.bfloat16, 'frozen': 'working'}, {'dram': '4GiB'}),
     'servers': ({'dram': '1GiB', 'nvme': '8GiB', 'servers': 2, 'moments': 'i8', 'dtype': torch.bfloat16}, {'dram': '2GiB'}),
 }
 VOCABULARY, WIDTH, BLOCKS, ROWS, STEPS = 6000, 768, 6, 4, 3
@@ -94,6 +96,7 @@ def main(kind, config, servers, pids):
     world = int(os.environ.get('WORLD_SIZE', '1'))
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: freed memory goes back to the system at once, and a peak counts it once
     torch.set_num_threads(1)
+    torch.manual_seed(5)  # ranks begin with the same values
     if 'RANK' in os.environ:
         dist.init_process_group('gloo')
     small(dtype, config, sharded)
@@ -118,9 +121,9 @@ def main(kind, config, servers, pids):
         optimizer.step()
     found = [['trainer', status('self', 'VmHWM')[0] - before]]
     found += [['server', status(pid, 'VmHWM')[0]] for pid in (pids.split(',') if pids else children())]
-    if 'directory' in given:
-        files = [path for path in pathlib.Path(given['directory']).rglob('*') if path.is_file()]
-        found.append(['disk', sum(path.stat().st_blocks for path in files) * 512])
+    folders = [given['directory']] if 'directory' in given else pathlib.Path('servers').iterdir() if servers else []
+    found += [['disk', sum(path.stat().st_blocks for path in pathlib.Path(folder).rglob('*') if path.is_file()) * 512]
+              for folder in folders]
     print('estimate', json.dumps({'found': found, 'told': {**dict(told.processes), 'disk': told.disk}, 'text': told.text}), flush=True)
     optimizer.close()
 

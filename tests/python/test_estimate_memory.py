@@ -17,10 +17,11 @@ CONFIG = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_
 NOISE = 0 if FULL else 8 << 20
 
 
-@pytest.mark.parametrize('kind, ranks', [('memory', 1), ('directory', 1), ('nvme', 1), ('shard', 2), ('servers', 1)])
+@pytest.mark.parametrize('kind, ranks', [('memory', 1), ('directory', 1), ('nvme', 1), ('ranks', 2), ('shard', 2), ('shard_alone', 1),
+                                         ('servers', 1)])
 def test_each_process_takes_what_was_told(kind, ranks, tmp_path):
-    """A server inside the trainer with its jobs in memory, in a durable directory, and mostly on disk; shard() with a private server; and
-    named servers with 8-bit moments. Within 5 %."""
+    """A server inside the trainer with its jobs in memory, in a durable directory, and mostly on disk; two ranks with a private server;
+    shard() on two ranks, and on one; named servers with 8-bit moments. Within 5 %."""
     config = tmp_path / 'config.json'
     if FULL:
         pytest.importorskip('transformers')
@@ -35,7 +36,7 @@ def test_each_process_takes_what_was_told(kind, ranks, tmp_path):
             servers = stack.enter_context(two_state_servers(tmp_path / 'servers', *budgets, dram='2GiB', pids=pids))
         new = NewProcess if FULL else Process
         processes = [new(HERE / 'estimate_main.py', tmp_path, tmp_path / f'{rank}.log', kind, str(config) if FULL else '', servers,
-                         ','.join(map(str, pids)), **({'RANK': str(rank), **group} if kind == 'shard' else {})) for rank in range(ranks)]
+                         ','.join(map(str, pids)), **({'RANK': str(rank), **group} if kind.startswith(('ranks', 'shard')) else {})) for rank in range(ranks)]
         codes = [process.wait() for process in processes]
     said = '\n'.join(process.output for process in processes)
     assert codes == [0] * ranks, said
@@ -44,10 +45,12 @@ def test_each_process_takes_what_was_told(kind, ranks, tmp_path):
         line = next(line for line in process.output.splitlines() if line.startswith('estimate '))
         answer = json.loads(line.removeprefix('estimate '))
         found = [tuple(each) for each in answer['found']]
-        expected = {'servers': ['server'] * 2, 'shard': ['server'] * (rank == 0), 'memory': []}.get(kind, ['disk'])
+        expected = ['server'] * (ranks > 1 and rank == 0) + {'servers': ['server', 'disk'] * 2, 'directory': ['disk'],
+                                                             'nvme': ['disk']}.get(kind, [])
         assert sorted(name for name, _ in found) == sorted(['trainer', *expected])
         if kind == 'servers':  # told is the one with most chunks, and the other has what placement gives it
-            found.remove(min(each for each in found if each[0] == 'server'))
+            for name in ('server', 'disk'):
+                found.remove(min(each for each in found if each[0] == name))
         for name, size in found:
             told = answer['told'][name]
             row = f'{kind}: {name} {rank} took {size >> 20} MiB, told {told >> 20} MiB: {100 * (told / size - 1):+.1f} %'

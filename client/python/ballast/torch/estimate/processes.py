@@ -63,12 +63,20 @@ def rows(told: _native.EstimateReport, model: Model, job: Job) -> list[Row]:
     # The most is taken either while the first values go to the servers, or in a step.
     starting = [*_starting(model, job), own, *_server(told, job, slices, slices.start, _VALUES)]
     stepping = [*(_sharded(model, job) if job.is_sharded else _whole(model, job)), own,
-                *_server(told, job, slices, slices.steps, _IN_FLIGHT)]
+                *_server(told, job, slices, slices.steps, _on_their_way(model, job))]
     found = []
     for process in ('trainer', 'server'):
         moments = [[row for row in rows if row.process == process and row.size > 0] for rows in (starting, stepping)]
         found += max(moments, key=lambda rows: totals(rows, 'memory').get(process, 0))
     return found
+
+
+def _on_their_way(model: Model, job: Job) -> int:
+    """Returns how many bytes a rank sends and gets at one time, in a step."""
+    if not job.is_sharded:
+        return min(_IN_FLIGHT, model.elements * model.width // job.ranks)
+    largest = max(unit.elements for unit in model.units) * model.width // job.ranks
+    return min(_IN_FLIGHT, min(job.prefetch_bytes, 2 * model.elements * model.width // job.ranks) + largest)
 
 
 def _chunks(model: Model, job: Job) -> list[int]:
