@@ -521,7 +521,8 @@ def refused():
         FSDPModule.set_custom_all_gather = kept
     with torch.device('meta'):
         bare = nn.ParameterDict({'lone': nn.Parameter(torch.empty(4, 4))})
-        buffered = nn.BatchNorm1d(4)
+        buffered = nn.Sequential(nn.Linear(4, 4))
+        buffered.register_buffer('scale', torch.ones(4))
     bt.shard(bare)
     lone = ours(bare, name='lone')
     said['no values'] = told(lone.resume)

@@ -35,8 +35,9 @@ def test_each_process_takes_what_was_told(kind, ranks, tmp_path):
             (tmp_path / 'servers').mkdir()
             servers = stack.enter_context(two_state_servers(tmp_path / 'servers', *budgets, dram='2GiB', pids=pids))
         new = NewProcess if FULL else Process
+        several = kind.startswith(('ranks', 'shard'))
         processes = [new(HERE / 'estimate_main.py', tmp_path, tmp_path / f'{rank}.log', kind, str(config) if FULL else '', servers,
-                         ','.join(map(str, pids)), **({'RANK': str(rank), **group} if kind.startswith(('ranks', 'shard')) else {})) for rank in range(ranks)]
+                         ','.join(map(str, pids)), **({'RANK': str(rank), **group} if several else {})) for rank in range(ranks)]
         codes = [process.wait() for process in processes]
     said = '\n'.join(process.output for process in processes)
     assert codes == [0] * ranks, said

@@ -196,7 +196,7 @@ SAYS = {
     'address': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which its address needs",
     'whole': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here",
     'write': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which aten.mul_.Tensor needs",
-    'to': "parameter 'embed.weight' lives on Ballast's servers and has no memory here, which aten._to_copy.default needs",
+    'to': "parameter 'embed.weight' lives on Ballast's servers and has no memory here, which a change to torch.bfloat16 on cpu needs",
     'copy': 'FSDP does not support deepcopy',
     'save': "parameter 'blocks.1.up.weight' lives on Ballast's servers and has no memory here, which a copy needs",
     'clip': "the gradient of parameter 'embed.weight' has gone to Ballast's servers in backward, but aten.linalg_vector_norm",
@@ -213,7 +213,7 @@ SAYS = {
     'version': 'shard() needs torch 2.7 or later, and this is 2.6.0',
     'collectives': 'shard(gather=, reduce=, second=) replaces collectives of FSDP2, which needs torch 2.9 or later',
     'no values': "parameter 'lone' was made on the meta device, and no reset_parameters() of",
-    'buffer': "buffer 'running_mean' is on the meta device",
+    'buffer': "buffer 'scale' is on the meta device",
     'nothing sharded': 'gathered(module): no parameter of this module lives on the servers',
 }
 

@@ -16,12 +16,14 @@ accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 model = ballast.torch.shard(make_model(), backwards=2)
 optimizer = ballast.torch.AdamW(model.named_parameters(), lr=3e-3, max_norm=1.0, directory='accelerate_sharded_state', dram='256MiB',
                                 nvme='1GiB')
-loader = torch.utils.data.DataLoader(make_dataset(), batch_size=8)
+loader = torch.utils.data.DataLoader(make_dataset(320), batch_size=8)
 optimizer, loader = accelerator.prepare(optimizer, loader)  # not the model, which shard() has prepared
+start = 0
 if 'resume' in sys.argv[2:]:
     accelerator.load_state('accelerate_sharded_checkpoint')  # its named state takes the job back to a version, parameters included
+    start = optimizer.optimizer.resume().step // (len(loader) // 2)
 
-for epoch in range(epochs):
+for epoch in range(start, epochs):
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch).loss

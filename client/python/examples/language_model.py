@@ -16,3 +16,11 @@ def make_dataset(size=512, length=32):
     starts = torch.randint(VOCABULARY, (size, 1), generator=torch.Generator().manual_seed(0))
     tokens = (starts + torch.arange(length)) % VOCABULARY
     return [{'input_ids': row, 'labels': row} for row in tokens]
+
+
+def make_tokenizer():
+    """Of numbers, for trainers that want one."""
+    from tokenizers import Tokenizer, models  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token='0'))
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token='0', pad_token='0', eos_token='1')

@@ -6,6 +6,7 @@ Reader reads a job's parameters in another process, while its trainer goes on. s
 those of a mixture of experts that tokens reach.
 """
 
+from ballast.torch import requirements  # noqa: F401  # isort: skip  # before anything that an older torch lacks
 from ballast.torch.activations.stash import stash
 from ballast.torch.export import export_state, import_state
 from ballast.torch.muon import muon_groups
@@ -16,11 +17,15 @@ from ballast.torch.scaler import LossScaler
 from ballast.torch.sharding.experts import split_experts
 from ballast.torch.sharding.gathered import gathered
 from ballast.torch.sharding.routing import reached_experts
+from ballast.torch.sharding.saving import save_weights
 from ballast.torch.sharding.shard import shard
 from ballast.torch.tiled import TiledLinear
 from ballast.torch.universal.loading import load_universal
 from ballast.torch.universal.saving import save_universal
+from ballast.torch.weights.checkpoint import Weights
 
 __all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Arguments', 'Lion', 'LossScaler', 'Muon', 'Reader', 'TiledLinear',
            'export_state', 'gathered', 'import_state', 'load_universal', 'muon_groups', 'reached_experts', 'save_universal', 'shard',
            'split_experts', 'stash']
+__all__ = ['SGD', 'Adagrad', 'Adam', 'AdamW', 'AdamW8bit', 'Arguments', 'Lion', 'LossScaler', 'Reader', 'TiledLinear',
+           'Weights', 'export_state', 'gathered', 'import_state', 'load_universal', 'save_universal', 'save_weights', 'shard', 'stash']

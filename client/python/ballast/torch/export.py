@@ -21,6 +21,7 @@ from ballast.errors import Error
 from ballast.torch.modes import plainly
 from ballast.torch.ranks.together import together
 from ballast.torch.states import checkpoint
+from ballast.torch.weights.shards import sync
 
 if TYPE_CHECKING:
     from ballast.torch.job.job import Job
@@ -63,15 +64,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value
-
-
-def sync(path: str | os.PathLike[str]) -> None:
-    """Returns when the file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class _Shards:

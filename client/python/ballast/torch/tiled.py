@@ -74,6 +74,14 @@ class TiledLinear(nn.Module):
         inputs = x.tensor_split(self.in_tiles, dim=-1)
         return torch.cat([self._rows(inputs, o) for o in range(self.out_tiles)], dim=-1)
 
+    def whole(self) -> dict[str, list[list[torch.Tensor]]]:
+        """Returns what nn.Linear calls weight and bias: by rows of tiles, and each row by columns."""
+        rows = [self._row(o) for o in range(self.out_tiles)]
+        whole: dict[str, list[list[torch.Tensor]]] = {'weight': [[tile.weight for tile in row] for row in rows]}
+        if rows[0][0].bias is not None:
+            whole['bias'] = [[row[0].bias] for row in rows]
+        return whole
+
     def _row(self, o: int) -> list[nn.Linear]:
         """The tiles of the o-th part of the outputs."""
         return [tile for tile in self.tiles[o * self.in_tiles:(o + 1) * self.in_tiles] if isinstance(tile, nn.Linear)]

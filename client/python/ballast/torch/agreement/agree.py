@@ -275,7 +275,7 @@ def check_values(exchange: Exchange, roster: Roster, all_members: Sequence[Membe
     checked = {id(member) for member in members if member.here is not None or not has_values}
 
     def digest(member: Member) -> int:
-        return digest_of(member.initial() if member.here is None else member.parameter)
+        return member.initial_digest()
     differs = _compare(exchange, roster, all_members, lambda member: digest(member) if id(member) in checked else None)
     if differs is not None:
         name, first, other = differs

@@ -31,20 +31,12 @@ def new_tensors(parameters: Parameters, group: Group, trained: Collection[str] =
         unit = unit_of(given) if given is not None else by_size.next(parameter.numel())
         name = parameters.name_of(g, i, parameter)
         known = there.get(id(parameter))
-        if known is not None and known.group != g:
-            raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}, but a job keeps each parameter in its "
-                        'group; make a new job for other groups', 'BAD_SPEC')
-        if known is not None and not known.is_frozen and known.is_assisted != (parameters.state_group(g) is not None):
-            raise Error(f"parameter '{name}' is of {'Muon' if known.is_assisted else 'AdamW'} in the job, and its group says use_muon="
-                        f'{not known.is_assisted}; that cannot change, so make a new job', 'BAD_SPEC')
+        if known is not None:
+            _check_known(parameters, known, g)
         if known is not None or not (name in trained or _wants_state(parameter)) or parameter.numel() == 0:
             continue  # an empty one has nothing to train, and servers have no empty tensors
         check_parameter(name, parameter, group)
-        if name in names:
-            raise Error(f"two parameters are called '{name}', or one took the place of another after the first step. Give the parameters "
-                        'of several models names of their own, and make a new optimizer for new parameters', 'BAD_SPEC')
-        if name.endswith(STATE_SUFFIX) and any(parameters.state_group(k) is not None for k in range(len(parameters.groups))):
-            raise Error(f"parameter '{name}' has a name that ends as those of Muon's momenta do ({STATE_SUFFIX}); rename it", 'BAD_SPEC')
+        _check_name(parameters, name, names)
         names.add(name)
         found.append(_fresh(parameters, group, name, unit, g, parameter, trained))
         found[-1].member.is_master = are_masters
@@ -54,6 +46,25 @@ def new_tensors(parameters: Parameters, group: Group, trained: Collection[str] =
     if found or any(member.moved for member in members):
         shared_memory.refuse([*members, *(member for member, _, _ in found)])
     return found
+
+
+def _check_known(parameters: Parameters, known: Member, g: int) -> None:
+    """Refuses what a job cannot change of a parameter that it has. g: its group now."""
+    if known.group != g:
+        raise Error(f"parameter '{known.name}' has moved from group {known.group} to {g}, but a job keeps each parameter in its "
+                    'group; make a new job for other groups', 'BAD_SPEC')
+    if not known.is_frozen and known.is_assisted != (parameters.state_group(g) is not None):
+        raise Error(f"parameter '{known.name}' is of {'Muon' if known.is_assisted else 'AdamW'} in the job, and its group says use_muon="
+                    f'{not known.is_assisted}; that cannot change, so make a new job', 'BAD_SPEC')
+
+
+def _check_name(parameters: Parameters, name: str, names: Collection[str]) -> None:
+    """names: of other parameters."""
+    if name in names:
+        raise Error(f"two parameters are called '{name}', or one took the place of another after the first step. Give the parameters "
+                    'of several models names of their own, and make a new optimizer for new parameters', 'BAD_SPEC')
+    if name.endswith(STATE_SUFFIX) and any(parameters.state_group(g) is not None for g in range(len(parameters.groups))):
+        raise Error(f"parameter '{name}' has a name that ends as those of Muon's momenta do ({STATE_SUFFIX}); rename it", 'BAD_SPEC')
 
 
 def _wants_state(parameter: torch.Tensor) -> bool:

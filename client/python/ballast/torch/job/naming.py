@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ballast.torch.tensors.members import Member
+from ballast.torch.tensors.remote import part_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -69,7 +70,12 @@ class Names:
         self._places = {key: place for key, place in self._places.items() if key in there}
 
     def of(self, group: dict[str, Any], i: int) -> str | None:
-        """Returns the name of the i-th parameter that `group` has now. None: it has no name."""
+        """Returns the name of the i-th parameter that `group` has now. None: it has no name. One that lives on the servers has at least the
+        name that shard() saw."""
+        name, part = self._given(group, i), part_of(group['params'][i])
+        return part.name if name is None and part is not None else name
+
+    def _given(self, group: dict[str, Any], i: int) -> str | None:
         parameter = group['params'][i]
         named = self._names.get(id(parameter))
         if named is not None and named[0]() is parameter.__dict__.get(_Mark.attribute):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
 
-from ballast.errors import warn
+from ballast.errors import Error, warn
 from ballast.torch.sharding.experts import Split
 from ballast.torch.sharding.unit import Unit
 from ballast.torch.tiled import TiledLinear
@@ -99,3 +99,20 @@ def warn_of_large(units: list[Unit]) -> None:
         warn(f"shard(): unit '{unit.name}' has {size >> 20} of the model's {sum(sizes.values()) >> 20} MiB, and every rank holds a whole "
              f"unit while it computes with it. The largest module in it is '{name}' ({largest >> 20} MiB). Name the modules that are "
              'gathered one at a time: shard(model, units=[*model.layers, ...]). TiledLinear cuts a layer that is large by itself')
+
+
+def check_fit(unit: str, sizes: Mapping[str, int], device: torch.device) -> None:
+    """Refuses a unit that is larger than the card on which it is to be gathered. sizes: bytes of a gather, by parameter."""
+    room = card_bytes(device)
+    needed = 2 * sum(sizes.values())  # FSDP2 copies what it gathers out of the buffer of the collective
+    if room is not None and needed > room:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise Error(f"shard(): a gather of unit '{unit}' takes {needed >> 20} MiB, and {device} has {room >> 20} MiB. The largest "
+                    f"parameter in it is '{largest}' ({sizes[largest] >> 20} MiB). Cut its layer into tiles, as by "
+                    'ballast.torch.TiledLinear.of(layer, out_tiles=8), or name smaller modules, shard(model, units=[...]). '
+                    'MixedPrecisionPolicy(param_dtype=torch.bfloat16) halves gathers of float32', 'BUDGET')
+
+
+def card_bytes(device: torch.device) -> int | None:
+    """Returns the memory of a GPU. None: it is no GPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == 'cuda' else None

@@ -57,7 +57,12 @@ class _Wire:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocates FSDP2's buffers for the unit's collectives. A rank's part of the reduced gradients stays in one until it is pushed."""
         if torch.device(device).type != 'cpu':
-            return torch.empty(*size, dtype=dtype, device=device)
+            try:
+                return torch.empty(*size, dtype=dtype, device=device)
+            except torch.cuda.OutOfMemoryError as error:
+                raise Error(f"a gather or reduction of unit '{self._unit.name}' needs {math.prod(size) * dtype.itemsize >> 20} MiB on "
+                            f'{device}, which are not free. Use smaller units: ballast.torch.TiledLinear for a layer that is large by '
+                            f'itself, shard(model, units=[...]) for others. {error}', 'BUDGET') from error
         with torch.inference_mode(False):
             return self._unit.model.memory.take(math.prod(size), dtype).view(*size)
 

@@ -105,6 +105,7 @@ class _Copies:
                        for leaf, parameter in inner._parameters.items()
                        if parameter is not None and (part := part_of(parameter)) is not None]
         self._leaves = {inner: set(inner._parameters) for inner in module.modules()}
+        self._applies: dict[nn.Module, Any] = {}  # what converts a module outside of the block
         self._before: list[Callable[[], None]] = []
         self._copies: dict[Part, nn.Parameter] = {}
         self._digests: dict[Part, int] = {}
@@ -126,15 +127,15 @@ class _Copies:
             model, unit = self._owners[part]
             inner._parameters[leaf] = model.copies[part] = self._copies[part]
             for wrapped in unit.modules:
-                vars(wrapped)['_apply'] = functools.partial(_refuse_apply, part)  # FSDP2's own takes the copies for parameters
+                self._applies.setdefault(wrapped, vars(wrapped)['_apply'])
+                vars(wrapped)['_apply'] = functools.partial(_refuse_apply, part)
 
     def leave(self) -> None:
         for inner, leaf, part, parameter in self.places:
             inner._parameters[leaf] = parameter
-            model, unit = self._owners[part]
-            model.copies.pop(part, None)
-            for wrapped in unit.modules:
-                vars(wrapped).pop('_apply', None)
+            self._owners[part][0].copies.pop(part, None)
+        for wrapped, its in self._applies.items():
+            vars(wrapped)['_apply'] = its
 
     def carry(self) -> None:
         """Gives each parameter the requires_grad of its copy."""

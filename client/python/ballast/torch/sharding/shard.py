@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,15 +14,18 @@ from ballast.errors import Error
 from ballast.torch.arguments import flag
 from ballast.torch.job.naming import unwrapped
 from ballast.torch.ranks import groups
-from ballast.torch.sharding import blocks
+from ballast.torch.sharding import blocks, conversions
 from ballast.torch.sharding.collectives import Gather, QuantizedReduce, Reduce
 from ballast.torch.sharding.sharded import Sharded, note
 from ballast.torch.sharding.states import States
+from ballast.torch.sharding.streamed import Streamed
 from ballast.torch.sharding.unit import Unit
 from ballast.torch.sharding.wrapped import fsdp_groups, is_wrapped
 from ballast.torch.tensors import placement
 from ballast.torch.tensors.kinds import is_sharded
 from ballast.torch.tensors.remote import Part, Remote, named, part_of
+from ballast.torch.weights import buffers
+from ballast.torch.weights.checkpoint import Weights
 
 if TYPE_CHECKING:
     # Which torch has since 2.9, so that ours are no subclasses.
@@ -36,8 +40,8 @@ _PREFETCH_BYTES = 256 << 20
 
 def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None = None, mp_policy: Any = None, *,
           reshard_after_forward: bool | None = None, prefetch_bytes: int = _PREFETCH_BYTES, push_early: bool = True, backwards: int = 1,
-          seed: int = 0, gather: str | None = None, reduce: str | None = None, second: Any = None, frozen: str = 'working',
-          offload_policy: None = None) -> nn.Module:
+          seed: int = 0, weights: str | os.PathLike[str] | Weights | None = None, gather: str | None = None, reduce: str | None = None,
+          second: Any = None, frozen: str = 'working', offload_policy: None = None) -> nn.Module:
     """Moves the parameters of `model` to the state servers. FSDP2's gathers pull this rank's parts of a unit just before it is used, and
     backward sends gradients to the servers. Returns `model`.
 
@@ -58,6 +62,10 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     prefetch_bytes: memory of the host for pulls ahead of use. There is always room for one unit.
     push_early: backward takes gradients out of the trainer, so nobody else can read or clip them. max_norm of the optimizer clips them.
     backwards: how many backward passes with gradient sync make a step.
+    weights: a checkpoint of safetensors for a new job: a folder, an index, one file, or a ballast.torch.Weights where names need help. All
+        headers are checked here. Values go to the servers one tensor after another when the job opens, and each rank reads its own parts.
+        Names are the model's, or such that transformers renames to them. Persistent buffers come from it, too, at each start. Buffers that
+        are on the meta device and not in it are made again as their module makes them.
     gather, reduce: 'q8' moves parameters (ZeRO++'s qwZ) or gradients (qgZ) between ranks as 8-bit integers, with a scale for each 64 of
         them: 1/3.8 of the bytes of float32. A parameter that a pass computes with is off by at most 1/254 of the largest magnitude among
         its 64, plus the rounding to the dtype of gathers. A gradient is off by the mean of that over ranks. Masters on the servers stay
@@ -75,9 +83,11 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     before, except that fully_shard may have wrapped it. In passes on CPUs: RANK_MISSING if ranks do not come to a gather within the
     optimizer's step_timeout."""
     _check(model, offload_policy, reshard_after_forward, prefetch_bytes, backwards)
+    streamed = None if weights is None else Streamed(model, weights)
     _check_collectives(gather, reduce, second)
     if frozen not in ('working', 'q8', 'state'):
         raise Error(f"shard(frozen={frozen!r}): expected 'working', 'q8' or 'state'", 'BAD_CONFIG')
+    _give_buffers(model, [] if streamed is None else streamed.buffers)
     if any(is_wrapped(module) for module in model.modules()):
         given = {'mesh': mesh, 'units': units, 'mp_policy': mp_policy, 'reshard_after_forward': reshard_after_forward}
         extra = [name for name, value in given.items() if value is not None]
@@ -91,6 +101,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     how = {'gather': gather, 'reduce': reduce, 'second': second and f'{len(second.mesh)} ranks'}
     sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed, '' if frozen == 'state' else frozen,
                       ''.join(f', {name}={value}' for name, value in how.items() if value is not None))
+    sharded.values.streamed = streamed
     for wrapped, unit in _replace(model, sharded, getattr(mp_policy, 'param_dtype', None)).items():
         if hasattr(wrapped, 'set_custom_all_gather') and not _has_own_meshes(wrapped):
             unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
@@ -100,6 +111,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     if is_chosen:
         blocks.warn_of_large(sharded.units)
     States(model, sharded)
+    conversions.watch(model)
     sharded.watch(model)
     sharded.number = groups.world().count(('model', *sorted(sharded.holders)))
     note(model, sharded)
@@ -122,12 +134,24 @@ def _check(model: nn.Module, offload_policy: Any, reshard_after_forward: Any, pr
             raise Error(f'shard({name}={value!r}): expected an integer of at least 1', 'BAD_CONFIG')
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise Error('shard() needs torch.distributed, for a single rank too; call init_process_group() before it', 'BAD_REQUEST')
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise Error(f"buffer '{name}' is on the meta device, and no server keeps buffers; give it values before shard()", 'BAD_SPEC')
     for name, parameter in model.named_parameters():
         if part_of(parameter) is not None:
             raise Error(f"parameter '{name}' already lives on the servers, since shard() was called before; call it once", 'BAD_REQUEST')
+
+
+def _give_buffers(model: nn.Module, read: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
+    """Gives buffers values that were read, and makes those again that are still on the meta device. An error changes none."""
+    names = {module: path for path, module in model.named_modules()}
+    given = {f'{names[module]}.{leaf}' if names[module] else leaf: values for module, leaf, values in read}
+    made = buffers.made_again(model, given)
+    first = next((parameter for parameter in model.parameters() if is_sharded(parameter)), None)
+    device = torch.device('cpu' if first is None else first.device_mesh.device_type)  # fully_shard, if still to come, moves buffers itself
+    for module, leaf, values in (*read, *((module, leaf, values) for (module, leaf), values in made.items())):
+        buffer = module._buffers[leaf]
+        if buffer is None or buffer.is_meta:
+            module._buffers[leaf] = values.to(device)
+        else:
+            buffer.copy_(values)
 
 
 def _check_collectives(gather: Any, reduce: Any, second: Any) -> None:
@@ -146,12 +170,18 @@ def _check_collectives(gather: Any, reduce: Any, second: Any) -> None:
 def _check_wrapped(model: nn.Module, gather: Any, reduce: Any, second: Any) -> None:
     """Refuses a model, before anything changes, if fully_shard or the caller has set it up in a way that shard() cannot use."""
     compresses = gather is not None or reduce is not None
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         if not is_wrapped(module):
             continue
         first = next((own for own, _ in module.named_parameters(name)), name)
+        sizes: dict[torch.device, dict[str, int]] = {}
         for parameter, known in _fsdp_params(module):
             _check_known(first, parameter, known, compresses, second)
+            width = (known.mp_policy.param_dtype or parameter.dtype).itemsize
+            sizes.setdefault(_device_of(parameter), {})[names[parameter]] = parameter.numel() * width
+        for device, those in sizes.items():
+            blocks.check_fit(name or '(root)', those, device)
         if (compresses or second is not None) and _has_own_meshes(module):
             raise Error(f"shard(gather=, reduce=, second=): parameters gathered with '{first}' are over several meshes; expected one mesh",
                         'UNSUPPORTED')
@@ -235,7 +265,8 @@ def _replace(model: nn.Module, sharded: Sharded, dtype: torch.dtype | None) -> d
         sharded.places[part], known_of[part] = there, its
         if not parameter.is_meta and is_sharded(parameter):
             local = parameter.to_local().detach()
-            sharded.values.give(part, local.cpu().clone(memory_format=torch.contiguous_format))
+            if sharded.values.streamed is None or not sharded.values.streamed.has(part):
+                sharded.values.give(part, local.cpu().clone(memory_format=torch.contiguous_format))
             local.untyped_storage().resize_(0)  # FSDP2 holds it until its first forward pass, and asks no Remote where it lies then
         for inner, _, own in there:
             setattr(inner, own, made)
@@ -260,13 +291,16 @@ def _remote(name: str, parameter: torch.Tensor, padded: torch.Size | None, dtype
     placement.check(name, parameter, key, rank)
     box = placement.box(key, tuple(parameter.shape), rank)
     part = Part(name, parameter.shape, box, padded, dtype or parameter.dtype, key[0])
-    device = torch.device(parameter.device_mesh.device_type) if parameter.is_meta else parameter.device
-    if device.type == 'cuda':
-        device = torch.device('cuda', torch.cuda.current_device())
-    memory = Remote(part, parameter.to_local().shape, parameter.dtype, device)
+    memory = Remote(part, parameter.to_local().shape, parameter.dtype, _device_of(parameter))
     made = DTensor.from_local(memory, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
                               stride=parameter.stride())
     return part, named(nn.Parameter(made, requires_grad=parameter.requires_grad))
+
+
+def _device_of(parameter: torch.Tensor) -> torch.device:
+    """Returns where a sharded parameter is gathered."""
+    device = torch.device(parameter.device_mesh.device_type) if parameter.is_meta and is_sharded(parameter) else parameter.device
+    return torch.device('cuda', torch.cuda.current_device()) if device.type == 'cuda' else device
 
 
 def _fsdp_params(module: Wrapped) -> Iterator[tuple[torch.Tensor, Any]]:

@@ -229,11 +229,12 @@ class Sharded(Model, Feature):
     def stats(self) -> dict[str, float]:
         """Returns totals. unit_pulls and unit_pull_bytes: pulls and their bytes on this rank. unit_pulls_late: gathers whose pull had not
         begun. unit_pull_wait_seconds: how long gathers waited. unit_push_bytes: gradients of this rank in steps, which are of those
-        parameters that servers update; replicas share them. gather_bytes, node_bytes, reduce_bytes: what this rank received from others
-        in gathers, in gathers within the node, and in 8-bit reductions."""
+        parameters that servers update; replicas share them. weights_bytes: what this rank read for shard(weights=). gather_bytes,
+        node_bytes, reduce_bytes: what this rank received from others in gathers, in gathers within the node, and in 8-bit reductions."""
         pulls = self.pulls
         return {**self.wire, 'unit_pulls': pulls.count, 'unit_pull_bytes': pulls.bytes, 'unit_pulls_late': pulls.waits,
-                'unit_pull_wait_seconds': pulls.wait_seconds, 'unit_push_bytes': self._pushed}
+                'unit_pull_wait_seconds': pulls.wait_seconds, 'unit_push_bytes': self._pushed,
+                'weights_bytes': 0 if self.values.streamed is None else self.values.streamed.bytes}
 
 
 def adopt(job: Job, names: Sequence[str | None], parameters: Sequence[torch.Tensor]) -> None:

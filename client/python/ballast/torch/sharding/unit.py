@@ -56,6 +56,9 @@ class Unit:
     def initial(self, part: Part) -> torch.Tensor:
         return self.model.values.of(part, self.parts)
 
+    def initial_digest(self, part: Part) -> int:
+        return self.model.values.digest(part, self.parts)
+
     def wants_gradient(self, part: Part) -> bool:
         return self.model.parameters[part].requires_grad
 

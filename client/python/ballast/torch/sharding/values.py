@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ballast.errors import Error
+from ballast.torch.sharding.streamed import Streamed
+from ballast.torch.tensors.kinds import digest_of
 from ballast.torch.tensors.remote import Part
 
 # A module's own way to make its values; torch.nn.MultiheadAttention has the second name.
@@ -17,13 +19,14 @@ _RESETS = ('reset_parameters', '_reset_parameters')
 
 
 class Values:
-    """A model's first values. They are those that it had before shard(). If it was made on the meta device, they come from each module's
-    reset_parameters(), under a seed from the parameter's name, so they depend neither on the number of ranks nor on the order of
-    modules."""
+    """A model's first values. They are those that it had before shard(), or a checkpoint's. If it was made on the meta device, without a
+    checkpoint, they come from each module's reset_parameters(), under a seed from the parameter's name, so they depend neither on the
+    number of ranks nor on the order of modules."""
 
     def __init__(self, seed: int, places: Mapping[Part, list[tuple[nn.Module, str, str]]]) -> None:
         """places: of each parameter: its module, the module's name, and the parameter's name in it."""
         self._seed, self._places = seed, places
+        self.streamed: Streamed | None = None
         self._given: dict[Part, torch.Tensor] = {}
         self._gone: set[Part] = set()  # those that were given, and freed
         self._made: dict[Part, torch.Tensor] = {}  # of one unit
@@ -42,6 +45,8 @@ class Values:
         """Returns values of the part, on the host. unit: the parts that are made with it, in memory for whole parameters."""
         if part in self._given:
             return self._given[part]
+        if self.streamed is not None and self.streamed.has(part):
+            return self.streamed.read(part)
         if part in self._gone:
             raise Error(f"parameter '{part.name}' has its values on the servers of an earlier job, and a new job cannot begin with them. "
                         "Continue that job with resume='auto', or make the model again", 'BAD_REQUEST')
@@ -49,6 +54,12 @@ class Values:
             self._made = {}
             self._make(unit)
         return self._made[part]
+
+    def digest(self, part: Part, unit: Iterable[Part]) -> int:
+        """Returns what ranks that have the same part have alike. unit: as for of()."""
+        if part not in self._given and self.streamed is not None and self.streamed.has(part):
+            return self.streamed.digest(part)
+        return digest_of(self.of(part, unit))
 
     def _make(self, parts: Iterable[Part]) -> None:
         parts = [part for part in parts if part not in self._given]
@@ -63,7 +74,8 @@ class Values:
                 if bool(parameter.isnan().any()):
                     kind = type(self._places[part][0][0]).__name__
                     raise Error(f"parameter '{part.name}' was made on the meta device, and no reset_parameters() of {kind} gives it "
-                                'values; add one, or make the model with its values before shard()', 'UNSUPPORTED')
+                                'values; add one, give shard(weights=) a checkpoint, or make the model with its values before shard()',
+                                'UNSUPPORTED')
                 self._made[part] = part.of(parameter)
 
     def _modules(self, parts: list[Part]) -> list[tuple[nn.Module, str]]:

@@ -70,6 +70,10 @@ class Member:
         """Returns this rank's part of the values that a new job begins with, if the parameter has no memory."""
         raise NotImplementedError
 
+    def initial_digest(self) -> int:
+        """Returns what the first values of all ranks that have the same part must have alike."""
+        return self.digest_now()
+
     @property
     def moved(self) -> bool:
         """The parameter is in other memory now."""
@@ -107,6 +111,9 @@ class RemoteMember(ApartMember):
     def initial(self) -> torch.Tensor:
         return self._part.home.initial(self._part)
 
+    def initial_digest(self) -> int:
+        return self._part.home.initial_digest(self._part)
+
 
 class StateMember(ApartMember):
     """State of an optimizer that the trainer assists, such as Muon's momentum, of the elements that this rank has of a parameter."""
@@ -117,6 +124,9 @@ class StateMember(ApartMember):
         line = of.line._replace(name=name, what=f'the state of {of.line.what}', tied=False)
         super().__init__(line, of.group, torch.empty(of.shape, dtype=of.parameter.dtype, device='meta'))
         self.of = of
+
+    def initial_digest(self) -> int:
+        return 0
 
     def initial(self) -> torch.Tensor:
         return torch.zeros(self.shape, dtype=self.parameter.dtype, device='cpu')
@@ -182,7 +192,9 @@ def check_parameter(name: str, parameter: torch.Tensor, group: Group) -> None:
         raise Error(f"parameter '{name}' was made within torch.inference_mode(), where no version counter tells of edits; make the model "
                     'outside, or give a clone of the parameter', 'UNSUPPORTED')
     if parameter.device.type not in ('cpu', 'cuda'):
-        raise Error(f"parameter '{name}' is on {parameter.device}; expected the CPU, or a GPU that torch calls cuda", 'UNSUPPORTED')
+        raise Error(f"parameter '{name}' is on {parameter.device}; expected the CPU, or a GPU that torch calls cuda." + (
+            " On the meta device it has no values: ballast.torch.shard(model, weights='folder') streams them from a checkpoint to the "
+            'servers, or give the model values before the optimizer' if parameter.is_meta else ''), 'UNSUPPORTED')
 
 
 def warn_of_others(members: Sequence[Member], group: Group) -> None:

@@ -29,6 +29,9 @@ class Home(Protocol):
     def initial(self, part: Part) -> torch.Tensor:
         """Returns the values that a new job starts with."""
 
+    def initial_digest(self, part: Part) -> int:
+        """Returns what the values of all ranks that have this part must have alike."""
+
     def take(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
         """Returns the part for the gather that is beginning."""
 
@@ -44,7 +47,7 @@ class Part:
         may have more rows. gathered: the dtype of gathers. ranks: all ranks that have parts of the parameter."""
         self.name, self.shape, self.gathered, self.ranks = name, torch.Size(shape), gathered, frozenset(ranks)
         self.padded = torch.Size(padded)
-        self._box = tuple(slice(begin, end) for begin, end in box)
+        self.box = tuple(box)
         self.elements = math.prod(end - begin for begin, end in box)
         self._home: Home | None = None
         self.requires_grad = True  # of the parameter, at its last gather
@@ -63,7 +66,7 @@ class Part:
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns this part of the whole parameter, contiguous, in memory of its own."""
-        return whole.detach()[self._box].clone(memory_format=torch.contiguous_format)
+        return whole.detach()[tuple(slice(begin, end) for begin, end in self.box)].clone(memory_format=torch.contiguous_format)
 
     def refuse(self, operation: str) -> Error:
         return Error(f"parameter '{self.name}' lives on Ballast's servers and has no memory here, which {operation} needs. Read it within "

@@ -15,7 +15,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.agreement.agree import check_values
-from ballast.torch.export import Progress, sync
+from ballast.torch.export import Progress
 from ballast.torch.job import edits
 from ballast.torch.job.moments import MASTER, Array, read_array
 from ballast.torch.modes import plainly
@@ -24,6 +24,7 @@ from ballast.torch.tensors import marks
 from ballast.torch.tensors.kinds import is_sharded, on_host
 from ballast.torch.universal import layout
 from ballast.torch.universal.loading import names_of
+from ballast.torch.weights.shards import sync
 
 if TYPE_CHECKING:
     from ballast.torch.job.job import Job
