@@ -122,8 +122,7 @@ absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
         continue;
       }
       // Who freezes a tensor, or thaws it, hears of that.
-      const bool trained =
-          tensor.frozen() == v1::FROZEN_UNSPECIFIED && it->second->frozen() == v1::FROZEN_UNSPECIFIED;
+      const bool trained = tensor.frozen() == v1::FROZEN_UNSPECIFIED && it->second->frozen() == v1::FROZEN_UNSPECIFIED;
       if (trained && tensor.assist() != it->second->assist()) {
         return BadSpec(absl::StrCat("tensor '", tensor.name(), "' is ", Who(it->second->assist()),
                                     " in the job, and is to be ", Who(tensor.assist()),
