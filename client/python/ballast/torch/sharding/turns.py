@@ -50,4 +50,5 @@ class Turns:
 
 def _refused(what: str, unit: Unit) -> Error:
     return Error(f'a forward pass {what}. {unit.ranks} ranks gather each expert together, and tokens of other ranks may reach others: call '
-                 'those, and only those, that ballast.torch.reached_experts(experts, tokens) returns, in its order; or all', 'RANKS_DIFFER')
+                 'those, and only those, that ballast.torch.reached_experts(experts, tokens) returns, in its order; or all. '
+                 'A model that only runs forward may gather them with their block instead: shard(units=[*model.layers])', 'RANKS_DIFFER')
