@@ -90,31 +90,46 @@ def children():
             for pid in open(f'/proc/self/task/{task}/children', encoding='ascii').read().split()]
 
 
-def main(kind, config, servers, pids):
+def start(kind, config):
+    """Arguments, dtype, and the memory that this process has before anything else."""
     given = {**KINDS[kind][0], **(KINDS[kind][1] if config else {})}
-    dtype, sharded = given.pop('dtype', torch.float32), 'frozen' in given
-    world = int(os.environ.get('WORLD_SIZE', '1'))
+    dtype = given.pop('dtype', torch.float32)
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: freed memory goes back to the system at once, and a peak counts it once
     torch.set_num_threads(1)
     torch.manual_seed(5)  # ranks begin with the same values
     if 'RANK' in os.environ:
         dist.init_process_group('gloo')
-    small(dtype, config, sharded)
+    small(dtype, config, 'frozen' in given)
     gc.collect()
     pathlib.Path('/proc/self/clear_refs').write_text('5', encoding='ascii')  # the peak begins anew (proc(5))
-    [before] = status('self', 'VmRSS')
+    return given, dtype, status('self', 'VmRSS')[0]
+
+
+def estimated(given, dtype, config):
+    ranks = int(os.environ.get('WORLD_SIZE', '1'))
     if config:
-        told, model = ballast.estimate(config, dtype=dtype, ranks=world, **given), of_config(config, dtype)
-    else:
-        with torch.device('meta' if sharded else 'cpu'):
-            model = Net().to(dtype)
-        told = ballast.estimate(model, ranks=world, **given)
-    if sharded:
+        return ballast.estimate(config, dtype=dtype, ranks=ranks, **given), of_config(config, dtype)
+    with torch.device('meta' if 'frozen' in given else 'cpu'):
+        model = Net().to(dtype)
+    return ballast.estimate(model, ranks=ranks, **given), model
+
+
+def optimizer_of(model, given, servers):
+    keys = ('moments',) if servers else ('moments', 'directory', 'dram', 'nvme')
+    given = {**{key: given[key] for key in keys if key in given}, **({'servers': servers} if servers else {})}
+    return bt.AdamW(model.named_parameters(), lr=1e-4, **given)
+
+
+def on_disk(folder):
+    return sum(path.stat().st_blocks for path in pathlib.Path(folder).rglob('*') if path.is_file()) * 512
+
+
+def main(kind, config, servers, pids):
+    given, dtype, before = start(kind, config)
+    told, model = estimated(given, dtype, config)
+    if 'frozen' in given:
         bt.shard(model)
-    known = ('dram', 'nvme', 'servers', 'frozen', 'moments')
-    more = {'servers': servers} if servers else {key: given[key] for key in ('dram', 'nvme') if key in given}
-    more |= {key: value for key, value in given.items() if key not in known}
-    optimizer = bt.AdamW(model.named_parameters(), lr=1e-4, moments=given.get('moments', 'f32'), **more)
+    optimizer = optimizer_of(model, given, servers)
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss_of(model).backward()
@@ -122,8 +137,7 @@ def main(kind, config, servers, pids):
     found = [['trainer', status('self', 'VmHWM')[0] - before]]
     found += [['server', status(pid, 'VmHWM')[0]] for pid in (pids.split(',') if pids else children())]
     folders = [given['directory']] if 'directory' in given else pathlib.Path('servers').iterdir() if servers else []
-    found += [['disk', sum(path.stat().st_blocks for path in pathlib.Path(folder).rglob('*') if path.is_file()) * 512]
-              for folder in folders]
+    found += [['disk', on_disk(folder)] for folder in folders]
     print('estimate', json.dumps({'found': found, 'told': {**dict(told.processes), 'disk': told.disk}, 'text': told.text}), flush=True)
     optimizer.close()
 
