@@ -47,15 +47,18 @@ def test_paths_folders_and_objects_tell_the_same(tmp_path):
 @pytest.mark.parametrize('given, expected', [
     ({'card': '80GiB', 'dram': '200GiB'}, "optimizer = ballast.torch.AdamW(model.named_parameters(), lr=1e-4, dram='200GiB')"),
     ({'card': '80GiB', 'dram': '64GiB'}, "optimizer = ballast.torch.AdamW8bit(model.named_parameters(), lr=1e-4, dram='64GiB')"),
-    ({'card': '24GiB', 'dram': '64GiB', 'nvme': '1TB'}, "model = ballast.torch.shard(model)\noptimizer = ballast.torch.AdamW("
-     "model.named_parameters(), lr=1e-4, directory='state', dram='64GiB', nvme='1TB')"),
-    ({'card': '24GiB', 'dram': '64GiB', 'nvme': '100GB'}, "model = ballast.torch.shard(model)\noptimizer = ballast.torch.AdamW("
-     "model.named_parameters(), lr=1e-4, directory='state', dram='64GiB', nvme='100GB', durability='none')"),
+    ({'card': '24GiB', 'dram': '64GiB', 'nvme': '1TB'}, "model = ballast.torch.shard(model, weights='.')\n"
+     "optimizer = ballast.torch.AdamW(model.named_parameters(), lr=1e-4, directory='state', dram='64GiB', nvme='1TB')"),
+    ({'card': '24GiB', 'dram': '64GiB', 'nvme': '100GB'}, "model = ballast.torch.shard(model, weights='.')\n"
+     "optimizer = ballast.torch.AdamW(model.named_parameters(), lr=1e-4, directory='state', dram='64GiB', nvme='100GB', "
+     "durability='none')"),
     ({'dram': '64GiB', 'nvme': '1TB', 'servers': 2, 'optimizer': 'lion'},
      "optimizer = ballast.torch.Lion(model.named_parameters(), lr=1e-4, servers='host1:7070,host2:7070')"),
 ])
-def test_the_call_is_the_least_change_that_fits(given, expected, tmp_path):
-    told = ballast.estimate(write(tmp_path, LLAMA), **given)
+def test_the_call_is_the_least_change_that_fits(given, expected, tmp_path, monkeypatch):
+    write(tmp_path, LLAMA)
+    monkeypatch.chdir(tmp_path)
+    told = ballast.estimate('config.json', **given)
     assert told.fits and told.call == expected, told.text
     assert all(f'    {line}' in told.text for line in told.call.splitlines())
 
@@ -68,7 +71,10 @@ def test_the_call_runs(tmp_path):
     script = f'''
 import torch, torch.distributed as dist, transformers, ballast.torch
 dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained({str(tmp_path)!r}))
+config = transformers.AutoConfig.from_pretrained({str(tmp_path)!r})
+transformers.AutoModelForCausalLM.from_config(config).save_pretrained({str(tmp_path)!r})
+with torch.device('meta'):
+    model = transformers.AutoModelForCausalLM.from_config(config)
 {told.call}
 model(torch.arange(4)[None]).logits.square().mean().backward()
 optimizer.step()
@@ -95,8 +101,11 @@ def test_bytes_of_each_process_add_up(tmp_path):
     processes = dict(told.processes)
     shared = sum(row.size for row in told.rows if row.is_shared)
     assert told.host == 2 * processes['trainer'] + processes['server'] - shared
-    # A transformers model has no values for the meta device, so each rank begins with all of them.
-    assert processes['trainer'] > 2 * PARAMETERS
+    # An object does not tell where its weights are, and transformers' models cannot make them on the meta device, so each rank begins with
+    # all of them.
+    assert processes['trainer'] < 2 * PARAMETERS
+    told = ballast.estimate(transformers.LlamaConfig(**{**LLAMA, 'dtype': 'bfloat16'}), card='24GiB', dram='300GiB', ranks=2)
+    assert dict(told.processes)['trainer'] > 2 * PARAMETERS
 
 
 @pytest.mark.parametrize('given, expected', [

@@ -110,7 +110,7 @@ def lines(asked: Mapping[str, Any], way: Way) -> str:
     """Returns the Python that makes the job. asked: arguments of estimate()."""
     made = _cutting(way.tiles) if way.tiles else []
     if way.is_sharded:
-        arguments = {'prefetch_bytes': 256 << 20, 'frozen': 'working'}
+        arguments = {'weights': None, 'prefetch_bytes': 256 << 20, 'frozen': 'working'}
         made.append(f'model = ballast.torch.shard({", ".join(["model", *_given(asked, arguments)])})')
     return '\n'.join([*made, _optimizer(asked)])
 
@@ -152,6 +152,9 @@ def shown(lines: str, asked: Mapping[str, Any], way: Way) -> str:
     if servers:
         nvme = '' if asked['nvme'] is None else f' --budget.nvme {asked["nvme"]}'
         start = f'Start each server as: ballastd --budget.dram {asked["dram"]}{nvme} --data_directory DIRECTORY --listen HOST:7070\n'
+    if way.is_sharded and asked['weights'] is not None:
+        start += ('Make the model within torch.device(\'meta\'): shard() reads its weights, tensor by tensor, from safetensors in this '
+                  'folder.\n')
     if ranks > 1 or way.is_sharded:
         start += ('Start the script by torchrun, and call torch.distributed.init_process_group() first: '
                   f'torchrun --nproc-per-node {ranks} SCRIPT\n')

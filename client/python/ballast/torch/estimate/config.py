@@ -29,6 +29,13 @@ def is_config(source: object) -> bool:
     return isinstance(source, (str, os.PathLike)) or (hasattr(source, 'model_type') and hasattr(source, 'to_dict'))
 
 
+def folder_of(source: object) -> str | None:
+    """Returns the folder of a configuration's file, where its weights would be. None: the source is no path."""
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    return os.path.dirname(_path(source)) or '.'
+
+
 def model_of(source: Any, dtype: torch.dtype | str | None = None) -> torch.nn.Module:
     """Returns the model on the device 'meta', in `dtype`. None: in that of the configuration, or else float32.
 

@@ -61,6 +61,7 @@ class _Asked(NamedTuple):
     frozen: str | None
     prefetch_bytes: int
     card: int | None
+    weights: str | None  # the folder of a configuration, from which shard() reads its weights
 
 
 def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *,
@@ -91,7 +92,8 @@ def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *
     """
     directory = None if directory is None else os.fspath(directory)
     asked = _Asked(optimizer, moments or 'f32', master, ranks, servers, dram, nvme, directory, threads or place.processors(), durability,
-                   pin_interval, chunk_elements, profile, amsgrad, momentum, frozen, prefetch_bytes, place.parse_bytes('card', card))
+                   pin_interval, chunk_elements, profile, amsgrad, momentum, frozen, prefetch_bytes, place.parse_bytes('card', card),
+                   config.folder_of(params))
     _check(asked)
     if config.is_config(params):
         return _chosen(config.model_of(params, dtype), asked, moments is None)
@@ -114,9 +116,10 @@ def _chosen(source: Any, asked: _Asked, may_choose_moments: bool) -> Estimate:
     """Chooses the first call that fits."""
     model = look(source, asked.frozen)
     way = call.way(model, asked.ranks, asked.card, asked.frozen is not None)
-    if way.is_sharded and asked.frozen is None:
-        asked = asked._replace(frozen='working')
-        model = look(source, 'working')
+    if way.is_sharded:
+        asked = asked._replace(frozen=asked.frozen or 'working')
+        model = look(source, asked.frozen)
+        model = model._replace(needs_values=model.needs_values and asked.weights is None)
     if asked.nvme is not None and asked.directory is None and asked.servers == 0:
         asked = asked._replace(directory='state')
     tried = []
