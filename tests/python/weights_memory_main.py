@@ -61,7 +61,7 @@ def main():
     model.blocks[:int(os.environ.get('WEIGHTS_FROZEN', '0'))].requires_grad_(False)
     with peak(what, start):
         bt.shard(model, weights=checkpoint, prefetch_bytes=16 << 20)
-        optimizer = bt.SGD(model.named_parameters(), lr=1e-2, servers=servers, name='job', durability='none', step_timeout=600.0,
+        optimizer = bt.SGD(model.named_parameters(), lr=1e-5, servers=servers, name='job', durability='none', step_timeout=600.0,
                              resume='must' if what == 'resume' else 'never')
         begun = optimizer.resume().step
     read_then = from_disk()
