@@ -68,3 +68,10 @@ def test_killed_and_resumed_as_torch(name, tmp_path):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / SAVED[name])
         tokens = torch.arange(100, 132)[None]
         assert model(input_ids=tokens, labels=tokens).loss.item() < expected[:, 0].mean() - 0.1
+
+
+@pytest.mark.parametrize('name', [*CASES, 'ray_train', 'sharded_trainer', 'language_model'])
+def test_short_and_by_public_names_alone(name):
+    text = (EXAMPLES / f'{name}.py').read_text(encoding='utf-8')
+    assert len(text.splitlines()) <= 40
+    assert not re.findall(r'\._[a-z]\w*|def _[a-z]\w*', text)
