@@ -133,7 +133,8 @@ TEST(ArenaTest, PagesOf64KiBKeepTheNeighbours) {
   ASSERT_TRUE(arena.ok()) << arena.status();
   const absl::Span<std::byte> bytes = arena->bytes();
   std::memset(bytes.data(), 7, bytes.size());
-  arena->Discard(bytes.subspan(kPage, kPage));  // less than a page
+  arena->Discard(bytes.subspan(kPage, kPage));  // less than a page, in its middle and at its start
+  arena->Discard(bytes.subspan(4 * kLargePage, kPage));
   const uint64_t begin = kLargePage - kPage, end = 3 * kLargePage + kPage;
   arena->Discard(bytes.subspan(begin, end - begin));
   for (uint64_t i = 0; i < bytes.size(); i += kPage / 2) {
