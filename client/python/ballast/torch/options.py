@@ -92,7 +92,8 @@ class Shared(TypedDict, total=False):
 
 class Arguments(Shared, total=False):
     moments: Annotated[Literal['f32', 'bf16', 'i8', 'f8'], About(
-        'f32', "the format of moments on servers: `'f32'`, `'bf16'` (stochastically rounded), `'i8'` (as `AdamW8bit`), `'f8'`")]
+        'f32', "the format of moments on servers: `'f32'`, `'bf16'` (stochastically rounded), `'i8'` (as `AdamW8bit`), `'f8'`. Muon's "
+        'momentum is always fp32')]
 
 
 def complete(optimizer: str, given: Mapping[str, Any]) -> dict[str, Any]:
