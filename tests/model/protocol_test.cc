@@ -102,7 +102,7 @@ TEST(SpecDigestTest, EveryFieldOfTheSpecMovesIt) {
     ++fields;
     EXPECT_TRUE(digests.insert(SpecDigest(spec)).second) << name;
   });
-  EXPECT_EQ(fields, 15 + 2 + 9) << "JobSpec, Registration, TensorSpec";
+  EXPECT_EQ(fields, 15 + 2 + 10) << "JobSpec, Registration, TensorSpec";
   EXPECT_TRUE(digests.contains(SpecDigest(spec))) << "the spec is back, and so is its digest";
 }
 
