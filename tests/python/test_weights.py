@@ -263,7 +263,16 @@ class Lost(Frequencies):
         super().__init__(size)
 
 
+class Forgetful(Frequencies):
+    """Its argument has a default, which it may not have been given."""
+
+    def __init__(self, width, scale=1.0):
+        super().__init__(width)
+        self.inverse *= scale
+
+
 @pytest.mark.parametrize('make,why', [(lambda: Doubled(6), "made again it has another attribute 'base'"),
+                                      (lambda: Forgetful(6, 3.0), "its argument 'scale' is no attribute"),
                                       (lambda: Lost(6), "its argument 'size' is no attribute")])
 def test_buffers_that_nothing_makes_again(make, why):
     model = on_meta(lambda: nn.Sequential(nn.Linear(6, 6), make()))
@@ -337,6 +346,8 @@ def test_adapters_over_a_base(job, tmp_path):
     assert model(**batch()).loss.item() == llama()(**batch()).loss.item()
     losses = train(model, optimizer, 5)
     assert losses[-1] < losses[0]
+    with pytest.raises(ballast.Error, match='adapters of peft.*within ballast.torch.gathered'):
+        bt.save_weights(model, tmp_path / 'out')
     optimizer.close()
 
 
@@ -537,6 +548,29 @@ def test_a_conversion_that_changes_nothing_passes(tmp_path):
     nn.ModuleList([model]).to(device='cpu', dtype=torch.float32)
     with pytest.raises(ballast.Error, match="parameter '.*' lives on Ballast's servers .* a change to torch.float16 on cpu"):
         model.half()
+    with pytest.raises(ballast.Error, match='a change of values, as by to_empty'):
+        model.to_empty(device='cpu')
+
+
+def test_values_beyond_fp16_are_not_written_in_it(job, tmp_path):
+    model = nn.Linear(8, 8, bias=False)
+    with torch.no_grad():
+        model.weight[1, 2] = 1e5
+    bt.shard(model)
+    optimizer = optimizer_of(model, job)
+    optimizer.resume()
+    with pytest.raises(ballast.Error, match="'weight' has values beyond float16"):
+        bt.save_weights(model, tmp_path, dtype=torch.float16)
+    assert not any('safetensors' in name for name in os.listdir(tmp_path))
+    (tmp_path / 'model.safetensors.tmp').write_bytes(b'of a save that was killed')
+    bt.save_weights(model, tmp_path, dtype=torch.bfloat16)
+    assert_equal(read(tmp_path), {'weight': model_weight(model).bfloat16()})
+    optimizer.close()
+
+
+def model_weight(model):
+    with bt.gathered(model):
+        return model.weight.detach().clone()
 
 
 def test_a_card_that_is_too_small(monkeypatch):

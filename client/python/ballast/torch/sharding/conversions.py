@@ -13,6 +13,8 @@ from torch import nn
 
 from ballast.torch.tensors.remote import part_of
 
+_PROBE = 64  # elements, whose values memory that is not initialised does not have
+
 
 def watch(model: nn.Module) -> None:
     """model: it has Remotes instead of parameters."""
@@ -28,10 +30,12 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], Any], recurse: bool =
         if part is None or parameter is None:
             continue
         # Of the same kind: a parameter itself has no memory that a conversion could read.
-        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        probe = torch.arange(_PROBE, dtype=parameter.dtype, device=parameter.device)
         made = fn(probe)
         if made.dtype != probe.dtype or made.device.type != probe.device.type or (probe.is_cuda and made.device != probe.device):
             raise part.refuse(f'a change to {made.dtype} on {made.device}')
+        if made is not probe and not torch.equal(made, probe):
+            raise part.refuse('a change of values, as by to_empty(),')
     with _without_remotes(module):
         nn.Module._apply(module, fn, recurse)
     return module

@@ -40,13 +40,15 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, dtype: tor
     """Writes parameters and persistent buffers of a model of shard() into `folder`, as files of safetensors with an index, and its config
     if it has one of transformers. from_pretrained() and shard(weights=) read it.
 
-    One rank calls it, while no rank makes a step; that of a job that is not open yet is for all ranks. The host needs memory for one
+    One rank calls it, while no rank makes a step: let the others wait in a barrier, since a gather waits for step_timeout at most. That of
+    a job that is not open yet is for all ranks. The host needs memory for one
     parameter, and for pulls ahead (shard(prefetch_bytes=)). A folder gets its index once all files are on disk.
 
     dtype: of parameters. None: that of shard(weights=), or else the parameter's own. Masters are rounded to it.
     shard_bytes: of a file, at most. None: tensors lie as in shard(weights=), or else 5 GB a file.
 
-    Names are those of shard(weights=), or else the model's own. If nothing was trained, each tensor has the bits of shard(weights=).
+    Names are those of shard(weights=), or else the model's own. If nothing was trained, each tensor has the bits of shard(weights=), but
+    for frozen ones, which servers keep in the working dtype or in 8 bits (shard(frozen=)).
     Errors: BAD_CONFIG if the folder has such files already; UNSUPPORTED if other ranks have other parameters."""
     if shard_bytes is not None and (not isinstance(shard_bytes, int) or shard_bytes < 1):
         raise Error(f'save_weights(shard_bytes={shard_bytes!r}): expected an integer of at least 1', 'BAD_CONFIG')
@@ -54,14 +56,18 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], *, dtype: tor
         raise Error(f'save_weights(dtype={dtype}): expected float32, bfloat16 or float16', 'BAD_CONFIG')
     folder = os.fspath(folder)
     os.makedirs(folder, exist_ok=True)
-    there = next((name for name in os.listdir(folder) if '.safetensors' in name), None)
+    if hasattr(model, 'peft_config'):
+        raise Error("save_weights(): the model has adapters of peft, which from_pretrained() reads from files of their own. Save them by "
+                    'model.save_pretrained(folder), within ballast.torch.gathered(model) on all ranks', 'UNSUPPORTED')
+    # A .tmp is of a save that was killed.
+    there = next((name for name in os.listdir(folder) if '.safetensors' in name and not name.endswith('.tmp')), None)
     if there is not None:
         raise Error(f"save_weights(): '{folder}' has '{there}' already; give it a folder without weights", 'BAD_CONFIG')
     owners = _owners(model)
     streamed = next((sharded.values.streamed for sharded in models_of(model) if sharded.passes.model is model), None)
     files = _divided(_items(model, streamed, dtype), shard_bytes)
+    _write_config(model, folder, dtype)
     _write(folder, files, owners)
-    _write_config(model, folder)
 
 
 def _owners(model: nn.Module) -> dict[Part, Sharded]:
@@ -126,12 +132,14 @@ def _write(folder: str, files: Sequence[Sequence[_Item]], owners: Mapping[Part, 
             done.append(os.path.join(folder, name))
             _write_file(done[-1], items, owners)
         if len(files) > 1:
+            done.append(os.path.join(folder, INDEX))
             _write_index(folder, dict(zip(names, files)))
         sync(folder)
     except BaseException:
         for path in done:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            for each in (path, path + '.tmp'):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(each)
         raise
 
 
@@ -162,7 +170,16 @@ def _values(wanted: Sequence[tuple[torch.Tensor, torch.dtype]], owners: Mapping[
         if owner is not None:
             yield from (values for _, values in owner.pulls.whole([_part(tensor) for tensor, _ in run]))
         else:
-            yield from (_master(tensor, owners).to(dtype).contiguous() for tensor, dtype in run)
+            yield from (_rounded(_master(tensor, owners), dtype, tensor) for tensor, dtype in run)
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    rounded = values.to(dtype).contiguous()
+    if dtype == torch.float16 and not bool(torch.isfinite(rounded).all()):
+        part = part_of(tensor)
+        name = 'a buffer' if part is None else part.name
+        raise Error(f"save_weights(): '{name}' has values beyond float16; expected dtype=torch.bfloat16 or torch.float32", 'BAD_DTYPE')
+    return rounded
 
 
 def _part(tensor: torch.Tensor) -> Part:
@@ -193,12 +210,14 @@ def _write_index(folder: str, files: Mapping[str, Sequence[_Item]]) -> None:
     os.replace(path + '.tmp', path)
 
 
-def _write_config(model: nn.Module, folder: str) -> None:
-    """Writes what from_pretrained() needs besides weights, if the model is one of transformers."""
+def _write_config(model: nn.Module, folder: str, dtype: torch.dtype | None) -> None:
+    """Writes what from_pretrained() needs besides weights, if the model is one of transformers. dtype: of save_weights()."""
     config: Any = copy.deepcopy(getattr(model, 'config', None))
     if hasattr(config, 'save_pretrained'):
         # fully_shard has given the model a class of its own.
         config.architectures = config.architectures or [type(model).__name__.removeprefix('FSDP')]
+        if dtype is not None:
+            config.dtype = dtype
         config.save_pretrained(folder)
     generation: Any = getattr(model, 'generation_config', None)
     if hasattr(generation, 'save_pretrained'):

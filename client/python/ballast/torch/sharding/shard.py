@@ -98,7 +98,8 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         is_chosen = units is None
         _wrap(model, mesh, units, mp_policy, reshard_after_forward)
     _check_wrapped(model, gather, reduce, second)
-    how = {'gather': gather, 'reduce': reduce, 'second': second and f'{len(second.mesh)} ranks'}
+    how = {'gather': gather, 'reduce': reduce, 'second': second and f'{len(second.mesh)} ranks',
+           'weights': None if streamed is None else f'{streamed.checkpoint.identity:08x}'}
     sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed, '' if frozen == 'state' else frozen,
                       ''.join(f', {name}={value}' for name, value in how.items() if value is not None))
     sharded.values.streamed = streamed

@@ -118,6 +118,7 @@ def _of_another(module: nn.Module, lacking: Mapping[str, torch.Tensor]) -> tuple
         return None, f"its argument '{lost}' is no attribute"
     try:
         with torch.random.fork_rng(devices=[]), torch.device('cpu'):
+            torch.manual_seed(0)  # random ones are the same on all ranks, and after a restart
             other = type(module)(**arguments)
     except Exception as error:  # whatever the module's own code raises
         return None, f'made again it raises {type(error).__name__}: {error}'
@@ -130,15 +131,14 @@ def _of_another(module: nn.Module, lacking: Mapping[str, torch.Tensor]) -> tuple
 
 
 def _arguments(module: nn.Module) -> tuple[dict[str, Any], str | None]:
-    """Returns the constructor's arguments, as far as they are attributes, and the first one that is none and has no default."""
+    """Returns the constructor's arguments, which are attributes, and the first one that is none."""
     arguments = {}
     for name, about in list(inspect.signature(type(module).__init__).parameters.items())[1:]:
-        if about.kind in (about.VAR_POSITIONAL, about.VAR_KEYWORD) or name in ('device', 'dtype'):
+        if name in ('device', 'dtype'):
             continue
-        if name in vars(module):
-            arguments[name] = vars(module)[name]
-        elif about.default is about.empty:
-            return {}, name
+        if about.kind in (about.VAR_POSITIONAL, about.VAR_KEYWORD) or name not in vars(module):
+            return {}, name  # nothing tells what it was, whatever its default is
+        arguments[name] = vars(module)[name]
     return arguments, None
 
 

@@ -84,6 +84,11 @@ class Checkpoint:
             digest = zlib.crc32(file.header, digest)
         return digest
 
+    @property
+    def identity(self) -> int:
+        """As digest, but copies that differ in values alone have others, too: by samples, so that nobody reads everything twice."""
+        return zlib.crc32(repr([file.samples() for file in self.files]).encode())
+
 
 def _found(path: str) -> tuple[str | None, list[str]]:
     """Returns the index, or else the single file."""
@@ -98,6 +103,8 @@ def _found(path: str) -> tuple[str | None, list[str]]:
 def _within(folder: str) -> str:
     """Returns the index that the folder has, or else its file."""
     there = sorted(os.listdir(folder))
+    if SINGLE in there:  # as transformers has it, whatever index is beside it
+        return os.path.join(folder, SINGLE)
     for suffix, first in ((_INDEX_SUFFIX, INDEX), (_SUFFIX, SINGLE)):
         fitting = [first] if first in there else [name for name in there if name.endswith(suffix)]
         if len(fitting) == 1:
@@ -119,5 +126,5 @@ def _read_index(path: str) -> dict[str, str]:
         return dict(listed)
     except OSError as error:
         raise Error(f"'{path}' cannot be read: {error.strerror or error}", 'BAD_CONFIG') from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Error(f"'{path}' is damaged: {error!r}. Take another copy of the checkpoint", 'CHECKSUM') from error

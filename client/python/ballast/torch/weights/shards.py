@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ballast.errors import Error
 # As safetensors has it.
 _HEADER_BYTES_MAX = 100_000_000
 _LENGTH = struct.Struct('<Q')
+_SAMPLE_BYTES = 256
 DTYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16', torch.int64: 'I64', torch.int32: 'I32',
           torch.int16: 'I16', torch.int8: 'I8', torch.uint8: 'U8', torch.bool: 'BOOL'}
 _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -74,10 +76,21 @@ class File:
             with open(path, 'rb') as file:
                 self._id = _id_of(os.fstat(file.fileno()))
                 self.header = _header(path, file.read(_LENGTH.size), file.read, self._id.size)
-        except OSError as error:
-            raise Error(f"'{path}' cannot be read: {error.strerror or error}", 'BAD_CONFIG') from error
+        except (OSError, ValueError) as error:  # a name may have a null byte
+            raise Error(f"'{path}' cannot be read: {getattr(error, 'strerror', None) or error}", 'BAD_CONFIG') from error
         self.data = _LENGTH.size + len(self.header)  # where the tensors' bytes begin
         self.entries = _entries(self, self._id.size - self.data)
+
+    def samples(self) -> int:
+        """Returns a digest of the header, and of some bytes amid each tensor."""
+        digest = zlib.crc32(self.header)
+        try:
+            with open(self.path, 'rb') as file:
+                for entry in sorted(self.entries.values(), key=lambda entry: entry.begin):
+                    digest = zlib.crc32(os.pread(file.fileno(), _SAMPLE_BYTES, (entry.begin + entry.end) // 2), digest)
+        except OSError as error:
+            raise Error(f"'{self.path}' cannot be read: {error.strerror or error}", 'BAD_CONFIG') from error
+        return digest
 
     def map(self, begin: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns bytes of the file as a tensor of one dimension. It maps the file, so its memory is the operating system's to take."""
@@ -122,7 +135,7 @@ def _entries(file: File, size: int) -> dict[str, Entry]:
     """size: of the tensors' bytes in the file."""
     try:
         fields = json.loads(file.header, object_pairs_hook=_once)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(file.path, f'its header is no JSON: {error}') from error
     if not isinstance(fields, dict):
         raise _damaged(file.path, 'its header is no JSON object')
@@ -198,7 +211,11 @@ class Writing:
         header = json.dumps(fields, separators=(',', ':')).encode()
         header += b' ' * (-len(header) % 8)
         self._file = open(path + '.tmp', 'wb', buffering=0)
-        self._write(_LENGTH.pack(len(header)) + header)
+        try:
+            self._write(_LENGTH.pack(len(header)) + header)
+        except BaseException:
+            self.drop()
+            raise
 
     def add(self, pieces: Iterable[torch.Tensor]) -> None:
         """pieces: of the next tensor, in the order of its elements, contiguous and on the host."""
