@@ -97,11 +97,6 @@ absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
     return BadSpec(absl::StrCat("the job has durability ", DurabilityOf(job), ", this session asks for ",
                                 DurabilityOf(given), "; a job's durability cannot change, so ask for the job's own"));
   }
-  if (given.group_count() != job.group_count()) {
-    return BadSpec(absl::StrCat("the job has room for ", job.group_count(),
-                                " parameter groups (group_count), this session asks for ", given.group_count(),
-                                "; this number cannot change, so make a new job for more groups"));
-  }
   BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec wanted, model::OptimizerOf(given));
   BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec has, model::OptimizerOf(job));
   if (!(wanted == has)) {
@@ -134,6 +129,11 @@ absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
       }
       live.erase(it);
     }
+  }
+  if (given.group_count() != job.group_count()) {
+    return BadSpec(absl::StrCat("the job has room for ", job.group_count(),
+                                " parameter groups (group_count), this session asks for ", given.group_count(),
+                                "; this number cannot change, so make a new job for more groups"));
   }
   std::vector<std::string> missing;
   for (const auto& [name, tensor] : live) missing.push_back(name);
