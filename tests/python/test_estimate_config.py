@@ -158,3 +158,12 @@ def test_the_command(tmp_path, capsys):
     wrong = subprocess.run([sys.executable, '-m', 'ballast.torch.estimate', str(tmp_path / 'nothing')], capture_output=True, text=True,
                            check=False)
     assert wrong.returncode == 2 and wrong.stderr.startswith('estimate: ') and 'Traceback' not in wrong.stderr
+
+
+def test_what_an_optimizer_takes_may_be_an_iterator():
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
+    sources = (model.named_parameters(), list(model.named_parameters()))
+    told = [ballast.estimate(source, dram='1GiB', card='4MiB').call for source in sources]
+    assert told[0] == told[1]
+    model.requires_grad_(False)
+    assert 'TiledLinear' not in ballast.estimate(list(model.named_parameters()), dram='1GiB', card='1GiB').call

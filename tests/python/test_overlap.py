@@ -234,6 +234,35 @@ def test_parameters_that_modules_read_of_others(job):
     came.sum().backward()  # nothing was read before it was there
 
 
+class Experts(nn.Module):
+    """A block that reads the weights of its experts, which are units of their own in the job."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(16, 16, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.query.weight + torch.stack([each.weight for each in self.experts]).sum(0))
+
+
+def test_a_block_waits_for_the_experts_whose_weights_it_reads(job):
+    results = []
+    for make in (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+                 lambda model: bt.AdamW(model.named_parameters(), lr=1e-2, overlap=model, **job)):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(Experts() for _ in range(3)))
+        optimizer, losses = make(model), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append(losses)
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+
+
 def test_a_gradient_changed_amid_the_step_is_an_error(job):
     model = mlp()
     optimizer, session = gated(model, job)

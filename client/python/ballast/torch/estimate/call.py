@@ -40,6 +40,8 @@ def way(model: Model, ranks: int, card: int | None, is_sharded: bool) -> Way:
 
 
 def _sharded(model: Model, ranks: int, card: int, room: int, head: str) -> Way:
+    if not model.units:
+        return Way(True, (), {}, '', head)
     units, tiles = _tiled(model, ranks, room)
     used = _used(model._replace(units=list(units)), ranks)
     largest = max(model.units, key=lambda unit: unit.elements)

@@ -17,6 +17,8 @@ from ballast.torch.job.spec import own_masters
 from ballast.torch.sharding.shard import _PREFETCH_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.optim.optimizer import ParamsT
 
 _PROFILE = 'ballast-profile.yaml'
@@ -99,7 +101,9 @@ def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *
         return _chosen(config.model_of(params, dtype), asked, moments is None)
     if dtype is not None:
         raise Error(f'dtype={dtype!r}: the model has one; give dtype with a configuration only', 'BAD_CONFIG')
-    given = cast('torch.nn.Module | ParamsT', params)
+    # Looked at twice, if a call is chosen.
+    listed = params if isinstance(params, (torch.nn.Module, torch.Tensor, dict)) else list(cast('Iterable[Any]', params))
+    given = cast('torch.nn.Module | ParamsT', listed)
     return _told(look(given, frozen), asked) if card is None else _chosen(given, asked, moments is None)
 
 
@@ -119,6 +123,7 @@ def _chosen(source: Any, asked: _Asked, may_choose_moments: bool) -> Estimate:
     if way.is_sharded:
         asked = asked._replace(frozen=asked.frozen or 'working')
         model = look(source, asked.frozen)
+        way = call.way(model, asked.ranks, asked.card, True)
         model = model._replace(needs_values=model.needs_values and asked.weights is None)
     if asked.nvme is not None and asked.directory is None and asked.servers == 0:
         asked = asked._replace(directory='state')

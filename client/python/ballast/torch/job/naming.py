@@ -223,20 +223,29 @@ def positional_name(group: int, index: int, shape: Sequence[int]) -> str:
 
 
 def unit_of(name: str) -> str:
-    """The block that a parameter belongs to: its name up to the first number, else its first component. An expert is a block of its own,
-    since a step may leave it out.
+    """The unit of a job that a parameter is in: its block, or its expert, since a step may leave experts out.
 
-    >>> unit_of('transformer.h.3.attn.weight')
-    'transformer.h.3'
     >>> unit_of('layers.3.mlp.experts.17.up.weight')
     'layers.3.mlp.experts.17'
-    >>> unit_of('lm_head.weight')
-    'lm_head'
+    >>> unit_of('layers.3.mlp.shared_experts.0.up.weight')
+    'layers.3'
     """
     parts = name.split('.')
     for i, part in enumerate(parts[1:-1], 1):
-        if 'expert' in parts[i - 1] and part.removeprefix('expert_').isdigit():
+        if 'expert' in parts[i - 1] and 'shared' not in parts[i - 1] and part.removeprefix('expert_').isdigit():
             return '.'.join(parts[: i + 1])
+    return block_of(name)
+
+
+def block_of(name: str) -> str:
+    """The block that a parameter belongs to: its name up to the first number, else its first component.
+
+    >>> block_of('transformer.h.3.attn.weight')
+    'transformer.h.3'
+    >>> block_of('lm_head.weight')
+    'lm_head'
+    """
+    parts = name.split('.')
     for i, part in enumerate(parts[:-1]):
         if part.isdigit():
             return '.'.join(parts[: i + 1])

@@ -90,8 +90,9 @@ class Pulls:
         used = 0
         while waiting or under_way:
             while waiting and (not under_way or used < self._bytes_max):
-                batch, size = [], 0
-                while waiting and size < self._bytes_max // _BATCHES:
+                batch: list[tuple[Part, torch.Tensor]] = []
+                size = 0
+                while waiting and (not batch or size < self._bytes_max // _BATCHES):
                     part = waiting.popleft()
                     batch.append((part, self.whole_memory.take(part.shape.numel(), dtype).view(part.shape or (1,))))
                     size += batch[-1][1].nbytes

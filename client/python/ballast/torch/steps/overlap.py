@@ -13,7 +13,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.job.features import Feature
-from ballast.torch.job.naming import Parameters, unit_of
+from ballast.torch.job.naming import Parameters, block_of
 from ballast.torch.modes import plainly
 from ballast.torch.steps.step import Step
 from ballast.torch.tensors.kinds import is_sharded
@@ -191,7 +191,7 @@ def _needs(model: torch.nn.Module, members: Sequence[Member]) -> dict[torch.nn.M
     units: dict[str, set[int]] = {}
     for i, member in enumerate(members):
         if not isinstance(member, StateMember):  # no forward reads it
-            units.setdefault(unit_of(member.name), set()).add(i)
+            units.setdefault(block_of(member.name), set()).add(i)
 
     def own(module: torch.nn.Module) -> set[int]:
         found = {index[id(parameter)] for parameter in module.parameters(recurse=False) if id(parameter) in index}
@@ -203,6 +203,6 @@ def _needs(model: torch.nn.Module, members: Sequence[Member]) -> dict[torch.nn.M
     needs = {}
     for module in model.modules():
         everything = {index[id(parameter)] for parameter in module.parameters() if id(parameter) in index}
-        within = {unit_of(members[i].name) for i in everything}
+        within = {block_of(members[i].name) for i in everything}
         needs[module] = set(units[within.pop()]) if len(within) == 1 else own(module)
     return needs
