@@ -166,4 +166,7 @@ def test_what_an_optimizer_takes_may_be_an_iterator():
     told = [ballast.estimate(source, dram='1GiB', card='4MiB').call for source in sources]
     assert told[0] == told[1]
     model.requires_grad_(False)
-    assert 'TiledLinear' not in ballast.estimate(list(model.named_parameters()), dram='1GiB', card='1GiB').call
+    frozen = list(model.named_parameters())
+    assert not ballast.estimate(frozen, dram='1GiB', card='4MiB').fits
+    with pytest.raises(ballast.Error, match='no tensors'):
+        ballast.estimate(frozen, dram='1GiB', card='1GiB')
