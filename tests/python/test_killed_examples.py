@@ -1,6 +1,7 @@
 """The examples of trainers run as they are printed, are killed and resumed. Their losses are those that the same script has with torch's
 AdamW (and, in place of shard(), FSDP2)."""
 import importlib.util
+import os
 import pathlib
 import re
 import signal
@@ -48,7 +49,11 @@ def run(name, folder, tag, which, kill_at, *arguments):
                          for rank in range(world)], dtype=torch.float64)
 
 
-@pytest.mark.parametrize('name', CASES)
+# The nightly run has all; other tests train with Accelerate and Lightning for each change.
+IN_CI = ('plain_loop', 'hf_trainer', 'hf_sharded', 'pretrained_shard')
+
+
+@pytest.mark.parametrize('name', IN_CI if os.environ.get('TEST_ROUNDS') == 'ci' else CASES)
 def test_killed_and_resumed_as_torch(name, tmp_path):
     packages, length, backwards, kill_at, goes_on = CASES[name]
     for package in packages:
