@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # The kernels on Arm, cross-compiled and run by qemu-user: their digests, and their exactness, on NEON and on SVE.
-# Exit code 77: skipped, because a program is missing.
+# Exit code 77: skipped, because a program is missing, or the path has a space.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 for program in aarch64-linux-gnu-g++ qemu-aarch64; do
   command -v "$program" >/dev/null || { echo "arm: SKIPPED, no $program; deploy/packages.sh test installs it"; exit 77; }
 done
 
+# pkg-config puts the sysroot before each path, and quotes none.
+[[ "$PWD" != *[[:space:]]* ]] || { echo "arm: SKIPPED, a path with a space ($PWD): pkg-config's sysroot may have none; use another clone"; exit 77; }
 sysroot="$PWD/build/arm-sysroot"
 tests/arm/sysroot.sh "$sysroot"
 cmake --preset arm >build/arm-configure.log 2>&1 || { cat build/arm-configure.log >&2; exit 1; }
