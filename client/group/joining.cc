@@ -172,6 +172,7 @@ absl::Status Opening::Lay(const v1::JobSpec& spec, const v1::OpenRequest* newest
     BALLAST_RETURN_IF_ERROR(CheckSameSpec(spec, newest->spec()));
     *open->mutable_spec() = newest->spec();
     *open->mutable_members() = newest->members();
+    if (newest->has_table()) *open->mutable_table() = newest->table();
     BALLAST_RETURN_IF_ERROR(members_.Match(*open));
   }
   return Divide(open);
@@ -266,7 +267,7 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
   if (!shared->ParseFromString(said[0])) {
     mine = model::Error(absl::StatusCode::kInternal, model::kBadRequest, "rank 0 sent no Open");
   } else if (mine = model::CheckOpen(*shared); mine.ok() && !first && match_members) {
-    mine = members_.LeaveOthersOut(shared->spec().name(), shared->members());
+    mine = members_.LeaveOthersOut(shared->spec().name(), model::MembersOf(*shared));
     if (mine.ok()) mine = members_.Match(*shared);  // names members: a rank with other servers gets an error
   }
   BALLAST_RETURN_IF_ERROR(group_->Agree("Open", mine));

@@ -13,6 +13,7 @@
 #include "ballast/proto/base/address.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/table.h"
 
 namespace ballast::client {
 namespace {
@@ -157,12 +158,13 @@ absl::Status Members::LeaveOthersOut(const std::string& job,
 
 absl::Status Members::Match(const v1::OpenRequest& open) {
   const std::vector<std::string> server_ids = ids();
-  if (static_cast<size_t>(open.members_size()) != server_ids.size()) {
+  const auto& members = model::MembersOf(open);
+  if (static_cast<size_t>(members.size()) != server_ids.size()) {
     return BadSpec(
-        absl::StrCat("the job lies on ", open.members_size(), " servers, this session names ", server_ids.size()));
+        absl::StrCat("the job lies on ", members.size(), " servers, this session names ", server_ids.size()));
   }
   std::vector<uint32_t> order;
-  for (const v1::Member& member : open.members()) {
+  for (const v1::Member& member : members) {
     const auto it = std::find(server_ids.begin(), server_ids.end(), member.server_id());
     if (it == server_ids.end()) {
       return BadSpec(absl::StrCat("the job has chunks on server '", member.server_id(),

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
@@ -35,7 +36,7 @@ const v1::OpenRequest* NewestOpen(absl::Span<const v1::GetJobResponse> answers) 
 }
 
 absl::Status LeaveOthersOut(const v1::OpenRequest& open, const std::string& job, Members* members, Sight* sight) {
-  BALLAST_RETURN_IF_ERROR(members->LeaveOthersOut(job, open.members()));
+  BALLAST_RETURN_IF_ERROR(members->LeaveOthersOut(job, model::MembersOf(open)));
   std::erase_if(sight->answers,
                 [members](const v1::GetJobResponse& answer) { return !members->Has(answer.server_id()); });
   return absl::OkStatus();

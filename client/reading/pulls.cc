@@ -46,7 +46,7 @@ absl::Status WholePulls::StartRange(const model::Tensor& tensor, absl::Span<std:
     request.set_begin(piece.range.begin);
     request.set_end(piece.range.end);
     tally_->Start();
-    router_->Pull(plan_->server_of(piece.chunk), std::move(request),
+    router_->Pull(plan_->SourceFor(piece.chunk, /*reader=*/0), std::move(request),
                   to.subspan((piece.range.begin - tensor.range.begin) * width, bytes), absl::Now() + timeout_,
                   [tally = tally_](const absl::Status& status) { tally->Finish(status); });
   }

@@ -231,8 +231,8 @@ absl::Status Gradients::Resend(const OwnedSlice& owned) {
   if (mine.state == State::kLetGo) {
     return model::Error(
         absl::StatusCode::kAborted, model::kStateLost,
-        absl::StrCat("server ", seat_->router->name(owned.server), " has lost gradients of unit '",
-                     seat_->units->layout().units()[owned.slice.unit].name,
+        absl::StrCat("a server (", seat_->units->plan().ShowServersOf(owned.slice.chunk),
+                     ") has lost gradients of unit '", seat_->units->layout().units()[owned.slice.unit].name,
                      "', which this rank had let go: start the group again with resume = auto, from version ",
                      seat_->version));
   }

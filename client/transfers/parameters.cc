@@ -77,7 +77,7 @@ absl::Status Parameters::PullRange(const UnitMap& units, v1::PullRequest request
   for (const model::Layout::Piece& piece : pieces) {
     request.set_begin(piece.range.begin);
     request.set_end(piece.range.end);
-    pull(units.plan().server_of(piece.chunk), request,
+    pull(units.SourceOf(piece.chunk), request,
          run.to.subspan((piece.range.begin - run.range.begin) * width, piece.range.size() * width));
   }
   return absl::OkStatus();
@@ -104,7 +104,8 @@ Parameters::Pulling Parameters::StartOwned(uint32_t unit) {
     for (const OwnedSlice& owned : units->unit(unit).slices) {
       request.set_begin(owned.slice.range.begin);
       request.set_end(owned.slice.range.end);
-      pull(owned.server, request, {to + request.begin() * width, owned.slice.range.size() * width});
+      pull(units->SourceOf(owned.slice.chunk), request,
+           {to + request.begin() * width, owned.slice.range.size() * width});
     }
     return absl::OkStatus();
   });
@@ -130,7 +131,7 @@ absl::StatusOr<std::shared_ptr<LeasedParts>> Parameters::StartLease(uint32_t uni
     BALLAST_ASSIGN_OR_RETURN(const auto pieces, seat_->units->layout().Cut(unit, {range.begin, range.end}));
     for (const model::Layout::Piece& piece : pieces) {
       parts.push_back({piece.range.begin, piece.range.end});
-      servers.push_back(seat_->units->plan().server_of(piece.chunk));
+      servers.push_back(seat_->units->SourceOf(piece.chunk));
     }
   }
   BALLAST_ASSIGN_OR_RETURN(const auto lease, leases_->Begin(seat_->version, std::move(parts), seat_->working_bytes(),

@@ -27,7 +27,8 @@ struct Seat {
   const v1::Epoch& epoch() const { return units->plan().open().epoch(); }
   uint32_t rank() const { return static_cast<uint32_t>(units->rank()); }
   absl::Time Deadline() const { return absl::Now() + step_timeout; }
-  // Sends one slice of step version + 1; `payload` is borrowed until `done`. `lent`: as for Router::Push.
+  // Sends one slice of step version + 1 to all servers of its chunk; `payload` is borrowed until `done`. `lent`: as for
+  // Router::Push.
   void PushSlice(v1::SliceKind kind, const OwnedSlice& owned, absl::Span<const std::byte> payload,
                  std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent = nullptr) const;
 };

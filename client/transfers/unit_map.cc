@@ -47,7 +47,7 @@ void UnitMap::PlaceSlices() {
   for (const uint32_t index : plan_->slices_of_rank(static_cast<uint32_t>(rank_))) {
     const model::Slice& slice = plan_->slices()[index];
     UnitView& view = units_[slice.unit];
-    view.slices.push_back({slice, plan_->server_of(slice.chunk), OffsetOf(view.ranges[rank_], slice.range.begin)});
+    view.slices.push_back({slice, OffsetOf(view.ranges[rank_], slice.range.begin)});
   }
   for (UnitView& view : units_) {
     std::sort(view.slices.begin(), view.slices.end(),
@@ -114,6 +114,8 @@ absl::Status UnitMap::CheckUnit(uint32_t unit) const {
                       absl::StrCat("unit ", unit, " does not exist; the job has ", units_.size(),
                                    " unit(s), numbered from 0; FindUnit gives a unit's number by name"));
 }
+
+uint32_t UnitMap::SourceOf(uint64_t chunk) const { return plan_->SourceFor(chunk, static_cast<uint32_t>(rank_)); }
 
 bool UnitMap::Covers(uint32_t tensor, absl::Span<const model::BoxRun> runs) const {
   const std::vector<OwnedSegment>& segments = units_[layout().tensors()[tensor].unit].segments;

@@ -40,12 +40,16 @@ uint64_t HashOfChunk(uint64_t of_member, uint64_t chunk) {
 double UnitInterval(uint64_t h) { return (static_cast<double>(h >> 11) + 0.5) * 0x1p-53; }
 
 absl::Status CheckMembers(const v1::OpenRequest& open) {
-  if (open.members_size() == 0) return BadOpen(kBadRequest, "an epoch needs at least one member, got none");
-  if (open.members_size() > kMembersMax) {
-    return BadOpen(kBadRequest, absl::StrCat("at most ", kMembersMax, " members, got ", open.members_size()));
+  const auto& members = MembersOf(open);
+  if (open.has_table() && !open.members().empty()) {
+    return BadOpen(kBadRequest, "an Open with a table names its members there alone");
+  }
+  if (members.empty()) return BadOpen(kBadRequest, "an epoch needs at least one member, got none");
+  if (members.size() > kMembersMax) {
+    return BadOpen(kBadRequest, absl::StrCat("at most ", kMembersMax, " members, got ", members.size()));
   }
   absl::flat_hash_set<absl::string_view> ids;
-  for (const v1::Member& member : open.members()) {
+  for (const v1::Member& member : members) {
     if (member.server_id().size() > kServerIdBytesMax) {
       return BadOpen(kBadRequest, absl::StrCat("a server's id has at most ", kServerIdBytesMax, " bytes, got ",
                                                member.server_id().size()));
@@ -62,14 +66,30 @@ absl::Status CheckMembers(const v1::OpenRequest& open) {
   return absl::OkStatus();
 }
 
+// What a job whose members change cannot have: a pin of every-K is not copied to a server that joins, and lent memory
+// is the trainer's own.
+absl::Status CheckTableFits(const v1::OpenRequest& open) {
+  if (!open.has_table()) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(CheckTable(open.table()));
+  const bool every_k = open.spec().durability() == v1::DURABILITY_EVERY_K;
+  if (!every_k && open.spec().master_format() != v1::MASTER_FORMAT_LENT) return absl::OkStatus();
+  return Error(absl::StatusCode::kUnimplemented, kUnsupported,
+               absl::StrCat("job '", open.spec().name(), "' has ",
+                            every_k ? "durability every-K" : "parameters that are their own masters",
+                            ", and cannot have copies on several servers: use ",
+                            every_k ? "durability step or none" : "an fp32 master", ", or one copy"));
+}
+
 // The largest message about a job is a fence's answer: the Open, the norms of one server's chunks, step counts, blobs.
 // It must fit whole, or a step could be prepared and never decided.
 absl::Status CheckMessages(const EpochPlan& plan) {
   constexpr uint64_t kChunkBytes = 16, kSegmentBytes = 18, kStepCountBytes = 5, kBlobBytes = 2 * (64 << 10);
   constexpr uint64_t kGroupBytes = 128;
-  std::vector<uint64_t> norms(plan.open().members_size(), 0);
+  std::vector<uint64_t> norms(static_cast<size_t>(plan.members().size()), 0);
   for (const Chunk& chunk : plan.layout().chunks()) {
-    norms[plan.server_of(chunk.index)] += kChunkBytes + kSegmentBytes * chunk.segments.size();
+    const uint64_t bytes = kChunkBytes + kSegmentBytes * chunk.segments.size();
+    for (const uint32_t holder : plan.holders_of(chunk.index)) norms[holder] += bytes;
+    for (const uint32_t filler : plan.fillers_of(chunk.index)) norms[filler] += bytes;
   }
   const uint64_t open = plan.open().ByteSizeLong() + kBlobBytes + kStepCountBytes * plan.layout().tensors().size() +
                         kGroupBytes * plan.open().spec().group_count();
@@ -151,12 +171,15 @@ absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open, absl::Fun
   BALLAST_RETURN_IF_ERROR(CheckOpen(open));
   plan.open_ = open;
   BALLAST_RETURN_IF_ERROR(CheckMembers(open));
+  BALLAST_RETURN_IF_ERROR(CheckTableFits(open));
   BALLAST_ASSIGN_OR_RETURN(plan.layout_, Layout::Make(open.spec()));
-  BALLAST_RETURN_IF_ERROR(CheckRoutes(plan.layout_.chunks().size(), open.members_size()));
+  BALLAST_RETURN_IF_ERROR(CheckRoutes(plan.layout_.chunks().size(), static_cast<uint64_t>(plan.members().size())));
   BALLAST_RETURN_IF_ERROR(interrupt());
   BALLAST_ASSIGN_OR_RETURN(const std::vector<OwnedRange> ranges, Expand(plan.layout_, open.tiling()));
-  const std::vector<v1::Member> members(open.members().begin(), open.members().end());
-  BALLAST_ASSIGN_OR_RETURN(plan.routes_, Route(open.spec().name(), plan.layout_, members, interrupt));
+  if (!open.has_table()) {
+    const std::vector<v1::Member> members(open.members().begin(), open.members().end());
+    BALLAST_ASSIGN_OR_RETURN(plan.routes_, Route(open.spec().name(), plan.layout_, members, interrupt));
+  }
   for (const OwnedRange& r : ranges) {
     BALLAST_ASSIGN_OR_RETURN(const auto pieces, plan.layout_.Cut(r.unit, r.range));
     for (const Layout::Piece& piece : pieces) plan.slices_.push_back({r.rank, r.unit, piece.chunk, piece.range});
@@ -181,11 +204,42 @@ absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open, absl::Fun
 }
 
 absl::StatusOr<uint32_t> EpochPlan::FindMember(absl::string_view server_id) const {
-  for (int i = 0; i < open_.members_size(); ++i) {
-    if (open_.members(i).server_id() == server_id) return static_cast<uint32_t>(i);
+  for (int i = 0; i < members().size(); ++i) {
+    if (members()[i].server_id() == server_id) return static_cast<uint32_t>(i);
   }
   return Error(absl::StatusCode::kNotFound, kBadRequest,
                absl::StrCat("server '", server_id, "' is no member of this epoch"));
+}
+
+absl::Span<const uint32_t> EpochPlan::holders_of(uint64_t chunk) const {
+  if (!open_.has_table()) return {&routes_[chunk], 1};
+  return ShardOf(open_.table(), chunk).holders();
+}
+
+absl::Span<const uint32_t> EpochPlan::fillers_of(uint64_t chunk) const {
+  if (!open_.has_table()) return {};
+  return ShardOf(open_.table(), chunk).fillers();
+}
+
+bool EpochPlan::Has(uint32_t member, uint64_t chunk) const {
+  const absl::Span<const uint32_t> holders = holders_of(chunk), fillers = fillers_of(chunk);
+  return std::find(holders.begin(), holders.end(), member) != holders.end() ||
+         std::find(fillers.begin(), fillers.end(), member) != fillers.end();
+}
+
+std::string EpochPlan::ShowServersOf(uint64_t chunk) const {
+  std::string shown;
+  for (const auto places : {holders_of(chunk), fillers_of(chunk)}) {
+    for (const uint32_t member : places) {
+      absl::StrAppend(&shown, shown.empty() ? "'" : ", '", members()[static_cast<int>(member)].server_id(), "'");
+    }
+  }
+  return shown;
+}
+
+uint32_t EpochPlan::SourceFor(uint64_t chunk, uint32_t reader) const {
+  const absl::Span<const uint32_t> holders = holders_of(chunk);
+  return holders[HashOfChunk(reader, chunk) % holders.size()];
 }
 
 std::optional<uint32_t> EpochPlan::FindSlice(uint32_t rank, uint32_t unit, Range range) const {

@@ -1,4 +1,4 @@
-// An epoch's plan: the layout, the server of each chunk, and the slices that each rank owes. Clients and servers
+// An epoch's plan: the layout, the servers of each chunk, and the slices that each rank owes. Clients and servers
 // compute it alike from the Open.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include "absl/types/span.h"
 #include "ballast/proto/model/field_hash.h"
 #include "ballast/proto/model/layout.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::model {
@@ -37,16 +38,26 @@ std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, a
 class EpochPlan {
  public:
   // INVALID_ARGUMENT for an Open of another version (VERSIONS_DIFFER, as CheckOpen), a bad spec, missing or doubled
-  // members, too many chunks for so many members, or a tiling that Expand refuses. `interrupt` is asked several times a
-  // second, and its error ends the work.
+  // members, a bad table, too many chunks for so many members, or a tiling that Expand refuses. `interrupt` is asked
+  // several times a second, and its error ends the work.
   static absl::StatusOr<EpochPlan> Make(
       const v1::OpenRequest& open, absl::FunctionRef<absl::Status()> interrupt = [] { return absl::OkStatus(); });
 
   const v1::OpenRequest& open() const { return open_; }
   const Layout& layout() const { return layout_; }
   uint32_t world_size() const { return open_.tiling().world_size(); }
-  // Index into open().members().
-  uint32_t server_of(uint64_t chunk) const { return routes_[chunk]; }
+  const google::protobuf::RepeatedPtrField<v1::Member>& members() const { return MembersOf(open_); }
+  // Servers, as indices into members(). Holders have all decided steps of the chunk; without a table there is one.
+  // Fillers copy the chunk from a holder while steps go on. Slices of the chunk go to both.
+  absl::Span<const uint32_t> holders_of(uint64_t chunk) const;
+  absl::Span<const uint32_t> fillers_of(uint64_t chunk) const;
+  // Whether `member` holds or fills the chunk.
+  bool Has(uint32_t member, uint64_t chunk) const;
+  // Their ids, for messages: "'e1', 'e2'".
+  std::string ShowServersOf(uint64_t chunk) const;
+  // The holder that `reader` (a rank, or any number) pulls the chunk from: readers and chunks spread evenly over
+  // holders.
+  uint32_t SourceFor(uint64_t chunk, uint32_t reader) const;
   // NOT_FOUND if `server_id` is not a member.
   absl::StatusOr<uint32_t> FindMember(absl::string_view server_id) const;
 
@@ -66,7 +77,7 @@ class EpochPlan {
  private:
   v1::OpenRequest open_;
   Layout layout_;
-  std::vector<uint32_t> routes_;
+  std::vector<uint32_t> routes_;  // without a table
   std::vector<Slice> slices_;
   FieldHash tiling_hash_;
   std::vector<std::vector<uint32_t>> by_rank_;

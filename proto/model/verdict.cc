@@ -24,6 +24,17 @@ bool SameDecision(const v1::Decision& a, const v1::Decision& b) {
          a.verdict().factor_bits() == b.verdict().factor_bits();
 }
 
+bool SameNorm(const v1::ChunkNorm& a, const v1::ChunkNorm& b) {
+  // Of a norm that overflowed the bits say nothing.
+  if (a.overflow() && b.overflow()) return true;
+  return a.overflow() == b.overflow() &&
+         std::equal(a.segments().begin(), a.segments().end(), b.segments().begin(), b.segments().end(),
+                    [](const v1::SegmentNorm& x, const v1::SegmentNorm& y) {
+                      return x.tensor() == y.tensor() &&
+                             std::bit_cast<uint64_t>(x.squared_norm()) == std::bit_cast<uint64_t>(y.squared_norm());
+                    });
+}
+
 }  // namespace
 
 std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b) {
@@ -48,9 +59,11 @@ absl::StatusOr<double> GlobalSquaredNorm(absl::Span<const v1::ChunkNorm* const> 
   double sum = 0;
   for (size_t i = 0; i < sorted.size(); ++i) {
     if (i > 0 && sorted[i]->chunk() == sorted[i - 1]->chunk()) {
-      return Error(absl::StatusCode::kInvalidArgument, kDiverged,
-                   absl::StrCat("chunk ", sorted[i]->chunk(),
-                                " has norms from two servers; the members disagree about routing"));
+      if (SameNorm(*sorted[i], *sorted[i - 1])) continue;
+      return Error(absl::StatusCode::kDataLoss, kDiverged,
+                   absl::StrCat("two servers have other norms of the same gradient of chunk ", sorted[i]->chunk(),
+                                ": the memory or the processor of one of them is at fault. Take that server away ",
+                                "before the job goes on"));
     }
     sum += ChunkSquaredNorm(*sorted[i]);
   }

@@ -24,8 +24,8 @@ inline constexpr uint64_t kEpochsSkippedMax = uint64_t{1} << 32;
 // Squared norm of one chunk: its segments' squared norms summed in order.
 double ChunkSquaredNorm(const v1::ChunkNorm& norm);
 
-// Global squared norm of pushed values: chunk norms of all servers, in any order, summed in chunk order.
-// INVALID_ARGUMENT (DIVERGED) if a chunk appears twice.
+// Global squared norm of pushed values: chunk norms of all servers, in any order, summed in chunk order. A chunk counts
+// once, however many servers have it. DATA_LOSS (DIVERGED) if two of them tell other bits.
 absl::StatusOr<double> GlobalSquaredNorm(absl::Span<const v1::ChunkNorm* const> norms);
 
 // clip = min(1, max_norm / (scale x norm + 1e-6)) in fp64 (torch.nn.utils.clip_grad_norm_); factor = fp32(scale x

@@ -61,10 +61,9 @@ absl::StatusOr<Pulls::Plan> Pulls::PlanOf(const v1::PullRequest& request) const 
   }
   const std::shared_ptr<HeldChunk> chunk = core_->state.Find(pieces[0].chunk);
   if (chunk == nullptr) {
-    const uint32_t owner = core_->state.plan()->server_of(pieces[0].chunk);
-    return BadPull(model::kBadRequest, absl::StrCat("chunk ", pieces[0].chunk, " lives on server '",
-                                                    core_->state.plan()->open().members(owner).server_id(),
-                                                    "', not on '", core_->around.server_id, "'"));
+    return BadPull(model::kBadRequest, absl::StrCat("chunk ", pieces[0].chunk, " lives on server ",
+                                                    core_->state.plan()->ShowServersOf(pieces[0].chunk), ", not on '",
+                                                    core_->around.server_id, "'"));
   }
   if (request.content() > v1::CONTENT_MASTER && chunk->form != storage::StateForm::kFull) {
     return BadPull(model::kBadRequest,

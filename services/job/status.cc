@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/services/job/job.h"
 #include "ballast/services/job/job_parts.h"
 
@@ -75,7 +76,7 @@ v1::JobStatus Job::Status() const {
     status.set_world_size(open.tiling().world_size());
     if (parts_->core.state.plan() != nullptr) status.set_parameters(parts_->core.state.plan()->layout().parameters());
     status.set_chunks(parts_->core.state.chunks().size());
-    for (const v1::Member& member : open.members()) status.add_member_ids(member.server_id());
+    for (const v1::Member& member : model::MembersOf(open)) status.add_member_ids(member.server_id());
     if (machine.plan() != nullptr) *status.mutable_in_flight() = DescribeStepInFlight();
     parts_->peers.Tell(parts_->core.around.server_id, &status);
     for (const int64_t version : parts_->read_pins.Versions()) status.add_pinned_versions(version);

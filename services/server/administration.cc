@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/services/job/job.h"
 #include "ballast/services/journal/job_journal.h"
 #include "ballast/services/server/budgets.h"
@@ -240,7 +241,7 @@ v1::GetServerStatusResponse StateServer::Status() const {
     lost.set_oldest_chunk_version(-1);
     *lost.mutable_epoch() = entry.lost->promised();
     lost.set_world_size(entry.lost->open().tiling().world_size());
-    for (const v1::Member& member : entry.lost->open().members()) lost.add_member_ids(member.server_id());
+    for (const v1::Member& member : model::MembersOf(entry.lost->open())) lost.add_member_ids(member.server_id());
     for (v1::TierStatus& tier : DescribeTaken(entry.taken)) *lost.add_tiers() = std::move(tier);
   }
   v1::GetServerStatusResponse status;

@@ -55,8 +55,10 @@ std::string MemberName(uint32_t i) { return absl::StrCat("server-", i); }
 
 // The member with most elements, and their number.
 std::pair<uint32_t, uint64_t> Fullest(const model::EpochPlan& plan) {
-  std::vector<uint64_t> elements(static_cast<size_t>(plan.open().members_size()));
-  for (const model::Chunk& chunk : plan.layout().chunks()) elements[plan.server_of(chunk.index)] += chunk.range.size();
+  std::vector<uint64_t> elements(static_cast<size_t>(plan.members().size()));
+  for (const model::Chunk& chunk : plan.layout().chunks()) {
+    for (const uint32_t holder : plan.holders_of(chunk.index)) elements[holder] += chunk.range.size();
+  }
   const auto most = std::max_element(elements.begin(), elements.end());
   return {static_cast<uint32_t>(most - elements.begin()), *most};
 }

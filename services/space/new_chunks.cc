@@ -20,7 +20,7 @@ std::vector<uint64_t> ChunksOf(const model::EpochPlan& plan, absl::string_view s
   const absl::StatusOr<uint32_t> member = plan.FindMember(server_id);
   if (!member.ok()) return mine;
   for (const model::Chunk& chunk : plan.layout().chunks()) {
-    if (plan.server_of(chunk.index) == *member) mine.push_back(chunk.index);
+    if (plan.Has(*member, chunk.index)) mine.push_back(chunk.index);
   }
   return mine;
 }

@@ -1,3 +1,4 @@
+#include "ballast/proto/model/table.h"
 #include "ballast/services/space/space_need.h"
 
 #include <algorithm>
@@ -159,7 +160,7 @@ absl::Status CheckSupported(const v1::OpenRequest& request, bool working_copies)
                         "this server lies in its trainer's process and keeps no working copies, which a master kept as "
                         "remainder needs: keep an fp32 master, or take a server of its own");
   }
-  const bool alone = !working_copies && request.members_size() == 1 && request.tiling().world_size() == 1;
+  const bool alone = !working_copies && model::MembersOf(request).size() == 1 && request.tiling().world_size() == 1;
   const bool lends = known && spec.master_format() == v1::MASTER_FORMAT_LENT;
   if (lends && (!alone || spec.durability() != v1::DURABILITY_NONE)) {
     return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,

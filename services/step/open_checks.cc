@@ -5,8 +5,26 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/table.h"
 
 namespace ballast::services {
+namespace {
+
+// The same members, and every chunk on the same ones? A server may have moved to another address.
+bool SamePlaces(const v1::OpenRequest& a, const v1::OpenRequest& b) {
+  const auto& of_a = model::MembersOf(a);
+  const auto& of_b = model::MembersOf(b);
+  return a.has_table() == b.has_table() &&
+         std::equal(of_a.begin(), of_a.end(), of_b.begin(), of_b.end(),
+                    [](const v1::Member& x, const v1::Member& y) {
+                      return x.server_id() == y.server_id() && x.weight() == y.weight() && x.disk() == y.disk();
+                    }) &&
+         std::equal(
+             a.table().shards().begin(), a.table().shards().end(), b.table().shards().begin(), b.table().shards().end(),
+             [](const v1::Shard& x, const v1::Shard& y) { return x.SerializeAsString() == y.SerializeAsString(); });
+}
+
+}  // namespace
 
 absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
   const v1::JobSpec& a = older.spec();
@@ -25,14 +43,9 @@ absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest&
                                      "' may only grow by further registrations; the one that came differs from what "
                                      "is registered: take it from GetJob and append, or drop the job"));
   }
-  same = older.members_size() == newer.members_size();
-  for (int i = 0; same && i < older.members_size(); ++i) {
-    same = older.members(i).server_id() == newer.members(i).server_id() &&
-           older.members(i).weight() == newer.members(i).weight();
-  }
-  if (same) return absl::OkStatus();
+  if (SamePlaces(older, newer)) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
-                      absl::StrCat("job '", a.name(), "' lies on ", older.members_size(),
+                      absl::StrCat("job '", a.name(), "' lies on ", model::MembersOf(older).size(),
                                    " server(s); other members or weights would move its chunks, which is not "
                                    "supported: take the members from GetJob"));
 }
@@ -58,10 +71,7 @@ absl::Status CheckRegistered(const v1::OpenRequest& open, int known) {
 bool SamePlan(const v1::OpenRequest& a, const v1::OpenRequest& b) {
   return a.tiling().SerializeAsString() == b.tiling().SerializeAsString() &&
          a.spec().SerializeAsString() == b.spec().SerializeAsString() && a.spec_digest() == b.spec_digest() &&
-         a.protocol_version() == b.protocol_version() &&
-         std::equal(
-             a.members().begin(), a.members().end(), b.members().begin(), b.members().end(),
-             [](const v1::Member& x, const v1::Member& y) { return x.SerializeAsString() == y.SerializeAsString(); });
+         a.protocol_version() == b.protocol_version() && SamePlaces(a, b);
 }
 
 }  // namespace ballast::services

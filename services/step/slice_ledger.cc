@@ -54,7 +54,7 @@ void SliceLedger::Open(const model::EpochPlan* plan, uint32_t member) {
   plan_ = plan;
   own_.clear();
   for (uint32_t i = 0; i < plan->slices().size(); ++i) {
-    if (plan->server_of(plan->slices()[i].chunk) == member) own_.push_back(i);
+    if (plan->Has(member, plan->slices()[i].chunk)) own_.push_back(i);
   }
   rank_begins_.assign(plan->world_size() + 1, 0);
   for (uint32_t place = 0; place < own_.size(); ++place) ++rank_begins_[slice(place).rank + 1];
@@ -93,9 +93,8 @@ absl::StatusOr<uint32_t> SliceLedger::FindPlace(const v1::PushRequest& header) c
   }
   const auto it = std::lower_bound(own_.begin(), own_.end(), *slice);
   if (it == own_.end() || *it != *slice) {
-    return BadRange(model::kBadRequest, absl::StrCat("chunk ", chunk, " lies on server '",
-                                                     plan_->open().members(plan_->server_of(chunk)).server_id(),
-                                                     "'; send its slices there"));
+    return BadRange(model::kBadRequest, absl::StrCat("chunk ", chunk, " lies on server ", plan_->ShowServersOf(chunk),
+                                                     "; send its slices there"));
   }
   return static_cast<uint32_t>(it - own_.begin());
 }

@@ -163,7 +163,7 @@ absl::StatusOr<JobSnapshot> TakeSnapshot(StateServer& server, const std::string&
   BALLAST_ASSIGN_OR_RETURN(const model::EpochPlan plan, model::EpochPlan::Make(snapshot.job.open()));
   BALLAST_ASSIGN_OR_RETURN(const uint32_t member, plan.FindMember(server.server_id()));
   for (const model::Chunk& chunk : plan.layout().chunks()) {
-    if (plan.server_of(chunk.index) != member) continue;
+    if (!plan.Has(member, chunk.index)) continue;
     for (const v1::Content content : kContents) {
       v1::PullRequest request;
       request.set_job(job);

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 
 #include "ballast/proto/base/status.h"
@@ -58,7 +59,7 @@ TEST(EpochPlanTest, LoadIsBalancedWithinOneChunk) {
     std::vector<uint64_t> load(servers, 0);
     uint64_t total = 0;
     for (const Chunk& chunk : plan->layout().chunks()) {
-      load[plan->server_of(chunk.index)] += chunk.range.size();
+      load[plan->holders_of(chunk.index)[0]] += chunk.range.size();
       total += chunk.range.size();
     }
     for (const uint64_t l : load) EXPECT_LE(l, total / servers + (1 << 16));
@@ -73,7 +74,7 @@ TEST(EpochPlanTest, WeightsShiftTheShares) {
   uint64_t total = 0;
   for (const Chunk& chunk : plan->layout().chunks()) {
     total += chunk.range.size();
-    if (plan->server_of(chunk.index) == 0) first += chunk.range.size();
+    if (plan->holders_of(chunk.index)[0] == 0) first += chunk.range.size();
   }
   EXPECT_NEAR(static_cast<double>(first) / total, 0.75, 0.02);
 }
@@ -82,7 +83,7 @@ TEST(EpochPlanTest, LaterChunksNeverMoveEarlierOnes) {
   const auto before = EpochPlan::Make(MakeOpen(3, 2, 20));
   const auto after = EpochPlan::Make(MakeOpen(3, 2, 40));
   for (const Chunk& chunk : before->layout().chunks())
-    EXPECT_EQ(before->server_of(chunk.index), after->server_of(chunk.index));
+    EXPECT_EQ(before->holders_of(chunk.index)[0], after->holders_of(chunk.index)[0]);
 }
 
 // Some 300 KB that once took minutes, on a thread that all new jobs shared.
@@ -131,7 +132,7 @@ TEST(EpochPlanTest, RoutesAreWhatTheyWere) {
   const auto plan = EpochPlan::Make(MakeOpen(5, 2));
   ASSERT_TRUE(plan.ok());
   std::string routes;
-  for (const Chunk& chunk : plan->layout().chunks()) absl::StrAppend(&routes, plan->server_of(chunk.index));
+  for (const Chunk& chunk : plan->layout().chunks()) absl::StrAppend(&routes, plan->holders_of(chunk.index)[0]);
   EXPECT_EQ(routes, "34241323001121300240412043124201410130334023210133434203121223024432403211023110");
 }
 
@@ -237,6 +238,62 @@ TEST(EpochPlanTest, TouchesLooksAtTensorsNotPadding) {
   const auto plan = EpochPlan::Make(MakeOpen(1, 1, 2));
   const std::string second = MakeBitmap(2, {1});
   for (const Slice& slice : plan->slices()) EXPECT_EQ(plan->Touches(slice, second), slice.unit == 1);
+}
+
+v1::OpenRequest MakeTableOpen(int servers, uint32_t replicas) {
+  v1::OpenRequest open = MakeOpen(servers, 2);
+  const std::vector<v1::Member> members(open.members().begin(), open.members().end());
+  open.clear_members();
+  const auto elements = ShardElements(*Layout::Make(open.spec()), 16);
+  *open.mutable_table() =
+      FirstTable({.servers = members, .replicas = replicas, .shard_elements = elements}, v1::Epoch());
+  return open;
+}
+
+TEST(EpochPlanTest, ATableSaysWhereChunksAre) {
+  v1::OpenRequest open = MakeTableOpen(3, 2);
+  open.mutable_table()->mutable_shards(5)->mutable_holders()->Truncate(1);
+  const uint32_t holder = open.table().shards(5).holders(0), filler = (holder + 1) % 3;
+  open.mutable_table()->mutable_shards(5)->add_fillers(filler);
+  const auto plan = EpochPlan::Make(open);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->members().size(), 3);
+  EXPECT_EQ(*plan->FindMember("server2"), 2u);
+  std::vector<int> pulled(3, 0);
+  for (const Chunk& chunk : plan->layout().chunks()) {
+    const v1::Shard& shard = open.table().shards(static_cast<int>(chunk.index % 16));
+    EXPECT_THAT(plan->holders_of(chunk.index), ::testing::ElementsAreArray(shard.holders()));
+    EXPECT_THAT(plan->fillers_of(chunk.index), ::testing::ElementsAreArray(shard.fillers()));
+    for (uint32_t member = 0; member < 3; ++member) {
+      EXPECT_EQ(plan->Has(member, chunk.index),
+                std::count(shard.holders().begin(), shard.holders().end(), member) +
+                        std::count(shard.fillers().begin(), shard.fillers().end(), member) >
+                    0);
+    }
+    for (uint32_t rank = 0; rank < 8; ++rank) {
+      const uint32_t source = plan->SourceFor(chunk.index, rank);
+      EXPECT_THAT(plan->holders_of(chunk.index), ::testing::Contains(source)) << "never a filler";
+      ++pulled[source];
+    }
+  }
+  EXPECT_LT(*std::max_element(pulled.begin(), pulled.end()), 2 * *std::min_element(pulled.begin(), pulled.end()));
+  EXPECT_EQ(plan->ShowServersOf(5), absl::StrCat("'server", holder, "', 'server", filler, "'"));
+}
+
+TEST(EpochPlanTest, ATableThatDoesNotFitIsRefused) {
+  v1::OpenRequest open = MakeTableOpen(2, 2);
+  *open.add_members() = open.table().members(0);
+  EXPECT_THAT(std::string(EpochPlan::Make(open).status().message()), HasSubstr("names its members there alone"));
+  open = MakeTableOpen(2, 2);
+  open.mutable_table()->mutable_members(1)->set_server_id("server0");
+  EXPECT_THAT(std::string(EpochPlan::Make(open).status().message()), HasSubstr("'server0' is a member twice"));
+  open = MakeTableOpen(2, 2);
+  open.mutable_spec()->set_durability(v1::DURABILITY_EVERY_K);
+  open.mutable_spec()->set_pin_interval(2);
+  EXPECT_EQ(ReasonOf(EpochPlan::Make(open).status()), kUnsupported);
+  open = MakeTableOpen(2, 2);
+  open.mutable_table()->mutable_shards(3)->add_fillers(9);
+  EXPECT_THAT(std::string(EpochPlan::Make(open).status().message()), HasSubstr("shard 3 has 9"));
 }
 
 }  // namespace

@@ -62,6 +62,21 @@ TEST(VerdictTest, NormIsSummedInChunkOrderWhateverTheServers) {
   EXPECT_EQ(a->verdict().norm(), 0.5 * std::sqrt(1e16 + 2));
 }
 
+TEST(VerdictTest, AChunkOnTwoServersCountsOnceAndTheirNormsAreTheSameBits) {
+  const auto once = Decide(std::vector{Prepared(7, 0, 9), Prepared(7, 1, 16)});
+  const auto twice = Decide(std::vector{Prepared(7, 1, 16), Prepared(7, 0, 9), Prepared(7, 1, 16), Prepared(7, 0, 9)});
+  ASSERT_TRUE(twice.ok()) << twice.status();
+  EXPECT_EQ(twice->verdict().norm(), once->verdict().norm());
+  EXPECT_EQ(twice->verdict().norm(), 2.5);
+  const absl::Status other =
+      Decide(std::vector{Prepared(7, 0, 9), Prepared(7, 0, std::nextafter(9, 10)), Prepared(7, 1, 16)}).status();
+  EXPECT_EQ(ReasonOf(other), kDiverged);
+  EXPECT_TRUE(absl::StrContains(other.message(), "gradient of chunk 0")) << other;
+  v1::PreparedRecord bad = Prepared(7, 0, std::nan(""));
+  bad.mutable_norms(0)->set_overflow(true);
+  EXPECT_TRUE(Decide(std::vector{bad, bad})->verdict().skip());
+}
+
 TEST(VerdictTest, OneOverflowSkipsTheWholeStep) {
   v1::PreparedRecord bad = Prepared(7, 1, 0);
   bad.mutable_norms(0)->set_overflow(true);

@@ -71,7 +71,7 @@ class TrainerGroup {
                         std::string* to) const;
 
   const model::EpochPlan& plan() const { return *plan_; }
-  StateServer* server_of(uint64_t chunk) const { return servers_[plan_->server_of(chunk)]; }
+  StateServer* server_of(uint64_t chunk) const { return servers_[plan_->holders_of(chunk)[0]]; }
   const v1::Epoch& epoch() const { return epoch_; }
   int64_t step() const { return step_; }
   // If Start found lost state: the version that step() has to restore.

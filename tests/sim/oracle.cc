@@ -28,7 +28,7 @@ uint64_t Evolve(uint64_t state, int64_t step) { return Mix(state, static_cast<ui
 
 bool Changes(const model::EpochPlan& plan, int server, const v1::StepHeader& header) {
   return std::any_of(plan.slices().begin(), plan.slices().end(), [&](const model::Slice& slice) {
-    return plan.server_of(slice.chunk) == static_cast<uint32_t>(server) &&
+    return plan.holders_of(slice.chunk)[0] == static_cast<uint32_t>(server) &&
            (plan.Touches(slice, header.gradient_presence()) || plan.Touches(slice, header.value_presence()));
   });
 }

@@ -183,7 +183,7 @@ void SimGroup::TickPushes(uint32_t r, std::vector<Request>* requests) {
     header->set_begin(slice.range.begin);
     header->set_end(slice.range.end);
     header->set_crc32c(intent_.Digest(rank.step, rank.attempt, push.kind, slice, rank.life));
-    Request request = Make(r, static_cast<int>(plan_.server_of(slice.chunk)),
+    Request request = Make(r, static_cast<int>(plan_.holders_of(slice.chunk)[0]),
                            std::shared_ptr<const v1::PushRequest>(std::move(header)));
     request.item = i;
     requests->push_back(std::move(request));

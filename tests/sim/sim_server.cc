@@ -60,7 +60,7 @@ void SimServer::Apply(const v1::PreparedRecord& prepared, const v1::Decision& de
   states_[applied_] = state_;
   std::vector<Consumed> consumed;
   for (const model::Slice& slice : plan_->slices()) {
-    if (plan_->server_of(slice.chunk) != static_cast<uint32_t>(index_)) continue;
+    if (plan_->holders_of(slice.chunk)[0] != static_cast<uint32_t>(index_)) continue;
     if (plan_->Touches(slice, prepared.header().gradient_presence())) {
       consumed.push_back({v1::SLICE_KIND_GRADIENT, slice, Find(v1::SLICE_KIND_GRADIENT, slice)});
     }

@@ -99,7 +99,7 @@ absl::Status Checker::CheckServer(int server, Machine* machine) {
   BALLAST_RETURN_IF_ERROR(CheckRecord(server, job));
   if (job.committed() < 0 || !job.has_open() || job.state_lost()) return absl::OkStatus();
   for (const model::Chunk& chunk : PlanOf(1).layout().chunks()) {
-    if (PlanOf(1).server_of(chunk.index) != static_cast<uint32_t>(server)) continue;
+    if (PlanOf(1).holders_of(chunk.index)[0] != static_cast<uint32_t>(server)) continue;
     for (int content = v1::CONTENT_WORKING; content < v1::CONTENT_WORKING + reference_.contents(); ++content) {
       v1::PullRequest request;
       request.set_job(kJob);
@@ -130,7 +130,7 @@ void Checker::PullSomething(int server, Machine* machine) {
   if (!job.ok() || !job->has_open()) return;
   std::vector<uint64_t> chunks;
   for (const model::Chunk& chunk : PlanOf(1).layout().chunks()) {
-    if (PlanOf(1).server_of(chunk.index) == static_cast<uint32_t>(server)) chunks.push_back(chunk.index);
+    if (PlanOf(1).holders_of(chunk.index)[0] == static_cast<uint32_t>(server)) chunks.push_back(chunk.index);
   }
   if (chunks.empty()) return;
   const model::Chunk& chunk = PlanOf(1).layout().chunks()[chunks[random_->Below(chunks.size())]];

@@ -42,7 +42,7 @@ storage::TierBytes Machine::Budget(Random* random, bool hbm) const {
   uint64_t working = 0, slices = 0, shared = 0, state = 0;
   std::vector<uint64_t> states;
   for (const model::Chunk& chunk : plan.layout().chunks()) {
-    if (plan.server_of(chunk.index) != static_cast<uint32_t>(index_)) continue;
+    if (plan.holders_of(chunk.index)[0] != static_cast<uint32_t>(index_)) continue;
     const uint64_t n = chunk.range.size();
     states.push_back(layout.StateBytes(n));
     working += layout.WorkingBytes(n);
@@ -261,7 +261,7 @@ bool Machine::LacksCopies() const {
   const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
   uint64_t all = 0;
   for (const model::Chunk& chunk : PlanOf(1).layout().chunks()) {
-    if (PlanOf(1).server_of(chunk.index) == static_cast<uint32_t>(index_))
+    if (PlanOf(1).holders_of(chunk.index)[0] == static_cast<uint32_t>(index_))
       all += layout.WorkingBytes(chunk.range.size());
   }
   return copies < all;

@@ -219,14 +219,14 @@ TEST_F(SliceLedgerTest, AServerHasItsOwnChunksAlone) {
   std::vector<uint64_t> own, others;
   for (const model::Chunk& chunk : plan_->layout().chunks()) {
     if (chunk.frozen == v1::FROZEN_UNSPECIFIED) {
-      (plan_->server_of(chunk.index) == 0 ? own : others).push_back(chunk.index);
+      (plan_->holders_of(chunk.index)[0] == 0 ? own : others).push_back(chunk.index);
     }
   }
   ASSERT_FALSE(others.empty()) << "the routes of this job do not try the rule";
   EXPECT_EQ(ledger_.Chunks(both_), own);
   for (const model::Slice& slice : Slices(both_)) {
     const auto place = ledger_.FindPlace(Header(slice));
-    EXPECT_EQ(place.ok(), plan_->server_of(slice.chunk) == 0) << place.status();
+    EXPECT_EQ(place.ok(), plan_->holders_of(slice.chunk)[0] == 0) << place.status();
     if (place.ok()) {
       Hold(slice, 0);
     } else {

@@ -66,7 +66,7 @@ TEST_F(StepMachineTest, ASliceOfAnotherServerIsSentThere) {
   }
   const model::EpochPlan& plan = *machine_->plan();
   int elsewhere = 0;
-  for (const model::Chunk& chunk : plan.layout().chunks()) elsewhere += plan.server_of(chunk.index) == 1;
+  for (const model::Chunk& chunk : plan.layout().chunks()) elsewhere += plan.holders_of(chunk.index)[0] == 1;
   EXPECT_EQ(refused, elsewhere);
 }
 

@@ -138,7 +138,7 @@ void Replayer::TakePlan() {
   const absl::StatusOr<uint32_t> member = plan.FindMember(server_id_);
   if (!member.ok()) return;  // the machine has refused it
   for (const model::Chunk& chunk : plan.layout().chunks()) {
-    if (plan.server_of(chunk.index) != *member || versions_.contains(chunk.index)) continue;
+    if (!plan.Has(*member, chunk.index) || versions_.contains(chunk.index)) continue;
     const auto durable = durable_.versions.find(chunk.index);
     versions_[chunk.index] = durable == durable_.versions.end() ? -1 : durable->second;
   }
@@ -284,14 +284,14 @@ std::set<uint64_t> ChunksInLog(const ReadLog& log) {
 absl::StatusOr<std::string> FindOwner(const v1::OpenRequest& open, const std::set<uint64_t>& chunks) {
   BALLAST_ASSIGN_OR_RETURN(const model::EpochPlan plan, model::EpochPlan::Make(open));
   std::vector<std::string> fitting;
-  for (int member = 0; member < open.members_size(); ++member) {
+  for (int member = 0; member < plan.members().size(); ++member) {
     const bool all = std::all_of(chunks.begin(), chunks.end(), [&](uint64_t chunk) {
-      return chunk < plan.layout().chunks().size() && plan.server_of(chunk) == static_cast<uint32_t>(member);
+      return chunk < plan.layout().chunks().size() && plan.Has(static_cast<uint32_t>(member), chunk);
     });
-    if (all) fitting.push_back(open.members(member).server_id());
+    if (all) fitting.push_back(plan.members()[member].server_id());
   }
   if (fitting.size() == 1) return fitting[0];
-  return absl::NotFoundError(absl::StrCat(fitting.size(), " of the ", open.members_size(), " members of job '",
+  return absl::NotFoundError(absl::StrCat(fitting.size(), " of the ", plan.members().size(), " members of job '",
                                           open.spec().name(), "' may be this server, by the chunks that are here"));
 }
 

@@ -159,7 +159,7 @@ TEST_F(WholePullsTest, ATensorIsPulledFromTheServersOfItsChunks) {
       const auto pieces = plan_->layout().Cut(pull.unit(), {pull.begin(), pull.end()});
       ASSERT_TRUE(pieces.ok());
       ASSERT_EQ(pieces->size(), 1);
-      EXPECT_EQ(plan_->server_of((*pieces)[0].chunk), server);
+      EXPECT_EQ(plan_->holders_of((*pieces)[0].chunk)[0], server);
     }
   }
 }

@@ -1,0 +1,196 @@
+#include "ballast/proto/model/table.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+
+namespace ballast::model {
+namespace {
+
+absl::Status BadTable(absl::string_view message) {
+  return Error(absl::StatusCode::kInvalidArgument, kBadRequest, absl::StrCat("a job's table ", message));
+}
+
+absl::Status CheckPlaces(const v1::Table& table, int shard, const google::protobuf::RepeatedField<uint32_t>& places) {
+  for (int i = 0; i < places.size(); ++i) {
+    if (places[i] < static_cast<uint32_t>(table.members_size()) && (i == 0 || places[i - 1] < places[i])) continue;
+    return BadTable(absl::StrCat("names members by ascending indices below ", table.members_size(), "; shard ", shard,
+                                 " has ", places[i], i > 0 ? absl::StrCat(" after ", places[i - 1]) : ""));
+  }
+  return absl::OkStatus();
+}
+
+// Servers' loads while copies get their places.
+class Loads {
+ public:
+  Loads(const Wanted& wanted, size_t copies) : wanted_(wanted), of_server_(wanted.servers.size(), 0), places_(copies) {}
+
+  const std::vector<uint32_t>& places(size_t shard) const { return places_[shard]; }
+  std::vector<std::vector<uint32_t>> Take() {
+    for (auto& places : places_) std::sort(places.begin(), places.end());
+    return std::move(places_);
+  }
+  bool Has(size_t shard, uint32_t server) const {
+    return std::find(places_[shard].begin(), places_[shard].end(), server) != places_[shard].end();
+  }
+  void Add(size_t shard, uint32_t server) {
+    for (const uint32_t other : places_[shard]) ++together_[std::minmax(server, other)];
+    places_[shard].push_back(server);
+    of_server_[server] += wanted_.shard_elements[shard];
+  }
+  void Remove(size_t shard, uint32_t server) {
+    std::erase(places_[shard], server);
+    for (const uint32_t other : places_[shard]) --together_[std::minmax(server, other)];
+    of_server_[server] -= wanted_.shard_elements[shard];
+  }
+  // The server's load with `more` elements more, by its weight.
+  double Load(uint32_t server, uint64_t more = 0) const {
+    return static_cast<double>(of_server_[server] + more) / wanted_.servers[server].weight();
+  }
+  // The server without the shard that would be the least loaded if it took the shard; nullopt: all have it. Among
+  // equals the one that shares the fewest shards with those that have this one: so when a server is lost, all others
+  // have a part of what it had.
+  std::optional<uint32_t> LeastWithout(size_t shard) const {
+    std::optional<uint32_t> least;
+    std::pair<double, uint32_t> best;
+    for (uint32_t i = 0; i < of_server_.size(); ++i) {
+      if (Has(shard, i)) continue;
+      const std::pair load(Load(i, wanted_.shard_elements[shard]), Together(shard, i));
+      if (least.has_value() && load >= best) continue;
+      least = i;
+      best = load;
+    }
+    return least;
+  }
+  uint32_t MostLoaded(absl::Span<const uint32_t> among) const {
+    return *std::max_element(among.begin(), among.end(), [this](uint32_t a, uint32_t b) { return Load(a) < Load(b); });
+  }
+
+ private:
+  uint32_t Together(size_t shard, uint32_t server) const {
+    uint32_t shards = 0;
+    for (const uint32_t other : places_[shard]) {
+      const auto found = together_.find(std::minmax(server, other));
+      if (found != together_.end()) shards += found->second;
+    }
+    return shards;
+  }
+
+  const Wanted& wanted_;
+  std::vector<uint64_t> of_server_;
+  absl::flat_hash_map<std::pair<uint32_t, uint32_t>, uint32_t> together_;  // shards that two servers share
+  std::vector<std::vector<uint32_t>> places_;
+};
+
+// For each member of `now`: its index among the wanted servers.
+std::vector<std::optional<uint32_t>> Kept(const v1::Table& now, absl::Span<const v1::Member> servers) {
+  std::vector<std::optional<uint32_t>> kept(static_cast<size_t>(now.members_size()));
+  for (int m = 0; m < now.members_size(); ++m) {
+    for (uint32_t i = 0; i < servers.size(); ++i) {
+      if (servers[i].server_id() == now.members(m).server_id() && servers[i].disk() == now.members(m).disk()) {
+        kept[m] = i;
+      }
+    }
+  }
+  return kept;
+}
+
+void Keep(const v1::Table& now, uint32_t replicas, const std::vector<std::optional<uint32_t>>& kept, Loads* loads) {
+  for (int s = 0; s < now.shards_size(); ++s) {
+    for (const auto* places : {&now.shards(s).holders(), &now.shards(s).fillers()}) {
+      for (const uint32_t member : *places) {
+        if (kept[member].has_value() && loads->places(s).size() < replicas) loads->Add(s, *kept[member]);
+      }
+    }
+  }
+}
+
+// One pass over the shards: each gives a copy of its most loaded server to the least loaded one, if that brings a
+// server closer to its share, and both loads closer to each other.
+bool LevelOnce(const Wanted& wanted, Loads* loads) {
+  double share = 0, weights = 0;  // elements by weight
+  for (size_t s = 0; s < wanted.shard_elements.size(); ++s) {
+    share += static_cast<double>(wanted.shard_elements[s] * loads->places(s).size());
+  }
+  for (const v1::Member& server : wanted.servers) weights += server.weight();
+  share /= weights;
+  bool moved = false;
+  for (size_t s = 0; s < wanted.shard_elements.size(); ++s) {
+    const uint32_t from = loads->MostLoaded(loads->places(s));
+    const std::optional<uint32_t> to = loads->LeastWithout(s);
+    if (!to.has_value() || loads->Load(*to, wanted.shard_elements[s]) >= loads->Load(from)) continue;
+    const double shard = static_cast<double>(wanted.shard_elements[s]) / wanted.servers[from].weight();
+    if (loads->Load(*to, wanted.shard_elements[s]) > share && loads->Load(from) <= share + shard) continue;
+    loads->Remove(s, from);
+    loads->Add(s, *to);
+    moved = true;
+  }
+  return moved;
+}
+
+}  // namespace
+
+const google::protobuf::RepeatedPtrField<v1::Member>& MembersOf(const v1::OpenRequest& open) {
+  return open.has_table() ? open.table().members() : open.members();
+}
+
+absl::Status CheckTable(const v1::Table& table) {
+  if (table.shards_size() == 0 || table.shards_size() > kShardsMax) {
+    return BadTable(absl::StrCat("has 1 to ", kShardsMax, " shards, got ", table.shards_size()));
+  }
+  if (table.replicas() == 0 || table.replicas() > kReplicasMax) {
+    return BadTable(absl::StrCat("wants 1 to ", kReplicasMax, " copies of each chunk, got ", table.replicas()));
+  }
+  for (int s = 0; s < table.shards_size(); ++s) {
+    const v1::Shard& shard = table.shards(s);
+    if (shard.holders().empty()) return BadTable(absl::StrCat("has a holder of each shard; shard ", s, " has none"));
+    BALLAST_RETURN_IF_ERROR(CheckPlaces(table, s, shard.holders()));
+    BALLAST_RETURN_IF_ERROR(CheckPlaces(table, s, shard.fillers()));
+    for (const uint32_t filler : shard.fillers()) {
+      if (!std::binary_search(shard.holders().begin(), shard.holders().end(), filler)) continue;
+      return BadTable(
+          absl::StrCat("has a member once in a shard; in shard ", s, " member ", filler, " holds and fills"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::vector<uint64_t> ShardElements(const Layout& layout, int shards) {
+  std::vector<uint64_t> elements(static_cast<size_t>(shards), 1);
+  for (const Chunk& chunk : layout.chunks())
+    elements[chunk.index % static_cast<uint64_t>(shards)] += chunk.range.size();
+  return elements;
+}
+
+std::vector<std::vector<uint32_t>> PlanWanted(const v1::Table& now, const Wanted& wanted) {
+  const auto replicas = static_cast<uint32_t>(std::min<size_t>(wanted.replicas, wanted.servers.size()));
+  Loads loads(wanted, wanted.shard_elements.size());
+  Keep(now, replicas, Kept(now, wanted.servers), &loads);
+  for (size_t s = 0; s < wanted.shard_elements.size(); ++s) {
+    while (loads.places(s).size() < replicas) loads.Add(s, *loads.LeastWithout(s));
+  }
+  // Each pass moves less than the one before; a handful ends it.
+  for (int passes = 0; wanted.level && passes < 16 && LevelOnce(wanted, &loads); ++passes) {
+  }
+  return loads.Take();
+}
+
+v1::Table FirstTable(const Wanted& wanted, const v1::Epoch& since) {
+  v1::Table table;
+  table.set_replicas(wanted.replicas);
+  for (const v1::Member& server : wanted.servers) {
+    v1::Member* const member = table.add_members();
+    *member = server;
+    *member->mutable_since() = since;
+  }
+  for (const std::vector<uint32_t>& places : PlanWanted(v1::Table(), wanted)) {
+    table.add_shards()->mutable_holders()->Assign(places.begin(), places.end());
+  }
+  return table;
+}
+
+}  // namespace ballast::model

@@ -1,0 +1,57 @@
+// A job's table: its members, and which of them has which chunks. Clients and servers go by it alike.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "ballast/proto/model/layout.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::model {
+
+inline constexpr int kShardsMax = 1 << 16;
+// Of new jobs. Fixed with the job: a table of so many shards takes 4 to 20 KB, and the fullest of 16 servers has at
+// most a hundredth more than its share.
+inline constexpr int kShards = 1024;
+inline constexpr uint32_t kReplicasMax = 4;
+
+// The servers of an Open, whether it has a table or not.
+const google::protobuf::RepeatedPtrField<v1::Member>& MembersOf(const v1::OpenRequest& open);
+
+// REQUIRES: the table has shards.
+inline const v1::Shard& ShardOf(const v1::Table& table, uint64_t chunk) {
+  return table.shards(static_cast<int>(chunk % static_cast<uint64_t>(table.shards_size())));
+}
+
+// INVALID_ARGUMENT (BAD_REQUEST) unless the table has 1 to kShardsMax shards and 1 to kReplicasMax replicas, each shard
+// has a holder, and holders and fillers are ascending indices of members, none twice. Says nothing of the members.
+absl::Status CheckTable(const v1::Table& table);
+
+// Elements of each of `shards` shards. Each has one more than its chunks have, so that planning spreads empty shards
+// too: chunks registered later lie on them.
+std::vector<uint64_t> ShardElements(const Layout& layout, int shards);
+
+// What a job wants of its servers.
+struct Wanted {
+  // Servers, with their weights, in the order of the table to be.
+  absl::Span<const v1::Member> servers;
+  uint32_t replicas = 1;
+  // Of each shard, as ShardElements says.
+  absl::Span<const uint64_t> shard_elements;
+  // Also move copies until no server has more than its share by more than a shard. Otherwise only copies that are
+  // missing get a place.
+  bool level = false;
+};
+
+// Chooses the servers of each shard, as ascending indices into wanted.servers: min(replicas, servers) of them, no
+// server twice. Keeps the copies that `now` (empty: none) has on these servers, recognised by id and disk, and gives
+// the least loaded server by weight what is missing. A pure function; ties go to the first.
+std::vector<std::vector<uint32_t>> PlanWanted(const v1::Table& now, const Wanted& wanted);
+
+// The first table of a job: all are members since `since`, and each server planned for a shard holds it.
+v1::Table FirstTable(const Wanted& wanted, const v1::Epoch& since);
+
+}  // namespace ballast::model

@@ -1,0 +1,188 @@
+#include "ballast/proto/model/table.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+
+namespace ballast::model {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::vector<v1::Member> Servers(int count, int first = 0) {
+  std::vector<v1::Member> servers;
+  for (int i = first; i < first + count; ++i) {
+    v1::Member& server = servers.emplace_back();
+    server.set_server_id(absl::StrCat("s", i));
+    server.set_weight(1);
+    server.set_disk(100 + static_cast<uint64_t>(i));
+  }
+  return servers;
+}
+
+std::vector<uint64_t> Elements(int shards, uint64_t chunks) {
+  std::vector<uint64_t> elements(static_cast<size_t>(shards), 1);
+  for (uint64_t c = 0; c < chunks; ++c) elements[c % elements.size()] += 1 << 20;
+  return elements;
+}
+
+// Each server's elements by its share, largest.
+double Fullest(const std::vector<v1::Member>& servers, const std::vector<uint64_t>& elements,
+               const std::vector<std::vector<uint32_t>>& plan) {
+  std::vector<double> load(servers.size(), 0);
+  double total = 0, weights = 0, fullest = 0;
+  for (size_t s = 0; s < plan.size(); ++s) {
+    for (const uint32_t server : plan[s]) load[server] += static_cast<double>(elements[s]);
+    total += static_cast<double>(elements[s] * plan[s].size());
+  }
+  for (const v1::Member& server : servers) weights += server.weight();
+  for (size_t i = 0; i < servers.size(); ++i)
+    fullest = std::max(fullest, load[i] * weights / servers[i].weight() / total);
+  return fullest;
+}
+
+v1::Table TableOf(const std::vector<v1::Member>& servers, const std::vector<std::vector<uint32_t>>& plan) {
+  v1::Table table;
+  table.set_replicas(2);
+  for (const v1::Member& server : servers) *table.add_members() = server;
+  for (const auto& places : plan) table.add_shards()->mutable_holders()->Assign(places.begin(), places.end());
+  return table;
+}
+
+// Elements of copies that `after` has and `before` has not.
+uint64_t Moved(const v1::Table& before, const std::vector<v1::Member>& servers, const std::vector<uint64_t>& elements,
+               const std::vector<std::vector<uint32_t>>& after) {
+  uint64_t moved = 0;
+  for (size_t s = 0; s < after.size(); ++s) {
+    std::set<std::string> had;
+    for (const uint32_t m : before.shards(static_cast<int>(s)).holders()) had.insert(before.members(m).server_id());
+    for (const uint32_t i : after[s]) moved += had.contains(servers[i].server_id()) ? 0 : elements[s];
+  }
+  return moved;
+}
+
+TEST(TableTest, ANewJobIsSpreadEvenlyWhateverItsSize) {
+  for (const uint64_t chunks : {1u, 5u, 12u, 120u, 2000u}) {
+    for (const int count : {1, 2, 3, 16}) {
+      for (const uint32_t replicas : {1u, 2u}) {
+        const auto servers = Servers(count);
+        const auto elements = Elements(kShards, chunks);
+        const Wanted wanted{.servers = servers, .replicas = replicas, .shard_elements = elements, .level = false};
+        const auto plan = PlanWanted(v1::Table(), wanted);
+        ASSERT_EQ(plan.size(), elements.size());
+        std::vector<uint64_t> copies(servers.size(), 0);
+        for (size_t s = 0; s < plan.size(); ++s) {
+          EXPECT_EQ(plan[s].size(), std::min<size_t>(replicas, servers.size()));
+          EXPECT_TRUE(std::is_sorted(plan[s].begin(), plan[s].end()));
+          EXPECT_EQ(std::set<uint32_t>(plan[s].begin(), plan[s].end()).size(), plan[s].size());
+          for (const uint32_t server : plan[s]) copies[server] += elements[s] >> 20;
+        }
+        // A shard has one chunk more than another; so may a server, for each of its copies' place in the round.
+        const auto [least, most] = std::minmax_element(copies.begin(), copies.end());
+        EXPECT_LE(*most - *least, chunks > kShards ? 2 : 1) << chunks << " chunks, " << count << " servers";
+        EXPECT_EQ(CheckTable(FirstTable(wanted, v1::Epoch())), absl::OkStatus());
+      }
+    }
+  }
+}
+
+TEST(TableTest, WeightsCount) {
+  auto servers = Servers(3);
+  servers[0].set_weight(2);
+  const auto elements = Elements(kShards, 3000);
+  const auto plan = PlanWanted(v1::Table(), {.servers = servers, .replicas = 1, .shard_elements = elements});
+  EXPECT_LT(Fullest(servers, elements, plan), 1.01);
+  // Half of all weight, and two copies: it has one of every chunk, and no chunk twice.
+  const auto twice = PlanWanted(v1::Table(), {.servers = servers, .replicas = 2, .shard_elements = elements});
+  for (const auto& places : twice) EXPECT_EQ(places[0], 0u);
+}
+
+TEST(TableTest, AServerThatComesOrGoesMovesItsShareAndNoMore) {
+  for (const int count : {3, 4, 16}) {
+    for (const uint32_t replicas : {1u, 2u}) {
+      for (const uint64_t chunks : {120u, 2000u}) {
+        const auto servers = Servers(count);
+        const auto elements = Elements(kShards, chunks);
+        uint64_t total = 0;
+        for (const uint64_t e : elements) total += e * replicas;
+        const auto plan =
+            PlanWanted(v1::Table(), {.servers = servers, .replicas = replicas, .shard_elements = elements});
+        const v1::Table table = TableOf(servers, plan);
+
+        const auto more = Servers(count + 1);
+        const auto added =
+            PlanWanted(table, {.servers = more, .replicas = replicas, .shard_elements = elements, .level = true});
+        const double share = static_cast<double>(total) / (count + 1);
+        EXPECT_LE(static_cast<double>(Moved(table, more, elements, added)), 1.05 * share + (3 << 20))
+            << count << " " << replicas << " " << chunks;
+        EXPECT_LT(Fullest(more, elements, added), chunks == 120 && count == 16 ? 1.15 : 1.03);
+
+        if (count <= static_cast<int>(replicas)) continue;
+        const auto fewer = Servers(count - 1);  // the last one has gone
+        const auto left =
+            PlanWanted(table, {.servers = fewer, .replicas = replicas, .shard_elements = elements, .level = false});
+        uint64_t lost = 0;
+        for (size_t s = 0; s < plan.size(); ++s) {
+          lost += std::count(plan[s].begin(), plan[s].end(), static_cast<uint32_t>(count - 1)) * elements[s];
+        }
+        EXPECT_EQ(Moved(table, fewer, elements, left), lost) << "only what the lost server had is copied";
+        EXPECT_LT(Fullest(fewer, elements, left), chunks == 120 && count == 16 ? 1.15 : 1.03)
+            << count << " " << replicas << " " << chunks;
+      }
+    }
+  }
+}
+
+TEST(TableTest, AnyPlanOverAnyTableKeepsWhatItCan) {
+  std::mt19937_64 random(7);
+  for (int round = 0; round < 300; ++round) {
+    const int before = 1 + static_cast<int>(random() % 5), after = 1 + static_cast<int>(random() % 5);
+    const auto old_servers = Servers(before);
+    auto servers = Servers(after, static_cast<int>(random() % 3));
+    for (v1::Member& server : servers) server.set_weight(1 + static_cast<double>(random() % 3));
+    if (random() % 4 == 0) servers[0].set_disk(7);  // wiped: another server
+    const auto replicas = static_cast<uint32_t>(1 + random() % 3);
+    const auto elements = Elements(1 + static_cast<int>(random() % 20), random() % 40);
+    const v1::Table table =
+        TableOf(old_servers, PlanWanted(v1::Table(), {.servers = old_servers,
+                                                      .replicas = static_cast<uint32_t>(1 + random() % 3),
+                                                      .shard_elements = elements}));
+    const Wanted wanted{
+        .servers = servers, .replicas = replicas, .shard_elements = elements, .level = random() % 2 == 0};
+    const auto plan = PlanWanted(table, wanted);
+    EXPECT_EQ(plan, PlanWanted(table, wanted)) << "pure";
+    for (const auto& places : plan) EXPECT_EQ(places.size(), std::min<size_t>(replicas, servers.size()));
+    // What is planned stays planned.
+    EXPECT_EQ(PlanWanted(TableOf(servers, plan), wanted), plan) << "round " << round;
+  }
+}
+
+TEST(TableTest, ABadTableIsRefusedByName) {
+  const auto servers = Servers(2);
+  const auto elements = Elements(2, 4);
+  const v1::Table good = FirstTable({.servers = servers, .replicas = 1, .shard_elements = elements}, v1::Epoch());
+  EXPECT_EQ(CheckTable(good), absl::OkStatus());
+  const auto refused = [&](auto change, const char* text) {
+    v1::Table table = good;
+    change(&table);
+    const absl::Status status = CheckTable(table);
+    EXPECT_EQ(ReasonOf(status), kBadRequest);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(text));
+  };
+  refused([](v1::Table* t) { t->clear_shards(); }, "got 0");
+  refused([](v1::Table* t) { t->set_replicas(5); }, "1 to 4 copies of each chunk, got 5");
+  refused([](v1::Table* t) { t->set_replicas(0); }, "got 0");
+  refused([](v1::Table* t) { t->mutable_shards(1)->clear_holders(); }, "shard 1 has none");
+  refused([](v1::Table* t) { t->mutable_shards(1)->add_fillers(2); }, "shard 1 has 2");
+  refused([](v1::Table* t) { t->mutable_shards(0)->add_holders(0); }, "shard 0 has 0 after 0");
+  refused([](v1::Table* t) { t->mutable_shards(0)->add_fillers(0); }, "member 0 holds and fills");
+}
+
+}  // namespace
+}  // namespace ballast::model
