@@ -76,7 +76,11 @@ struct SessionOptions {
   // an NVMe budget for twice the version, besides the state, and all tensors named when the job is created.
   // `none`: the job's state is lost with a server that ends.
   v1::Durability durability = v1::DURABILITY_STEP;
-  uint64_t pin_interval = 0;   // K of every-K, at least 1; 0 with another durability
+  uint64_t pin_interval = 0;  // K of every-K, at least 1; 0 with another durability
+  // On how many servers each chunk is, with all its state: 1 to 4. More than one needs servers that etcd names, and
+  // durability `step` or `none`. 0: as the job has it, and 1 for a new job. A job keeps its number. A step needs all
+  // servers all the same.
+  uint32_t replicas = 0;
   Split split = Split::kEven;  // the same on all ranks
   // How long servers may take for a call, or for a step once all ranks have come, updates included. PinDurably and
   // Restore write (Restore also reads) all state within this time. How long ranks wait for each other is the

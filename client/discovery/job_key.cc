@@ -15,7 +15,7 @@ constexpr absl::Duration kCallTimeout = absl::Seconds(2);
 
 absl::Time Soon(absl::Time deadline) { return std::min(deadline, absl::Now() + kCallTimeout); }
 
-bool IsMember(const std::vector<v1::Member>& members, const v1::Member& member) {
+bool IsMember(const google::protobuf::RepeatedPtrField<v1::Member>& members, const v1::Member& member) {
   return std::any_of(members.begin(), members.end(), [&](const v1::Member& one) {
     return one.server_id() == member.server_id() && one.disk() == member.disk();
   });
@@ -31,16 +31,18 @@ absl::Status JobKey::Read(absl::Time deadline) {
   return absl::OkStatus();
 }
 
-absl::Status JobKey::CheckSame(const std::vector<v1::Member>& members) const {
+absl::Status JobKey::CheckSame(const v1::Table& table) const {
   const auto& named = value_.table().members();
-  const bool same = static_cast<size_t>(named.size()) == members.size() &&
+  const auto& members = table.members();
+  const bool same = named.size() == members.size() &&
                     std::all_of(named.begin(), named.end(), [&](const auto& one) { return IsMember(members, one); });
   if (same) return absl::OkStatus();
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kOtherServer,
                       absl::StrCat("another group made job '", job_, "' in the meantime, on ",
                                    registry::ShowMembers({named.begin(), named.end()}), ", and this group would use ",
-                                   registry::ShowMembers(members), "; start this group again, and it goes by the key ",
-                                   registry_->JobKeyName(job_), " of the other group"));
+                                   registry::ShowMembers({members.begin(), members.end()}),
+                                   "; start this group again, and it goes by the key ", registry_->JobKeyName(job_),
+                                   " of the other group"));
 }
 
 absl::Status JobKey::CheckServers(const std::vector<v1::Member>& servers) const {
@@ -55,30 +57,46 @@ absl::Status JobKey::CheckServers(const std::vector<v1::Member>& servers) const 
 }
 
 // The key as a group with `epoch` writes it.
-v1::JobKey JobKey::ClaimedBy(const v1::Epoch& epoch, const std::vector<v1::Member>& members) const {
+v1::JobKey JobKey::ClaimedBy(const v1::Epoch& epoch, const v1::Table& table) const {
   v1::JobKey next;
   *next.mutable_claimed() = epoch;
-  next.mutable_table()->set_replicas(1);
-  for (const v1::Member& member : members) {
-    v1::Member* const written = next.mutable_table()->add_members();
-    *written = member;
-    *written->mutable_since() = epoch;
-    for (const v1::Member& known : value_.table().members()) {
-      if (known.server_id() == member.server_id()) *written->mutable_since() = known.since();
+  *next.mutable_table() = exists() ? value_.table() : table;
+  for (v1::Member& member : *next.mutable_table()->mutable_members()) {
+    if (!exists()) *member.mutable_since() = epoch;
+    for (const v1::Member& now : table.members()) {
+      if (now.server_id() == member.server_id()) member.set_address(now.address());
     }
   }
   return next;
 }
 
-absl::StatusOr<v1::Epoch> JobKey::Claim(const std::vector<v1::Member>& members, const v1::Epoch& least,
-                                        absl::Time deadline) {
+absl::Status JobKey::CheckClaimed(absl::Span<const v1::GetJobResponse> answers, absl::Time deadline) {
+  const auto unclaimed = [&] {
+    return std::find_if(answers.begin(), answers.end(), [this](const v1::GetJobResponse& answer) {
+      return model::Compare(answer.promised(), value_.claimed()) > 0;
+    });
+  };
+  if (!has_places() || unclaimed() == answers.end()) return absl::OkStatus();
+  // Somebody may have claimed and fenced since the key was read.
+  BALLAST_RETURN_IF_ERROR(Read(deadline));
+  const auto found = unclaimed();
+  if (found == answers.end()) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kFailedPrecondition, model::kKeyLost,
+      absl::StrCat("server '", found->server_id(), "' promised epoch ", found->promised().counter(), " of job '", job_,
+                   "', and the key ", registry_->JobKeyName(job_), " knows epochs up to ", value_.claimed().counter(),
+                   ": etcd has an older state than the job, perhaps from a backup, and its table may be old too. ",
+                   model::kHowToRestoreKey));
+}
+
+absl::StatusOr<v1::Epoch> JobKey::Claim(const v1::Table& table, const v1::Epoch& least, absl::Time deadline) {
   if (registry_ == nullptr) return least;
   registry::Pauses pauses;
   v1::Epoch epoch = least;
   for (;;) {
-    if (exists()) BALLAST_RETURN_IF_ERROR(CheckSame(members));
+    if (exists()) BALLAST_RETURN_IF_ERROR(CheckSame(table));
     epoch.set_counter(std::max(epoch.counter(), value_.claimed().counter() + 1));
-    v1::JobKey next = ClaimedBy(epoch, members);
+    v1::JobKey next = ClaimedBy(epoch, table);
     const absl::StatusOr<bool> put = registry_->PutJob(job_, next, revision_, Soon(deadline));
     if (!put.ok() && !absl::IsUnavailable(put.status())) return put.status();
     // Read back in any case but the plain one: an answer may have been lost, and the key may be another group's now.

@@ -9,8 +9,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "ballast/proto/registry/registry.h"
 #include "ballast/v1/registry.pb.h"
+#include "ballast/v1/state_service.pb.h"
 
 namespace ballast::client {
 
@@ -22,20 +24,29 @@ class JobKey {
 
   // Errors: the registry's.
   absl::Status Read(absl::Time deadline);
+  // Whether jobs have keys here: there is a registry.
+  bool is_kept() const { return registry_ != nullptr; }
   // Whether there is a key: Read found it, or Claim made it.
   bool exists() const { return revision_ != 0; }
   const v1::JobKey& value() const { return value_; }
   // FAILED_PRECONDITION (OTHER_SERVER) if a server has a member's name but another data directory.
   absl::Status CheckServers(const std::vector<v1::Member>& servers) const;
 
+  // Whether the key says which server has which chunk (shards): then the job's Opens go by it.
+  bool has_places() const { return !value_.table().shards().empty(); }
+  // Of a job with places: FAILED_PRECONDITION (KEY_LOST) if some server promised an epoch that nobody claimed. Then
+  // etcd has an older state than the job, and so may the table be.
+  absl::Status CheckClaimed(absl::Span<const v1::GetJobResponse> answers, absl::Time deadline);
+
   // Call before a fence with epoch `least` or higher. Writes an epoch above the claimed one into the key, and returns
-  // it. A new key names `members`. FAILED_PRECONDITION (OTHER_SERVER), with both lists, if the key names other servers
-  // by now. Otherwise the registry's errors.
-  absl::StatusOr<v1::Epoch> Claim(const std::vector<v1::Member>& members, const v1::Epoch& least, absl::Time deadline);
+  // it. A new key gets `table`, whose members are members since that epoch; an old one keeps its own.
+  // FAILED_PRECONDITION (OTHER_SERVER), with both lists, if the key names other servers than `table` by now. Otherwise
+  // the registry's errors.
+  absl::StatusOr<v1::Epoch> Claim(const v1::Table& table, const v1::Epoch& least, absl::Time deadline);
 
  private:
-  absl::Status CheckSame(const std::vector<v1::Member>& members) const;
-  v1::JobKey ClaimedBy(const v1::Epoch& epoch, const std::vector<v1::Member>& members) const;
+  absl::Status CheckSame(const v1::Table& table) const;
+  v1::JobKey ClaimedBy(const v1::Epoch& epoch, const v1::Table& table) const;
 
   registry::Registry* const registry_;
   const std::string job_;

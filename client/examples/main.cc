@@ -55,6 +55,7 @@ struct Flags {
   kernels::OptimizerSpec optimizer;
   std::string durability = "step";
   uint64_t pin_interval = 0;
+  uint32_t replicas = 0;
   std::vector<std::string> text = {kDefaultTextPath};
   uint64_t stop_at = 0;
   std::string json;
@@ -89,6 +90,9 @@ void AddJobFlags(CLI::App& app, Flags& flags) {
       ->capture_default_str()
       ->check(CLI::IsMember({"none", "step", "every-K"}));
   app.add_option("--pin-interval", flags.pin_interval, "The K of --durability every-K, in steps");
+  app.add_option("--replicas", flags.replicas,
+                 "On how many servers each chunk is; more than 1 needs servers that etcd names. 0: as the job has it")
+      ->check(CLI::Range(0, 4));
   app.add_option("--timeout", flags.timeout_s, "Seconds to wait for a step or a missing rank")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
@@ -240,6 +244,7 @@ SessionOptions MakeSessionOptions(const Flags& flags) {
                        : flags.durability == "none" ? v1::DURABILITY_NONE
                                                     : v1::DURABILITY_EVERY_K;
   options.pin_interval = flags.pin_interval;
+  options.replicas = flags.replicas;
   options.seed = flags.trainer.seed;
   options.access = flags.access;
   options.step_timeout = absl::Seconds(flags.timeout_s);

@@ -3,6 +3,7 @@
 #include <map>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "ballast/client/group/job_spec.h"
 #include "ballast/client/group/pins.h"
@@ -12,6 +13,7 @@
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/proto/model/tiling.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -42,6 +44,28 @@ absl::Status JobMissing(const std::string& job) {
                                    "'; check the name and the servers, or choose resume=auto to create it"));
 }
 
+absl::Status KeyGone(const std::string& job) {
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kKeyLost,
+                      absl::StrCat("etcd says which servers have the chunks of job '", job,
+                                   "', and has no key of the job any more. ", model::kHowToRestoreKey));
+}
+
+// The copies that a session asks for, against those of the job that exists; `newest`: null if it does not.
+absl::Status CheckCopies(const SessionOptions& options, const v1::OpenRequest* newest, const JobKey& key) {
+  if (newest == nullptr) return absl::OkStatus();
+  if (newest->has_table() && !key.is_kept()) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadConfig,
+                        absl::StrCat("job '", options.job, "' has copies on several servers, and etcd says where; ",
+                                     "expected servers named by etcd (etcd://host:port/prefix), got a list"));
+  }
+  if (newest->has_table() && !key.has_places()) return KeyGone(options.job);
+  const uint32_t has = newest->has_table() ? newest->table().replicas() : 1;
+  if (options.replicas == 0 || options.replicas == has) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                      absl::StrCat("job '", options.job, "' has ", has, " copies of each chunk, and replicas=",
+                                   options.replicas, " asks for others: a job keeps its number. Leave replicas out"));
+}
+
 std::string WithoutTensors(v1::OpenRequest named) {
   named.mutable_spec()->mutable_registrations(0)->clear_tensors();
   named.mutable_tiling()->clear_placements();
@@ -51,7 +75,8 @@ std::string WithoutTensors(v1::OpenRequest named) {
 
 absl::Status Differs(const v1::OpenRequest& other, uint32_t rank, const v1::OpenRequest& first) {
   std::string what =
-      "options differ: job name, group_count, chunk_elements, seed, split, or the order or placement of tensors";
+      "options differ: job name, group_count, chunk_elements, seed, split, replicas, or the order or placement of "
+      "tensors";
   if (other.tiling().world_size() != first.tiling().world_size()) {
     what = absl::StrCat(other.tiling().world_size(), " servers against ", first.tiling().world_size());
   } else if (other.base() != first.base()) {
@@ -145,14 +170,14 @@ absl::StatusOr<Sight> Opening::Look(const SessionOptions& options, absl::Time de
   return sight;
 }
 
-absl::Status Opening::CheckBeforeFence(const v1::JobSpec& spec, const Sight& sight, const v1::Epoch& epoch,
-                                       absl::Time deadline) {
+absl::Status Opening::CheckBeforeFence(const v1::JobSpec& spec, const Sight& sight, const v1::Table& table,
+                                       const v1::Epoch& epoch, absl::Time deadline) {
   const v1::OpenRequest* const newest = NewestOpen(sight.answers);
   if (newest == nullptr) {
     v1::OpenRequest open;
     *open.mutable_epoch() = epoch;
     open.set_base(-1);
-    BALLAST_RETURN_IF_ERROR(Lay(spec, nullptr, &open));
+    BALLAST_RETURN_IF_ERROR(Lay(spec, nullptr, table, &open));
     return TryOpen(open, deadline);
   }
   const absl::Status same = CheckSameSpec(spec, newest->spec());
@@ -163,18 +188,43 @@ absl::Status Opening::CheckBeforeFence(const v1::JobSpec& spec, const Sight& sig
                                       "drop it, or choose another name"));
 }
 
-absl::Status Opening::Lay(const v1::JobSpec& spec, const v1::OpenRequest* newest, v1::OpenRequest* open) {
+absl::StatusOr<v1::Table> Opening::FirstTableOf(const SessionOptions& options, const v1::JobSpec& spec,
+                                                bool is_new) const {
+  v1::Table table;
+  const std::vector<v1::Member> members = members_.all();
+  if (!is_new || options.replicas <= 1) {
+    table.set_replicas(1);
+    table.mutable_members()->Assign(members.begin(), members.end());
+    return table;
+  }
+  if (router_->transport(0)->registry() == nullptr) {
+    return BadSpec(absl::StrCat("replicas=", options.replicas, " needs servers that etcd names (etcd://host:port/",
+                                "prefix), since etcd keeps which server has which copy; got a list of servers. Name ",
+                                "them by etcd, or leave replicas out"));
+  }
+  if (options.replicas > model::kReplicasMax || members.size() < options.replicas) {
+    return BadSpec(absl::StrCat("replicas=", options.replicas, ": expected 1 to ", model::kReplicasMax,
+                                ", and a server for each copy, got ", members.size(),
+                                " server(s): ", absl::StrJoin(members_.ids(), ", ")));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(spec));
+  const std::vector<uint64_t> elements = model::ShardElements(layout, model::kShards);
+  return model::FirstTable({.servers = members, .replicas = options.replicas, .shard_elements = elements}, v1::Epoch());
+}
+
+absl::Status Opening::Lay(const v1::JobSpec& spec, const v1::OpenRequest* newest, const v1::Table& table,
+                          v1::OpenRequest* open) {
+  const bool has_places = !table.shards().empty();
   if (newest == nullptr) {
     *open->mutable_spec() = spec;
-    *open->mutable_members() = members_.Weighed();
+    if (!has_places) *open->mutable_members() = members_.Weighed();
   } else {
     // Chunks lie by this spec and these members, even where the job was opened and never initialised.
     BALLAST_RETURN_IF_ERROR(CheckSameSpec(spec, newest->spec()));
     *open->mutable_spec() = newest->spec();
     *open->mutable_members() = newest->members();
-    if (newest->has_table()) *open->mutable_table() = newest->table();
-    BALLAST_RETURN_IF_ERROR(members_.Match(*open));
   }
+  if (has_places) *open->mutable_table() = table;
   return Divide(open);
 }
 
@@ -184,11 +234,17 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
   BALLAST_RETURN_IF_ERROR(members_.FollowKey(options.job, key));
   BALLAST_ASSIGN_OR_RETURN(const Sight sight, Look(options, deadline));
+  BALLAST_RETURN_IF_ERROR(CheckCopies(options, NewestOpen(sight.answers), key));
+  BALLAST_RETURN_IF_ERROR(key.CheckClaimed(sight.answers, deadline));
   Fencing fencing(router_, options.job, Fencing::Promised(sight.answers), members_.peers());
-  BALLAST_RETURN_IF_ERROR(CheckBeforeFence(spec, sight, fencing.epoch(), deadline));
+  BALLAST_ASSIGN_OR_RETURN(v1::Table table, FirstTableOf(options, spec, NewestOpen(sight.answers) == nullptr));
+  BALLAST_RETURN_IF_ERROR(
+      CheckBeforeFence(spec, sight, key.has_places() ? key.value().table() : table, fencing.epoch(), deadline));
 
   v1::OpenRequest open;
-  BALLAST_ASSIGN_OR_RETURN(*open.mutable_epoch(), key.Claim(members_.all(), fencing.epoch(), deadline));
+  BALLAST_ASSIGN_OR_RETURN(*open.mutable_epoch(), key.Claim(table, fencing.epoch(), deadline));
+  // Another group may have made the key meanwhile: its table is the job's.
+  if (key.is_kept()) table = key.value().table();
   fencing.Raise(open.epoch());
   const auto fenced = fencing.Fence(options.resume == Resume::kNever, deadline);
   if (model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, sight.version);
@@ -202,7 +258,8 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   if (resolution.decision.has_value()) *open.mutable_base_decision() = *resolution.decision;
   if (resolution.restores.has_value()) open.set_restores(*resolution.restores);
   const v1::OpenRequest* const newest = NewestOpen(*fenced);
-  BALLAST_RETURN_IF_ERROR(Lay(spec, newest, &open));
+  BALLAST_RETURN_IF_ERROR(Lay(spec, newest, table, &open));
+  BALLAST_RETURN_IF_ERROR(members_.Match(open));
   // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
   const bool tried = newest == nullptr && NewestOpen(sight.answers) == nullptr;
   if (!tried) BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
@@ -210,6 +267,22 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   // A pin that an older group was making is complete by now, or is given up by its server. A failure here may wait.
   (void)DropPartialPins(router_, open, absl::Now() + options.open_timeout);
   return open;
+}
+
+absl::Status Opening::ClaimNext(const v1::OpenRequest& current, Fencing* fencing, absl::Time deadline) {
+  if (!current.has_table()) return absl::OkStatus();
+  JobKey key(router_->transport(0)->registry(), current.spec().name());
+  BALLAST_RETURN_IF_ERROR(key.Read(deadline));
+  if (!key.exists()) return KeyGone(current.spec().name());
+  if (model::Compare(key.value().claimed(), current.epoch()) != 0) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                        absl::StrCat("another group has claimed job '", current.spec().name(), "' (epoch ",
+                                     key.value().claimed().counter(), ", this group's is ", current.epoch().counter(),
+                                     "); end this one"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const v1::Epoch epoch, key.Claim(current.table(), fencing->epoch(), deadline));
+  fencing->Raise(epoch);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& current, int64_t version,
@@ -229,6 +302,7 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
 
   Fencing fencing(router_, open.spec().name(),
                   std::vector<uint64_t>(router_->server_count(), current.epoch().counter()), members_.peers());
+  BALLAST_RETURN_IF_ERROR(ClaimNext(current, &fencing, deadline));
   *open.mutable_epoch() = fencing.epoch();
   absl::Status moved = MoveEpoch(std::move(fencing), &open, version, deadline);
   if (moved.ok()) return open;
@@ -287,6 +361,7 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const Sessi
   named.set_base(static_cast<int64_t>(options.resume));
   named.mutable_tiling()->set_world_size(router_->server_count());
   named.mutable_epoch()->set_counter(static_cast<uint64_t>(options.split));
+  named.mutable_table()->set_replicas(options.replicas);
   BALLAST_ASSIGN_OR_RETURN(union_, Unite("Open", bad, named));
   spec.mutable_registrations(0)->mutable_tensors()->Assign(union_.tensors().begin(), union_.tensors().end());
   absl::StatusOr<v1::OpenRequest> open = v1::OpenRequest();

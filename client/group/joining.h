@@ -46,16 +46,23 @@ class Opening {
   absl::StatusOr<Sight> Look(const SessionOptions& options, absl::Time deadline);
   // Checks before the fence what can be checked there: a mistake must not end a group at work, and must not leave a job
   // without space on the servers.
-  absl::Status CheckBeforeFence(const v1::JobSpec& spec, const Sight& sight, const v1::Epoch& epoch,
-                                absl::Time deadline);
-  // Sets spec, members and tiling of `open`: those of `newest`, the job's last Open, or of a new job.
-  absl::Status Lay(const v1::JobSpec& spec, const v1::OpenRequest* newest, v1::OpenRequest* open);
+  absl::Status CheckBeforeFence(const v1::JobSpec& spec, const Sight& sight, const v1::Table& table,
+                                const v1::Epoch& epoch, absl::Time deadline);
+  // The table for a job without a key: its members, and where each chunk is if the job is new and wants copies.
+  absl::StatusOr<v1::Table> FirstTableOf(const SessionOptions& options, const v1::JobSpec& spec, bool is_new) const;
+  // Sets spec, members (or the table, if it has places) and tiling of `open`: those of `newest`, the job's last Open,
+  // or of a new job.
+  absl::Status Lay(const v1::JobSpec& spec, const v1::OpenRequest* newest, const v1::Table& table,
+                   v1::OpenRequest* open);
   // Asks whether all servers would find space for the job. Changes nothing.
   absl::Status TryOpen(v1::OpenRequest open, absl::Time deadline);
   absl::Status SendOpen(const v1::OpenRequest& open, absl::Time deadline);
   // Sends a job's first Open. Servers reserve the job's log, which can take a disk minutes. `timeout` applies to
   // servers that are down. As long as a server says that it is at work, the call waits.
   absl::Status SendFirstOpen(const v1::OpenRequest& open, absl::Duration timeout);
+  // Claims the next epoch in the key of a job with a table, as the group that has the job. STALE_EPOCH: another group
+  // has claimed it since.
+  absl::Status ClaimNext(const v1::OpenRequest& current, Fencing* fencing, absl::Time deadline);
   // Fences, then sends `open`, which must start at `version`.
   absl::Status MoveEpoch(Fencing fencing, v1::OpenRequest* open, int64_t version, absl::Time deadline);
   // Returns rank 0's Open, or rank 0's error, on all ranks.

@@ -83,8 +83,13 @@ const Members::Server* Members::Find(absl::string_view server_id) const {
 }
 
 std::vector<v1::Member> Members::all() const {
+  const bool all_tell =
+      std::all_of(servers_.begin(), servers_.end(), [](const Server& server) { return server.budget_bytes > 0; });
   std::vector<v1::Member> members;
-  for (const Server& server : servers_) members.push_back(server.member);
+  for (const Server& server : servers_) {
+    members.push_back(server.member);
+    members.back().set_weight(all_tell ? static_cast<double>(server.budget_bytes) / (1 << 30) : 1);
+  }
   return members;
 }
 
@@ -101,13 +106,11 @@ std::vector<v1::Peer> Members::peers() const {
 }
 
 google::protobuf::RepeatedPtrField<v1::Member> Members::Weighed() const {
-  const bool all_tell =
-      std::all_of(servers_.begin(), servers_.end(), [](const Server& server) { return server.budget_bytes > 0; });
   google::protobuf::RepeatedPtrField<v1::Member> members;
-  for (const Server& server : servers_) {
-    v1::Member* member = members.Add();
-    member->set_server_id(server.member.server_id());
-    member->set_weight(all_tell ? static_cast<double>(server.budget_bytes) / (1 << 30) : 1);
+  for (const v1::Member& known : all()) {
+    v1::Member* const member = members.Add();
+    member->set_server_id(known.server_id());
+    member->set_weight(known.weight());
   }
   return members;
 }

@@ -28,14 +28,14 @@ class Members {
   // Asks every server for its id and protocol version. Every rank asks for itself, because its list may have another
   // order than rank 0's, and its program another version.
   absl::Status Identify(absl::Time deadline);
-  // Valid until Match, in the router's order. `all`: members without weights. `ids`: their ids. `peers`: ids with the
-  // addresses of their status pages.
+  // Valid until Match, in the router's order. `all`: the members of a new job. A member's weight is its budget in GiB;
+  // if any server does not report its budget, all weights are 1. `ids`: their ids. `peers`: ids with the addresses of
+  // their status pages.
   std::vector<v1::Member> all() const;
   std::vector<std::string> ids() const;
   std::vector<v1::Peer> peers() const;
   bool Has(absl::string_view server_id) const { return Find(server_id) != nullptr; }
-  // The members of a new job. A member's weight is its budget in GiB; if any server does not report its budget, all
-  // weights are 1.
+  // Of an Open without a table.
   google::protobuf::RepeatedPtrField<v1::Member> Weighed() const;
 
   // The session stops using servers that it found in the registry and that are not among the job's `members`.

@@ -59,7 +59,7 @@ absl::Status Transaction::SendMissing(const v1::SealResponse::Pending& pending, 
   for (const v1::RankRange& missing : pending.missing()) {
     if (missing.rank() != seat_->rank()) continue;
     const OwnedSlice* owned = seat_->units->Find(missing.unit(), {missing.begin(), missing.end()});
-    if (owned == nullptr || owned->server != server) continue;
+    if (owned == nullptr || !seat_->units->plan().Has(server, owned->slice.chunk)) continue;
     mine.push_back(owned);
   }
   // Its gradient and its value may both be missing.

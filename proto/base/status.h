@@ -44,6 +44,7 @@ inline constexpr char kLaterVersion[] = "LATER_VERSION";
 inline constexpr char kBadConfig[] = "BAD_CONFIG";  // INVALID_ARGUMENT
 // FAILED_PRECONDITION at a start, UNAVAILABLE later: another server answers than was meant, perhaps under the same id
 inline constexpr char kOtherServer[] = "OTHER_SERVER";
+inline constexpr char kKeyLost[] = "KEY_LOST";  // FAILED_PRECONDITION: etcd lost a job's table, or has an older one
 inline constexpr char kIncomplete[] = "INCOMPLETE";     // FAILED_PRECONDITION: norm asked before all slices came
 inline constexpr char kVersionGone[] = "VERSION_GONE";  // FAILED_PRECONDITION: the chunk is past the version
 inline constexpr char kChecksum[] = "CHECKSUM";         // DATA_LOSS in a tier; UNAVAILABLE on the wire
@@ -66,6 +67,8 @@ inline constexpr char kQuota[] = "QUOTA";       // RESOURCE_EXHAUSTED: says what
 inline constexpr char kUnsupported[] = "UNSUPPORTED";  // UNIMPLEMENTED
 
 // How an operator drops a job. For messages of servers, which cannot tell whether they are in a trainer's process.
+inline constexpr char kHowToRestoreKey[] =
+    "If every server of the job runs, `ballastctl members --restore --job NAME` writes the key again";
 inline constexpr char kHowToDrop[] = "`ballastctl drop`, or in Python `ballast.drop(name)` of a trainer's own server";
 
 // Builds a status with `reason` attached. `message` says what was expected, what came, and the fix.

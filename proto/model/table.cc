@@ -1,6 +1,7 @@
 #include "ballast/proto/model/table.h"
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <utility>
 
@@ -24,32 +25,26 @@ absl::Status CheckPlaces(const v1::Table& table, int shard, const google::protob
   return absl::OkStatus();
 }
 
-// Servers' loads while copies get their places.
+// Servers' loads while copies get their places. Shards without chunks are spread apart from the others, by number:
+// chunks that are registered later lie on them.
 class Loads {
  public:
-  Loads(const Wanted& wanted, size_t copies) : wanted_(wanted), of_server_(wanted.servers.size(), 0), places_(copies) {}
+  explicit Loads(const Wanted& wanted) : wanted_(wanted), places_(wanted.shard_elements.size()) {
+    for (Kind& kind : kinds_) kind.of_server.assign(wanted.servers.size(), 0);
+    for (const v1::Member& server : wanted.servers) weights_ += server.weight();
+  }
 
   const std::vector<uint32_t>& places(size_t shard) const { return places_[shard]; }
   std::vector<std::vector<uint32_t>> Take() {
     for (auto& places : places_) std::sort(places.begin(), places.end());
     return std::move(places_);
   }
-  bool Has(size_t shard, uint32_t server) const {
-    return std::find(places_[shard].begin(), places_[shard].end(), server) != places_[shard].end();
-  }
   void Add(size_t shard, uint32_t server) {
-    for (const uint32_t other : places_[shard]) ++together_[std::minmax(server, other)];
+    Kind& kind = kinds_[KindOf(shard)];
+    for (const uint32_t other : places_[shard]) ++kind.together[std::minmax(server, other)];
     places_[shard].push_back(server);
-    of_server_[server] += wanted_.shard_elements[shard];
-  }
-  void Remove(size_t shard, uint32_t server) {
-    std::erase(places_[shard], server);
-    for (const uint32_t other : places_[shard]) --together_[std::minmax(server, other)];
-    of_server_[server] -= wanted_.shard_elements[shard];
-  }
-  // The server's load with `more` elements more, by its weight.
-  double Load(uint32_t server, uint64_t more = 0) const {
-    return static_cast<double>(of_server_[server] + more) / wanted_.servers[server].weight();
+    kind.of_server[server] += WeightOf(shard);
+    kind.total += WeightOf(shard);
   }
   // The server without the shard that would be the least loaded if it took the shard; nullopt: all have it. Among
   // equals the one that shares the fewest shards with those that have this one: so when a server is lost, all others
@@ -57,32 +52,61 @@ class Loads {
   std::optional<uint32_t> LeastWithout(size_t shard) const {
     std::optional<uint32_t> least;
     std::pair<double, uint32_t> best;
-    for (uint32_t i = 0; i < of_server_.size(); ++i) {
-      if (Has(shard, i)) continue;
-      const std::pair load(Load(i, wanted_.shard_elements[shard]), Together(shard, i));
+    for (uint32_t i = 0; i < wanted_.servers.size(); ++i) {
+      if (std::find(places_[shard].begin(), places_[shard].end(), i) != places_[shard].end()) continue;
+      const std::pair load(Load(shard, i, WeightOf(shard)), Together(shard, i));
       if (least.has_value() && load >= best) continue;
       least = i;
       best = load;
     }
     return least;
   }
-  uint32_t MostLoaded(absl::Span<const uint32_t> among) const {
-    return *std::max_element(among.begin(), among.end(), [this](uint32_t a, uint32_t b) { return Load(a) < Load(b); });
+  // Gives the copy of the shard's most loaded server to the least loaded one, if that brings a server closer to its
+  // share, and both loads closer to each other.
+  bool Level(size_t shard) {
+    Kind& kind = kinds_[KindOf(shard)];
+    const uint32_t from = *std::max_element(places_[shard].begin(), places_[shard].end(), [&](uint32_t a, uint32_t b) {
+      return Load(shard, a, 0) < Load(shard, b, 0);
+    });
+    const std::optional<uint32_t> to = LeastWithout(shard);
+    if (!to.has_value() || Load(shard, *to, WeightOf(shard)) >= Load(shard, from, 0)) return false;
+    const double share = static_cast<double>(kind.total) / weights_;
+    const double more = static_cast<double>(WeightOf(shard)) / wanted_.servers[from].weight();
+    if (Load(shard, *to, WeightOf(shard)) > share && Load(shard, from, 0) <= share + more) return false;
+    std::erase(places_[shard], from);
+    for (const uint32_t other : places_[shard]) --kind.together[std::minmax(from, other)];
+    kind.of_server[from] -= WeightOf(shard);
+    kind.total -= WeightOf(shard);
+    Add(shard, *to);
+    return true;
   }
 
  private:
+  struct Kind {
+    std::vector<uint64_t> of_server;
+    uint64_t total = 0;
+    absl::flat_hash_map<std::pair<uint32_t, uint32_t>, uint32_t> together;  // shards that two servers share
+  };
+
+  size_t KindOf(size_t shard) const { return wanted_.shard_elements[shard] == 0; }
+  uint64_t WeightOf(size_t shard) const { return std::max<uint64_t>(1, wanted_.shard_elements[shard]); }
+  // The server's load by shards of this one's kind, with `more`, by the server's weight.
+  double Load(size_t shard, uint32_t server, uint64_t more) const {
+    return static_cast<double>(kinds_[KindOf(shard)].of_server[server] + more) / wanted_.servers[server].weight();
+  }
   uint32_t Together(size_t shard, uint32_t server) const {
+    const Kind& kind = kinds_[KindOf(shard)];
     uint32_t shards = 0;
     for (const uint32_t other : places_[shard]) {
-      const auto found = together_.find(std::minmax(server, other));
-      if (found != together_.end()) shards += found->second;
+      const auto found = kind.together.find(std::minmax(server, other));
+      if (found != kind.together.end()) shards += found->second;
     }
     return shards;
   }
 
   const Wanted& wanted_;
-  std::vector<uint64_t> of_server_;
-  absl::flat_hash_map<std::pair<uint32_t, uint32_t>, uint32_t> together_;  // shards that two servers share
+  std::array<Kind, 2> kinds_;
+  double weights_ = 0;
   std::vector<std::vector<uint32_t>> places_;
 };
 
@@ -107,29 +131,6 @@ void Keep(const v1::Table& now, uint32_t replicas, const std::vector<std::option
       }
     }
   }
-}
-
-// One pass over the shards: each gives a copy of its most loaded server to the least loaded one, if that brings a
-// server closer to its share, and both loads closer to each other.
-bool LevelOnce(const Wanted& wanted, Loads* loads) {
-  double share = 0, weights = 0;  // elements by weight
-  for (size_t s = 0; s < wanted.shard_elements.size(); ++s) {
-    share += static_cast<double>(wanted.shard_elements[s] * loads->places(s).size());
-  }
-  for (const v1::Member& server : wanted.servers) weights += server.weight();
-  share /= weights;
-  bool moved = false;
-  for (size_t s = 0; s < wanted.shard_elements.size(); ++s) {
-    const uint32_t from = loads->MostLoaded(loads->places(s));
-    const std::optional<uint32_t> to = loads->LeastWithout(s);
-    if (!to.has_value() || loads->Load(*to, wanted.shard_elements[s]) >= loads->Load(from)) continue;
-    const double shard = static_cast<double>(wanted.shard_elements[s]) / wanted.servers[from].weight();
-    if (loads->Load(*to, wanted.shard_elements[s]) > share && loads->Load(from) <= share + shard) continue;
-    loads->Remove(s, from);
-    loads->Add(s, *to);
-    moved = true;
-  }
-  return moved;
 }
 
 }  // namespace
@@ -160,7 +161,7 @@ absl::Status CheckTable(const v1::Table& table) {
 }
 
 std::vector<uint64_t> ShardElements(const Layout& layout, int shards) {
-  std::vector<uint64_t> elements(static_cast<size_t>(shards), 1);
+  std::vector<uint64_t> elements(static_cast<size_t>(shards), 0);
   for (const Chunk& chunk : layout.chunks())
     elements[chunk.index % static_cast<uint64_t>(shards)] += chunk.range.size();
   return elements;
@@ -168,13 +169,16 @@ std::vector<uint64_t> ShardElements(const Layout& layout, int shards) {
 
 std::vector<std::vector<uint32_t>> PlanWanted(const v1::Table& now, const Wanted& wanted) {
   const auto replicas = static_cast<uint32_t>(std::min<size_t>(wanted.replicas, wanted.servers.size()));
-  Loads loads(wanted, wanted.shard_elements.size());
+  Loads loads(wanted);
   Keep(now, replicas, Kept(now, wanted.servers), &loads);
   for (size_t s = 0; s < wanted.shard_elements.size(); ++s) {
     while (loads.places(s).size() < replicas) loads.Add(s, *loads.LeastWithout(s));
   }
   // Each pass moves less than the one before; a handful ends it.
-  for (int passes = 0; wanted.level && passes < 16 && LevelOnce(wanted, &loads); ++passes) {
+  bool moves = wanted.level;
+  for (int passes = 0; moves && passes < 16; ++passes) {
+    moves = false;
+    for (size_t s = 0; s < wanted.shard_elements.size(); ++s) moves = loads.Level(s) || moves;
   }
   return loads.Take();
 }

@@ -30,8 +30,7 @@ inline const v1::Shard& ShardOf(const v1::Table& table, uint64_t chunk) {
 // has a holder, and holders and fillers are ascending indices of members, none twice. Says nothing of the members.
 absl::Status CheckTable(const v1::Table& table);
 
-// Elements of each of `shards` shards. Each has one more than its chunks have, so that planning spreads empty shards
-// too: chunks registered later lie on them.
+// Elements of each of `shards` shards.
 std::vector<uint64_t> ShardElements(const Layout& layout, int shards);
 
 // What a job wants of its servers.

@@ -27,6 +27,7 @@
 #include "ballast/proto/base/text_file.h"
 #include "ballast/proto/base/tls_probe.h"
 #include "ballast/proto/model/names.h"
+#include "ballast/proto/model/table.h"
 
 namespace ballast::registry {
 namespace {
@@ -94,10 +95,19 @@ auto FromJson(const std::string& json, google::protobuf::Message* message) {
 }
 
 // Whether this version knows all that the key says. Whoever opens the job writes the key anew, and would lose the rest.
+// This version fills no copies while a job runs.
 bool IsWhollyKnown(const std::string& json, const v1::JobKey& key) {
   v1::JobKey known;
-  return google::protobuf::util::JsonStringToMessage(json, &known).ok() && key.table().shards().empty() &&
-         key.table().replicas() <= 1;
+  const auto& shards = key.table().shards();
+  return google::protobuf::util::JsonStringToMessage(json, &known).ok() &&
+         std::all_of(shards.begin(), shards.end(), [](const v1::Shard& shard) { return shard.fillers().empty(); });
+}
+
+// Why a key that was read says not where a job is; empty: it does.
+std::string TroubleWith(const v1::JobKey& key) {
+  if (key.table().members().empty()) return "it names no members";
+  if (key.table().shards().empty()) return "";
+  return absl::CEscape(model::CheckTable(key.table()).message());
 }
 
 // The entry in a value that somebody wrote there, whoever that was.
@@ -357,13 +367,13 @@ absl::StatusOr<std::optional<Registry::Found<v1::JobKey>>> Registry::FindJob(con
         absl::StrCat("a later version of Ballast wrote etcd's key ", JobKeyName(job), ", which says more of job '", job,
                      "' than this version knows; use that version for this job"));
   }
-  if (parsed.ok() && !found.value.table().members().empty()) return found;
+  const std::string trouble = parsed.ok() ? TroubleWith(found.value) : absl::CEscape(std::string(parsed.message()));
+  if (trouble.empty()) return found;
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
                       absl::StrCat("etcd's key ", JobKeyName(job), " does not say which servers have job '", job, "': ",
-                                   parsed.ok() ? "it names no members" : absl::CEscape(std::string(parsed.message())),
-                                   "; expected what a trainer writes there. If all servers of the job run, remove the "
-                                   "key by `etcdctl del ",
-                                   JobKeyName(job), "`: the next start makes a new one"));
+                                   trouble, "; expected what a trainer writes there. If all servers of the job run, ",
+                                   "remove the key by `etcdctl del ", JobKeyName(job), "`: the next start makes a new ",
+                                   "one, or for a job with copies `ballastctl members --restore`"));
 }
 
 absl::StatusOr<bool> Registry::PutJob(const std::string& job, const v1::JobKey& key, int64_t revision,

@@ -1,4 +1,3 @@
-#include "ballast/proto/model/table.h"
 #include "ballast/services/space/space_need.h"
 
 #include <algorithm>
@@ -7,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/services/job_state/state_form.h"
 #include "ballast/services/journal/earlier_extents.h"
 #include "ballast/services/journal/log_length.h"

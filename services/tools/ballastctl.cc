@@ -4,6 +4,7 @@
 //   ballastctl top [--once] [--json] [--interval S] --servers host:port,...
 //   ballastctl trace --job NAME [--out FILE] --servers host:port,...
 //   ballastctl drop --job NAME --servers host:port,...
+//   ballastctl members --job NAME [--restore] --servers etcd://host:port/prefix
 //   ballastctl unpin --job NAME --version N --servers host:port,...
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
 //   ballastctl verify --data-directory DIR [--nvme DIR]... [--json] [--rebuild]
@@ -14,7 +15,7 @@
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
 // apart). top: as status with --once, else 0. trace: 0 all servers told; 1 not all. drop: 0 no server has the job any
-// more; 1 some server did not drop it.
+// more; 1 some server did not drop it. members: 0 all members are registered (--restore: the key is written); 1 not.
 // unpin: 0 no server keeps the version for a request any more; 1 some server may. budget: 0 all servers have the new
 // budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its
 // profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0 nothing stops a server; 1 something
@@ -45,6 +46,7 @@
 #include "ballast/services/tools/doctor/doctor_command.h"
 #include "ballast/services/tools/drop_command.h"
 #include "ballast/services/tools/iotune/iotune_command.h"
+#include "ballast/services/tools/members_command.h"
 #include "ballast/services/tools/plan_command.h"
 #include "ballast/services/tools/top/top.h"
 #include "ballast/services/tools/verify/verify_command.h"
@@ -199,6 +201,11 @@ int Main(int argc, char** argv) {
           "--lost", dropping.lost,
           "ids of the job's servers that will never come back, separated by commas; all others must be registered")
       ->delimiter(',');
+  MembersCommand membership;
+  CLI::App* members = app.add_subcommand("members", "show the servers of a job, by its key in etcd");
+  members->add_option("--job", membership.job, "name of the job")->required();
+  members->add_flag("--restore", membership.restore,
+                    "write the key again, by what the job's servers know: etcd lost it, or has an older one");
   CLI::App* unpin =
       app.add_subcommand("unpin", "give up a durable pin on all servers; its version can no longer be restored");
   int64_t version = -1;
@@ -238,7 +245,7 @@ int Main(int argc, char** argv) {
   doctor->add_option("--config", examined.config, "the server's YAML file; BALLAST_* variables apply too")
       ->type_name("FILE");
   doctor->add_flag("--json", examined.json, "print JSON");
-  for (CLI::App* command : {status, top, trace, drop, unpin, budget, doctor}) {
+  for (CLI::App* command : {status, top, trace, drop, members, unpin, budget, doctor}) {
     command
         ->add_option("--servers", servers, "host:port of every server, separated by commas; or etcd://host:port/prefix")
         ->required(command != doctor)
@@ -278,6 +285,11 @@ int Main(int argc, char** argv) {
     dropping.servers = servers;
     dropping.asking = asking;
     return RunDrop(dropping);
+  }
+  if (members->parsed()) {
+    membership.servers = servers;
+    membership.asking = asking;
+    return RunMembers(membership);
   }
   const auto found = registry::FindServers(servers, asking.timeout);
   if (!found.ok()) return Complain(found.status(), kDegraded);

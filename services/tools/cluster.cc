@@ -93,6 +93,12 @@ absl::StatusOr<v1::JobSteps> LastSteps(const std::string& address, const std::st
   return response.jobs(0);
 }
 
+absl::StatusOr<v1::GetJobResponse> FetchJob(const std::string& address, const std::string& job, const Asking& asking) {
+  v1::GetJobRequest request;
+  request.set_job(job);
+  return Ask(address, asking, &v1::StateService::Stub::GetJob, request);
+}
+
 absl::Status DropJob(const std::string& address, const std::string& job, const Asking& asking) {
   BALLAST_ASSIGN_OR_RETURN(const v1::JobStatus known, LookAtJob(address, job, asking));
   v1::DropJobRequest request;

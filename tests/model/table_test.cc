@@ -27,7 +27,7 @@ std::vector<v1::Member> Servers(int count, int first = 0) {
 }
 
 std::vector<uint64_t> Elements(int shards, uint64_t chunks) {
-  std::vector<uint64_t> elements(static_cast<size_t>(shards), 1);
+  std::vector<uint64_t> elements(static_cast<size_t>(shards), 0);
   for (uint64_t c = 0; c < chunks; ++c) elements[c % elements.size()] += 1 << 20;
   return elements;
 }
@@ -76,16 +76,21 @@ TEST(TableTest, ANewJobIsSpreadEvenlyWhateverItsSize) {
         const Wanted wanted{.servers = servers, .replicas = replicas, .shard_elements = elements, .level = false};
         const auto plan = PlanWanted(v1::Table(), wanted);
         ASSERT_EQ(plan.size(), elements.size());
-        std::vector<uint64_t> copies(servers.size(), 0);
+        std::vector<uint64_t> copies(servers.size(), 0), empty(servers.size(), 0);
         for (size_t s = 0; s < plan.size(); ++s) {
           EXPECT_EQ(plan[s].size(), std::min<size_t>(replicas, servers.size()));
           EXPECT_TRUE(std::is_sorted(plan[s].begin(), plan[s].end()));
           EXPECT_EQ(std::set<uint32_t>(plan[s].begin(), plan[s].end()).size(), plan[s].size());
-          for (const uint32_t server : plan[s]) copies[server] += elements[s] >> 20;
+          for (const uint32_t server : plan[s]) {
+            copies[server] += elements[s] >> 20;
+            empty[server] += elements[s] == 0;
+          }
         }
         // A shard has one chunk more than another; so may a server, for each of its copies' place in the round.
         const auto [least, most] = std::minmax_element(copies.begin(), copies.end());
         EXPECT_LE(*most - *least, chunks > kShards ? 2 : 1) << chunks << " chunks, " << count << " servers";
+        const auto [few, many] = std::minmax_element(empty.begin(), empty.end());
+        EXPECT_LE(*many - *few, 1) << "what is registered later is spread too";
         EXPECT_EQ(CheckTable(FirstTable(wanted, v1::Epoch())), absl::OkStatus());
       }
     }

@@ -134,15 +134,16 @@ class SmallEtcd final : public grpc::CallbackGenericService {
   std::function<void()> before_ ABSL_GUARDED_BY(mutex_);
 };
 
-std::vector<v1::Member> Members(const std::vector<std::pair<std::string, uint64_t>>& servers) {
-  std::vector<v1::Member> members;
+v1::Table TableOf(const std::vector<std::pair<std::string, uint64_t>>& servers) {
+  v1::Table table;
+  table.set_replicas(1);
   for (const auto& [id, disk] : servers) {
-    v1::Member& member = members.emplace_back();
-    member.set_server_id(id);
-    member.set_disk(disk);
-    member.set_address(absl::StrCat(id, ":7070"));
+    v1::Member* const member = table.add_members();
+    member->set_server_id(id);
+    member->set_disk(disk);
+    member->set_address(absl::StrCat(id, ":7070"));
   }
-  return members;
+  return table;
 }
 
 v1::Epoch EpochOf(uint64_t counter, uint64_t nonce) {
@@ -160,15 +161,15 @@ TEST(JobKey, IsMadeOnceAndClaimedByLaterGroups) {
   JobKey first(&registry, "job");
   ASSERT_EQ(first.Read(Soon()), absl::OkStatus());
   EXPECT_FALSE(first.exists());
-  const auto made = first.Claim(Members({{"a", 1}, {"b", 2}}), EpochOf(1, 11), Soon());
+  const auto made = first.Claim(TableOf({{"a", 1}, {"b", 2}}), EpochOf(1, 11), Soon());
   ASSERT_TRUE(made.ok()) << made.status();
   EXPECT_EQ(made->counter(), 1u);
   // A group that saw lower promises, and finds the servers at other addresses.
   JobKey second(&registry, "job");
   ASSERT_EQ(second.Read(Soon()), absl::OkStatus());
   ASSERT_TRUE(second.exists());
-  auto members = Members({{"a", 1}, {"b", 2}});
-  members[1].set_address("b:8080");
+  v1::Table members = TableOf({{"a", 1}, {"b", 2}});
+  members.mutable_members(1)->set_address("b:8080");
   const auto claimed = second.Claim(members, EpochOf(1, 22), Soon());
   ASSERT_TRUE(claimed.ok()) << claimed.status();
   EXPECT_EQ(claimed->counter(), 2u) << "above the claim";
@@ -178,13 +179,69 @@ TEST(JobKey, IsMadeOnceAndClaimedByLaterGroups) {
   EXPECT_EQ(first.value().table().members(1).since().nonce(), 11u) << "a member since the job was made";
 }
 
+TEST(JobKey, KeepsWhereChunksAre) {
+  SmallEtcd etcd;
+  registry::Registry registry = etcd.Connect();
+  JobKey first(&registry, "job");
+  ASSERT_EQ(first.Read(Soon()), absl::OkStatus());
+  v1::Table table = TableOf({{"a", 1}, {"b", 2}});
+  table.set_replicas(2);
+  for (int s = 0; s < 3; ++s) {
+    table.add_shards()->add_holders(0);
+    table.mutable_shards(s)->add_holders(1);
+  }
+  ASSERT_TRUE(first.Claim(table, EpochOf(1, 11), Soon()).ok());
+  EXPECT_TRUE(first.has_places());
+  EXPECT_EQ(first.value().table().members(0).since().nonce(), 11u);
+  // A later group knows members alone, in another order: the key's table stays.
+  JobKey second(&registry, "job");
+  ASSERT_EQ(second.Read(Soon()), absl::OkStatus());
+  ASSERT_TRUE(second.Claim(TableOf({{"b", 2}, {"a", 1}}), EpochOf(1, 22), Soon()).ok());
+  ASSERT_EQ(first.Read(Soon()), absl::OkStatus());
+  EXPECT_EQ(first.value().claimed().counter(), 2u);
+  EXPECT_EQ(first.value().table().replicas(), 2u);
+  ASSERT_EQ(first.value().table().shards_size(), 3);
+  EXPECT_EQ(first.value().table().shards(2).holders(1), 1u);
+  EXPECT_EQ(first.value().table().members(1).server_id(), "b");
+}
+
+// etcd came back from a backup: its table may be from before servers changed.
+TEST(JobKey, OlderThanAPromiseIsRefusedIfItSaysWhereChunksAre) {
+  SmallEtcd etcd;
+  registry::Registry registry = etcd.Connect();
+  std::vector<v1::GetJobResponse> answers(2);
+  answers[0].set_server_id("a");
+  answers[1].set_server_id("b");
+  *answers[1].mutable_promised() = EpochOf(2, 7);
+  for (const bool has_places : {false, true}) {
+    JobKey key(&registry, has_places ? "placed" : "plain");
+    ASSERT_EQ(key.Read(Soon()), absl::OkStatus());
+    v1::Table table = TableOf({{"a", 1}, {"b", 2}});
+    if (has_places) table.add_shards()->add_holders(0);
+    ASSERT_TRUE(key.Claim(table, EpochOf(1, 11), Soon()).ok());
+    const absl::Status claimed = key.CheckClaimed(answers, Soon());
+    if (!has_places) {
+      EXPECT_EQ(claimed, absl::OkStatus()) << "trainers with a list of servers fence without a key";
+      continue;
+    }
+    EXPECT_EQ(model::ReasonOf(claimed), model::kKeyLost);
+    EXPECT_TRUE(absl::StrContains(claimed.message(), "server 'b' promised epoch 2")) << claimed;
+    EXPECT_TRUE(absl::StrContains(claimed.message(), "members --restore")) << claimed;
+    // Another group claimed that epoch after this one had read the key.
+    JobKey other(&registry, "placed");
+    ASSERT_EQ(other.Read(Soon()), absl::OkStatus());
+    ASSERT_TRUE(other.Claim(table, EpochOf(2, 7), Soon()).ok());
+    EXPECT_EQ(key.CheckClaimed(answers, Soon()), absl::OkStatus());
+  }
+}
+
 TEST(JobKey, AnAnswerThatIsLostIsReadBack) {
   SmallEtcd etcd;
   registry::Registry registry = etcd.Connect();
   JobKey key(&registry, "job");
   ASSERT_EQ(key.Read(Soon()), absl::OkStatus());
   etcd.LoseAnAnswer();
-  const auto claimed = key.Claim(Members({{"a", 1}}), EpochOf(1, 11), Soon());
+  const auto claimed = key.Claim(TableOf({{"a", 1}}), EpochOf(1, 11), Soon());
   ASSERT_TRUE(claimed.ok()) << claimed.status();
   EXPECT_EQ(claimed->counter(), 1u) << "claimed once";
 }
@@ -199,8 +256,7 @@ TEST(JobKey, OfALaterVersionStaysAsItIs) {
     return absl::StrCat(R"("table":{"members":[)", member, "]", more, "}");
   };
   for (const std::string& later : {absl::StrCat("{", known, R"("group":"Zw==",)", table(""), "}"),
-                                   absl::StrCat("{", known, table(R"(,"replicas":2)"), "}"),
-                                   absl::StrCat("{", known, table(R"(,"shards":[{"holders":[0]}])"), "}")}) {
+                                   absl::StrCat("{", known, table(R"(,"shards":[{"holders":[0],"fillers":[1]}])"), "}")}) {
     SCOPED_TRACE(later);
     etcd.Set(registry.JobKeyName("job"), later);
     JobKey key(&registry, "job");
@@ -213,6 +269,11 @@ TEST(JobKey, OfALaterVersionStaysAsItIs) {
   JobKey key(&registry, "job");
   ASSERT_EQ(key.Read(Soon()), absl::OkStatus());
   EXPECT_TRUE(key.exists());
+  etcd.Set(registry.JobKeyName("job"),
+           absl::StrCat("{", known, table(R"(,"replicas":1,"shards":[{"holders":[7]}])"), "}"));
+  const absl::Status bad = key.Read(Soon());
+  EXPECT_EQ(model::ReasonOf(bad), model::kBadConfig);
+  EXPECT_TRUE(absl::StrContains(bad.message(), "shard 0 has 7")) << bad;
 }
 
 // `ballastctl drop` told of a trainer that opens the job, after it had dropped the job.
@@ -221,7 +282,7 @@ TEST(JobKey, IsErasedAlsoIfTheAnswerIsLost) {
   registry::Registry registry = etcd.Connect();
   JobKey key(&registry, "job");
   ASSERT_EQ(key.Read(Soon()), absl::OkStatus());
-  ASSERT_TRUE(key.Claim(Members({{"a", 1}}), EpochOf(1, 11), Soon()).ok());
+  ASSERT_TRUE(key.Claim(TableOf({{"a", 1}}), EpochOf(1, 11), Soon()).ok());
   const auto found = registry.FindJob("job", Soon());
   ASSERT_TRUE(found.ok() && found->has_value()) << found.status();
   const auto refused = registry.EraseJob("job", (*found)->revision + 1, Soon());
@@ -243,9 +304,9 @@ TEST(JobKey, OfTwoGroupsAtOnceTheSecondGoesByTheFirstOrEnds) {
     etcd.BeforeTheNext([&] {
       JobKey quick(&registry, "job");
       EXPECT_EQ(quick.Read(Soon()), absl::OkStatus());
-      EXPECT_TRUE(quick.Claim(Members({{"a", 1}, {"b", 2}}), EpochOf(1, 22), Soon()).ok());
+      EXPECT_TRUE(quick.Claim(TableOf({{"a", 1}, {"b", 2}}), EpochOf(1, 22), Soon()).ok());
     });
-    const auto claimed = slow.Claim(same ? Members({{"b", 2}, {"a", 1}}) : Members({{"c", 3}}), EpochOf(1, 11), Soon());
+    const auto claimed = slow.Claim(same ? TableOf({{"b", 2}, {"a", 1}}) : TableOf({{"c", 3}}), EpochOf(1, 11), Soon());
     if (same) {
       ASSERT_TRUE(claimed.ok()) << claimed.status();
       EXPECT_EQ(claimed->counter(), 2u) << "fences after the other";

@@ -1,0 +1,163 @@
+#include "ballast/services/tools/members_command.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/proto/registry/registry.h"
+#include "ballast/proto/registry/roster.h"
+
+namespace ballast::services {
+namespace {
+
+constexpr int kAllThere = 0, kNotAll = 1, kMisused = 2;
+
+using Key = registry::Registry::Found<v1::JobKey>;
+
+int Complain(const absl::Status& status, int code) {
+  std::fprintf(stderr, "ballastctl: members: %s\n", std::string(status.message()).c_str());
+  return code;
+}
+
+absl::Status NotRestored(absl::string_view why) {
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kKeyLost, absl::StrCat(why, ". Wrote nothing"));
+}
+
+int Show(const MembersCommand& command, const Key& key, const std::vector<v1::ServerEntry>& entries) {
+  const v1::Table& table = key.value.table();
+  std::vector<v1::Member> missing;
+  const std::vector<v1::ServerEntry> there = registry::MembersAmong(key.value, entries, &missing);
+  std::printf("job '%s': %d server(s), %u cop%s of each chunk, claimed by epoch %llu\n", command.job.c_str(),
+              table.members_size(), std::max(1u, table.replicas()), table.replicas() > 1 ? "ies" : "y",
+              static_cast<unsigned long long>(key.value.claimed().counter()));
+  std::vector<int> holds(static_cast<size_t>(table.members_size()), 0);
+  for (const v1::Shard& shard : table.shards()) {
+    for (const uint32_t holder : shard.holders()) {
+      if (holder < holds.size()) ++holds[holder];
+    }
+  }
+  for (int m = 0; m < table.members_size(); ++m) {
+    const v1::Member& member = table.members(m);
+    const auto found = std::find_if(there.begin(), there.end(), [&](const v1::ServerEntry& entry) {
+      return entry.server_id() == member.server_id();
+    });
+    std::string line = absl::StrCat("  ", member.server_id(), "  ");
+    if (table.shards().empty()) {
+      absl::StrAppend(&line, "its share of the chunks");
+    } else {
+      absl::StrAppend(&line, "holds ", holds[m], " of ", table.shards_size(), " shards");
+    }
+    absl::StrAppend(&line, found != there.end()
+                               ? absl::StrCat("; registered at ", found->address())
+                               : absl::StrCat("; NOT REGISTERED (last seen at ", member.address(), ")"));
+    std::printf("%s\n", line.c_str());
+  }
+  return missing.empty() ? kAllThere : kNotAll;
+}
+
+// The job as each registered server has it.
+absl::StatusOr<std::vector<v1::GetJobResponse>> AskAll(const MembersCommand& command,
+                                                       const std::vector<v1::ServerEntry>& entries) {
+  std::vector<v1::GetJobResponse> answers;
+  for (const v1::ServerEntry& entry : entries) {
+    auto answer = FetchJob(entry.address(), command.job, command.asking);
+    if (!answer.ok()) {
+      return NotRestored(absl::StrCat("server '", entry.server_id(), "' at ", entry.address(),
+                                      " is registered and did not answer: ", answer.status().message()));
+    }
+    answers.push_back(*std::move(answer));
+  }
+  return answers;
+}
+
+// The key by the newest Open that a server knows. All its members must be in it: a server that is not may know a later
+// table.
+absl::StatusOr<v1::JobKey> KeyFrom(const MembersCommand& command, const std::vector<v1::GetJobResponse>& answers) {
+  v1::JobKey key;
+  const v1::OpenRequest* newest = nullptr;
+  for (const v1::GetJobResponse& answer : answers) {
+    if (model::Compare(answer.promised(), key.claimed()) > 0) *key.mutable_claimed() = answer.promised();
+    if (answer.has_open() && (newest == nullptr || model::Compare(answer.open().epoch(), newest->epoch()) > 0)) {
+      newest = &answer.open();
+    }
+  }
+  if (newest == nullptr) {
+    return NotRestored(absl::StrCat("no registered server has job '", command.job, "'"));
+  }
+  if (!newest->has_table()) {
+    return NotRestored(absl::StrCat("the servers of job '", command.job,
+                                    "' never change, and the next group that opens the job writes its key"));
+  }
+  for (const v1::Member& member : newest->table().members()) {
+    const auto found = std::find_if(answers.begin(), answers.end(), [&](const v1::GetJobResponse& answer) {
+      return answer.server_id() == member.server_id() && answer.disk() == member.disk();
+    });
+    if (found == answers.end()) {
+      return NotRestored(absl::StrCat("server '", member.server_id(), "' (data directory number ",
+                                      model::ShowDisk(member.disk()), ") is not registered, and may know of a later ",
+                                      "table: start it"));
+    }
+    if (!found->has_open() || model::Compare(found->open().epoch(), newest->epoch()) != 0) {
+      return NotRestored(absl::StrCat("server '", member.server_id(), "' is not in epoch ", newest->epoch().counter(),
+                                      ", the newest that a server knows: the table of that epoch may not be the last"));
+    }
+  }
+  *key.mutable_table() = newest->table();
+  return key;
+}
+
+absl::Status Restore(const MembersCommand& command, const std::optional<Key>& key,
+                     const std::vector<v1::ServerEntry>& entries, registry::Registry* registry) {
+  BALLAST_ASSIGN_OR_RETURN(const auto answers, AskAll(command, entries));
+  BALLAST_ASSIGN_OR_RETURN(const v1::JobKey restored, KeyFrom(command, answers));
+  if (key.has_value() && model::Compare(key->value.claimed(), restored.claimed()) >= 0) {
+    return NotRestored(absl::StrCat("the key ", registry->JobKeyName(command.job),
+                                    " is there, and as new as what the servers have promised"));
+  }
+  BALLAST_ASSIGN_OR_RETURN(const bool written,
+                           registry->PutJob(command.job, restored, key.has_value() ? key->revision : 0,
+                                            absl::Now() + command.asking.timeout));
+  if (!written) return NotRestored("somebody else wrote the key meanwhile");
+  std::printf("%s: written, with %d servers\n", registry->JobKeyName(command.job).c_str(),
+              restored.table().members_size());
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int RunMembers(const MembersCommand& command) {
+  const auto urls = registry::RegistryUrlIn(command.servers);
+  if (!urls.ok()) return Complain(urls.status(), kMisused);
+  if (urls->empty()) {
+    return Complain(absl::InvalidArgumentError("only a registry knows of a job's servers: expected --servers "
+                                               "etcd://host:port/prefix, got a list"),
+                    kMisused);
+  }
+  registry::Registry registry(urls->front());
+  const absl::Time deadline = absl::Now() + command.asking.timeout;
+  const auto entries = registry.List(deadline);
+  if (!entries.ok()) return Complain(entries.status(), kNotAll);
+  const auto key = registry.FindJob(command.job, deadline);
+  if (!key.ok()) return Complain(key.status(), kNotAll);
+  if (command.restore) {
+    const absl::Status restored = Restore(command, *key, *entries, &registry);
+    return restored.ok() ? kAllThere : Complain(restored, kNotAll);
+  }
+  if (!key->has_value()) {
+    return Complain(absl::NotFoundError(absl::StrCat("there is no key ", registry.JobKeyName(command.job),
+                                                     ": no job of this name was opened by this registry, or etcd lost "
+                                                     "it (--restore)")),
+                    kNotAll);
+  }
+  return Show(command, **key, *entries);
+}
+
+}  // namespace ballast::services

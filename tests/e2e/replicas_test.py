@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""Jobs with two copies of each chunk, on three servers that a real etcd names.
+
+Usage: replicas_test.py BIN [NAME,...]     BIN: folder of the programs. NAME: a part of a test's name. Exit 77: no etcd here.
+Every run ends with the bits of the same training in one process.
+"""
+import collections
+import json
+import re
+import shutil
+import signal
+import sys
+import urllib.request
+
+from etcd_jobs import BIN, MODEL, Server, Training, digest_of, job_key, main, run, wait_for
+
+
+def three(etcd, prefix, folder):
+    servers = [Server(etcd, prefix, name, folder) for name in ('a', 'b', 'c')]
+    wait_for(lambda: len(etcd.entries(prefix)) == 3, 'all are registered')
+    return servers
+
+
+def open_again(url, job, *more):
+    return run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', job, '--resume', 'must', '--timeout', 5, *more)
+
+
+def counter(server, name):
+    """The sum of a counter of a server's metrics."""
+    address = re.findall(r'metrics=(\S+)', server.text())[-1]
+    with urllib.request.urlopen(f'http://{address}/metrics') as answer:
+        return sum(float(line.split()[-1]) for line in answer.read().decode().splitlines() if line.startswith(name))
+
+
+def test_each_chunk_is_on_two_servers(etcd, folder, bits):
+    servers = three(etcd, 'twice', folder)
+    url = etcd.url('twice') + '?servers=3'
+    training = Training(url, 'twice', folder, '--replicas', '2')
+    for server, step in zip(servers, (8, 16, 24)):
+        training.step(step)
+        server.end(signal.SIGKILL)
+        server.start()
+    assert training.digest() == bits
+    table = job_key(etcd, 'twice', 'twice')['table']
+    assert table['replicas'] == 2 and len(table['members']) == 3, table
+    pairs = collections.Counter(tuple(shard['holders']) for shard in table['shards'])
+    assert sorted(pairs) == [(0, 1), (0, 2), (1, 2)] and max(pairs.values()) - min(pairs.values()) <= 1, pairs
+    code, text = run(BIN / 'ballastctl', 'members', '--job', 'twice', '--servers', etcd.url('twice'))
+    assert code == 0 and '3 server(s), 2 copies of each chunk' in text and text.count('registered at') == 3, text
+    # Goes on with all its copies; r of an existing job is the job's.
+    assert digest_of(open_again(url, 'twice')[1]) == bits
+    assert digest_of(open_again(url, 'twice', '--replicas', '2')[1]) == bits
+    code, text = open_again(url, 'twice', '--replicas', '1')
+    assert code == 1 and 'has 2 copies of each chunk, and replicas=1 asks for others' in text, text
+    code, text = open_again(','.join(server.address for server in servers), 'twice')
+    assert code == 1 and 'expected servers named by etcd' in text, text
+    # A wiped server is another one.
+    servers[1].end(signal.SIGTERM)
+    shutil.rmtree(folder / 'b')
+    servers[1].start()
+    code, text = open_again(url, 'twice')
+    assert code == 1 and "job 'twice' lies on server 'b'" in text, text
+    code, text = run(BIN / 'ballastctl', 'members', '--job', 'twice', '--servers', etcd.url('twice'))
+    assert code == 1 and 'b  holds' in text and 'NOT REGISTERED' in text, text
+
+
+def test_all_holders_serve_pulls(etcd, folder, bits):
+    servers = three(etcd, 'evenly', folder)
+    assert Training(etcd.url('evenly') + '?servers=3', 'evenly', folder, '--replicas', '2').digest() == bits
+    pulled = [counter(server, 'ballast_sent_bytes_total') for server in servers]
+    pushed = [counter(server, 'ballast_received_bytes_total') for server in servers]
+    assert min(pulled) > 0, pulled
+    assert Training(etcd.url('evenly') + '?servers=3', 'once', folder).digest() == bits
+    more_pulled = sum(counter(server, 'ballast_sent_bytes_total') for server in servers) - sum(pulled)
+    more_pushed = sum(counter(server, 'ballast_received_bytes_total') for server in servers) - sum(pushed)
+    assert sum(pulled) == more_pulled, 'each parameter is pulled once, however many servers have it'
+    assert sum(pushed) == 2 * more_pushed, 'each gradient goes to both'
+
+
+def test_a_key_that_is_lost_or_old(etcd, folder, bits):
+    servers = three(etcd, 'lost', folder)
+    url = etcd.url('lost') + '?servers=3'
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', 'lost', '--replicas', '2', '--stop-at', '10')
+    assert code == 0, text
+    key = '/lost/jobs/lost'
+    before = etcd.ctl('get', '--print-value-only', key)
+    restore = [BIN / 'ballastctl', 'members', '--restore', '--job', 'lost', '--servers', etcd.url('lost')]
+    code, text = run(*restore)
+    assert code == 1 and 'as new as what the servers have promised' in text and 'Wrote nothing' in text, text
+    etcd.ctl('del', key)
+    code, text = open_again(url, 'lost')
+    assert code == 1 and "no key of the job any more" in text and 'members --restore' in text, text
+    assert job_key(etcd, 'lost', 'lost') is None
+    servers[2].end(signal.SIGTERM)
+    code, text = run(*restore)
+    assert code == 1 and "server 'c'" in text and 'start it' in text, text
+    servers[2].start()
+    wait_for(lambda: len(etcd.entries('lost')) == 3, 'c is back')
+    code, text = run(*restore)
+    assert code == 0 and f'{key}: written, with 3 servers' in text, text
+    assert job_key(etcd, 'lost', 'lost')['table'] == json.loads(before)['table']
+    code, text = open_again(url, 'lost', '--stop-at', '20')
+    assert code == 0, text
+    # etcd comes back from a backup: the table may be from before servers changed.
+    etcd.ctl('put', key, before)
+    code, text = open_again(url, 'lost')
+    assert code == 1 and 'etcd has an older state than the job' in text and 'members --restore' in text, text
+    code, text = run(*restore)
+    assert code == 0, text
+    code, text = open_again(url, 'lost')
+    assert code == 0 and digest_of(text) == bits, text
+
+
+def test_refusals(etcd, folder, bits):
+    a, b = Server(etcd, 'no', 'a', folder), Server(etcd, 'no', 'b', folder)
+    wait_for(lambda: len(etcd.entries('no')) == 2, 'both are registered')
+    url = etcd.url('no') + '?servers=2'
+
+    def refused(servers, *more):
+        code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', servers, '--job', 'no', *more)
+        assert code == 1 and job_key(etcd, 'no', 'no') is None, text
+        return text
+    assert 'needs servers that etcd names' in refused(f'{a.address},{b.address}', '--replicas', '2')
+    text = refused(url, '--replicas', '3')
+    assert 'a server for each copy, got 2 server(s): a, b' in text, text
+    text = refused(url, '--replicas', '2', '--durability', 'every-K', '--pin-interval', '5')
+    assert 'durability every-K, and cannot have copies on several servers' in text, text
+    code, text = run(BIN / 'ballastctl', 'members', '--job', 'no', '--servers', a.address)
+    assert code == 2 and 'etcd://host:port/prefix' in text, text
+    code, text = run(BIN / 'ballastctl', 'members', '--job', 'no', '--servers', etcd.url('no'))
+    assert code == 1 and 'no key /no/jobs/no' in text, text
+    # Without durability, too.
+    assert Training(url, 'plain', folder, '--replicas', '2', '--durability', 'none').digest() == bits
+
+
+sys.exit(main({name: test for name, test in globals().items() if name.startswith('test_')}))
