@@ -211,9 +211,9 @@ namespace {
 absl::Status CheckOwnDisk(const v1::OpenRequest& open, const std::string& server_id, uint64_t disk) {
   for (const v1::Shard& shard : open.table().shards()) {
     if (shard.fillers().empty()) continue;
-    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
-                        absl::StrCat("the table of job '", open.spec().name(),
-                                     "' has servers that fill, which this version does not"));
+    return model::Error(
+        absl::StatusCode::kUnimplemented, model::kUnsupported,
+        absl::StrCat("the table of job '", open.spec().name(), "' has servers that fill, which this version does not"));
   }
   for (const v1::Member& member : open.table().members()) {
     if (member.server_id() != server_id || member.disk() == disk) continue;

@@ -255,8 +255,9 @@ TEST(JobKey, OfALaterVersionStaysAsItIs) {
   const auto table = [&](const std::string& more) {
     return absl::StrCat(R"("table":{"members":[)", member, "]", more, "}");
   };
-  for (const std::string& later : {absl::StrCat("{", known, R"("group":"Zw==",)", table(""), "}"),
-                                   absl::StrCat("{", known, table(R"(,"shards":[{"holders":[0],"fillers":[1]}])"), "}")}) {
+  for (const std::string& later :
+       {absl::StrCat("{", known, R"("group":"Zw==",)", table(""), "}"),
+        absl::StrCat("{", known, table(R"(,"shards":[{"holders":[0],"fillers":[1]}])"), "}")}) {
     SCOPED_TRACE(later);
     etcd.Set(registry.JobKeyName("job"), later);
     JobKey key(&registry, "job");
