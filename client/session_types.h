@@ -79,8 +79,11 @@ struct SessionOptions {
   uint64_t pin_interval = 0;  // K of every-K, at least 1; 0 with another durability
   // On how many servers each chunk is, with all its state: 1 to 4. More than one needs servers that etcd names, and
   // durability `step` or `none`. 0: as the job has it, and 1 for a new job. A job keeps its number. A step needs all
-  // servers all the same.
+  // servers all the same; a group that opens the job can go on without some (failover_after).
   uint32_t replicas = 0;
+  // Of a job with copies: how long a server may be silent at Open before the group goes on without it, if all chunks
+  // are on others. The job then forgets the server. A server that is registered and recovers is waited for.
+  absl::Duration failover_after = absl::Seconds(5);
   Split split = Split::kEven;  // the same on all ranks
   // How long servers may take for a call, or for a step once all ranks have come, updates included. PinDurably and
   // Restore write (Restore also reads) all state within this time. How long ranks wait for each other is the

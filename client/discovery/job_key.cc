@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/proto/registry/roster.h"
 
@@ -70,6 +71,66 @@ v1::JobKey JobKey::ClaimedBy(const v1::Epoch& epoch, const v1::Table& table) con
   return next;
 }
 
+bool JobKey::Has(absl::string_view server_id, uint64_t disk) const {
+  return std::any_of(value_.table().members().begin(), value_.table().members().end(), [&](const v1::Member& member) {
+    return member.server_id() == server_id && member.disk() == disk;
+  });
+}
+
+std::string JobKey::ShowMissing(const std::vector<bool>& there) const {
+  std::vector<v1::Member> missing;
+  for (size_t m = 0; m < there.size(); ++m) {
+    if (!there[m]) missing.push_back(value_.table().members(static_cast<int>(m)));
+  }
+  return registry::ShowMembers(missing);
+}
+
+absl::Status JobKey::CheckEnough(const std::vector<bool>& there) const {
+  const std::string lacking = model::ShardsWithout(value_.table(), there);
+  if (lacking.empty()) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                      absl::StrCat("no server that answers holds ", lacking, " of job '", job_, "'; start ",
+                                   ShowMissing(there), ", with their data directories. If they are lost for ever, so ",
+                                   "is the job: drop it (`ballastctl drop`)"));
+}
+
+bool JobKey::SomeRecover(const std::vector<bool>& there, absl::Time deadline) const {
+  const auto entries = registry_->List(Soon(deadline), registry::Registry::OnUnreadable::kPassOver);
+  if (!entries.ok()) return false;
+  return std::any_of(entries->begin(), entries->end(), [&](const v1::ServerEntry& entry) {
+    if (entry.state() != v1::SERVER_STATE_RECOVERING) return false;
+    for (size_t m = 0; m < there.size(); ++m) {
+      const v1::Member& member = value_.table().members(static_cast<int>(m));
+      if (!there[m] && member.server_id() == entry.server_id() && member.disk() == entry.disk()) return true;
+    }
+    return false;
+  });
+}
+
+absl::Status JobKey::WriteTable(const v1::Table& table, const v1::Epoch& epoch, absl::Time deadline) {
+  registry::Pauses pauses;
+  for (;;) {
+    absl::Status trouble = Read(deadline);
+    if (trouble.ok()) {
+      if (!exists() || model::Compare(value_.claimed(), epoch) != 0) {
+        return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                            absl::StrCat("another group claimed job '", job_, "' before this one had opened it; start ",
+                                         "this group again"));
+      }
+      if (value_.table().SerializeAsString() == table.SerializeAsString()) return absl::OkStatus();
+      v1::JobKey next = value_;
+      *next.mutable_table() = table;
+      const absl::StatusOr<bool> put = registry_->PutJob(job_, next, revision_, Soon(deadline));
+      if (!put.ok() && !absl::IsUnavailable(put.status())) return put.status();
+      trouble = put.status();  // read back in any case: an answer may have been lost
+      if (trouble.ok()) continue;
+    }
+    const absl::Duration pause = pauses.Next();
+    if (!absl::IsUnavailable(trouble) || absl::Now() + pause >= deadline) return trouble;
+    absl::SleepFor(pause);
+  }
+}
+
 absl::Status JobKey::CheckClaimed(absl::Span<const v1::GetJobResponse> answers, absl::Time deadline) {
   const auto unclaimed = [&] {
     return std::find_if(answers.begin(), answers.end(), [this](const v1::GetJobResponse& answer) {
@@ -94,7 +155,7 @@ absl::StatusOr<v1::Epoch> JobKey::Claim(const v1::Table& table, const v1::Epoch&
   registry::Pauses pauses;
   v1::Epoch epoch = least;
   for (;;) {
-    if (exists()) BALLAST_RETURN_IF_ERROR(CheckSame(table));
+    if (exists() && !has_places()) BALLAST_RETURN_IF_ERROR(CheckSame(table));
     epoch.set_counter(std::max(epoch.counter(), value_.claimed().counter() + 1));
     v1::JobKey next = ClaimedBy(epoch, table);
     const absl::StatusOr<bool> put = registry_->PutJob(job_, next, revision_, Soon(deadline));

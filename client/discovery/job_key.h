@@ -32,6 +32,18 @@ class JobKey {
   // FAILED_PRECONDITION (OTHER_SERVER) if a server has a member's name but another data directory.
   absl::Status CheckServers(const std::vector<v1::Member>& servers) const;
 
+  // Whether the key names this server: id and directory.
+  bool Has(absl::string_view server_id, uint64_t disk) const;
+  // `there`: which members are, by index. UNAVAILABLE (SERVER_DOWN) unless each chunk has a holder among them; names
+  // the members that are not.
+  absl::Status CheckEnough(const std::vector<bool>& there) const;
+  // Whether a member that is not `there` is registered as one that recovers its jobs.
+  bool SomeRecover(const std::vector<bool>& there, absl::Time deadline) const;
+  // The members that are not `there`, for messages.
+  std::string ShowMissing(const std::vector<bool>& there) const;
+  // Writes the table of the group that has claimed `epoch`, before it opens the job with it. STALE_EPOCH: another group
+  // has claimed the job since. After any other error the key has the old table or the new.
+  absl::Status WriteTable(const v1::Table& table, const v1::Epoch& epoch, absl::Time deadline);
   // Whether the key says which server has which chunk (shards): then the job's Opens go by it.
   bool has_places() const { return !value_.table().shards().empty(); }
   // Of a job with places: FAILED_PRECONDITION (KEY_LOST) if some server promised an epoch that nobody claimed. Then

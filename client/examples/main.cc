@@ -56,6 +56,7 @@ struct Flags {
   std::string durability = "step";
   uint64_t pin_interval = 0;
   uint32_t replicas = 0;
+  double failover_after_s = 5;
   std::vector<std::string> text = {kDefaultTextPath};
   uint64_t stop_at = 0;
   std::string json;
@@ -93,6 +94,10 @@ void AddJobFlags(CLI::App& app, Flags& flags) {
   app.add_option("--replicas", flags.replicas,
                  "On how many servers each chunk is; more than 1 needs servers that etcd names. 0: as the job has it")
       ->check(CLI::Range(0, 4));
+  app.add_option("--failover-after", flags.failover_after_s,
+                 "Seconds that a server of a job with copies may be silent before the group goes on without it")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
   app.add_option("--timeout", flags.timeout_s, "Seconds to wait for a step or a missing rank")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
@@ -245,6 +250,7 @@ SessionOptions MakeSessionOptions(const Flags& flags) {
                                                     : v1::DURABILITY_EVERY_K;
   options.pin_interval = flags.pin_interval;
   options.replicas = flags.replicas;
+  options.failover_after = absl::Seconds(flags.failover_after_s);
   options.seed = flags.trainer.seed;
   options.access = flags.access;
   options.step_timeout = absl::Seconds(flags.timeout_s);

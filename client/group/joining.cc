@@ -160,11 +160,13 @@ absl::Status Opening::Divide(v1::OpenRequest* open) const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Sight> Opening::Look(const SessionOptions& options, absl::Time deadline) {
+absl::StatusOr<Sight> Opening::Look(const SessionOptions& options, const JobKey& key, absl::Time deadline) {
   BALLAST_ASSIGN_OR_RETURN(Sight sight, LookAt(router_, options.job, /*with_open=*/true, deadline));
+  if (key.has_places()) LeaveLostOut(&sight);
   if (options.resume == Resume::kNever && sight.version >= 0) return JobExists(options.job, sight.version);
   if (options.resume == Resume::kMust && !sight.exists) return JobMissing(options.job);
-  if (const v1::OpenRequest* newest = NewestOpen(sight.answers); newest != nullptr) {
+  // A job's table is in its key, and members of an earlier one may be gone.
+  if (const v1::OpenRequest* newest = NewestOpen(sight.answers); newest != nullptr && !newest->has_table()) {
     BALLAST_RETURN_IF_ERROR(LeaveOthersOut(*newest, options.job, &members_, &sight));
   }
   return sight;
@@ -228,12 +230,43 @@ absl::Status Opening::Lay(const v1::JobSpec& spec, const v1::OpenRequest* newest
   return Divide(open);
 }
 
+void Opening::LeaveLostOut(Sight* sight) {
+  const auto lost = [](const v1::GetJobResponse& answer) { return answer.state_lost(); };
+  std::vector<std::string> kept;
+  for (const v1::GetJobResponse& answer : sight->answers) {
+    if (!lost(answer)) kept.push_back(answer.server_id());
+  }
+  if (kept.size() == sight->answers.size() || kept.empty()) return;
+  std::erase_if(sight->answers, lost);
+  members_.KeepOnly(kept);
+}
+
+absl::StatusOr<v1::Table> Opening::GoOnWithout(const SessionOptions& options, const JobKey& key,
+                                               absl::Span<const v1::GetJobResponse> fenced) const {
+  const v1::Table& table = key.value().table();
+  std::vector<bool> there;
+  for (const v1::Member& member : table.members()) {
+    there.push_back(std::any_of(fenced.begin(), fenced.end(), [&](const v1::GetJobResponse& answer) {
+      return answer.server_id() == member.server_id() && answer.disk() == member.disk();
+    }));
+  }
+  BALLAST_RETURN_IF_ERROR(key.CheckEnough(there));
+  v1::Table left = model::LeaveOut(table, there);
+  if (left.members_size() < table.members_size() && options.progress) {
+    options.progress(absl::StrCat("job '", options.job, "' goes on without ", key.ShowMissing(there),
+                                  ", which did not answer within ", absl::FormatDuration(options.failover_after),
+                                  " or lost its memory: the job has forgotten them; ", model::ShortShards(left), " of ",
+                                  left.shards_size(), " shards now have fewer than ", left.replicas(), " copies"));
+  }
+  return left;
+}
+
 absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec) {
   const absl::Time deadline = absl::Now() + options.open_timeout;
   JobKey key(router_->transport(0)->registry(), options.job);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
   BALLAST_RETURN_IF_ERROR(members_.FollowKey(options.job, key));
-  BALLAST_ASSIGN_OR_RETURN(const Sight sight, Look(options, deadline));
+  BALLAST_ASSIGN_OR_RETURN(const Sight sight, Look(options, key, deadline));
   BALLAST_RETURN_IF_ERROR(CheckCopies(options, NewestOpen(sight.answers), key));
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(sight.answers, deadline));
   Fencing fencing(router_, options.job, Fencing::Promised(sight.answers), members_.peers());
@@ -250,6 +283,9 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   if (model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, sight.version);
   BALLAST_RETURN_IF_ERROR(fenced.status());
   BALLAST_RETURN_IF_ERROR(members_.CheckAnswers(*fenced));
+  if (key.has_places()) {
+    BALLAST_ASSIGN_OR_RETURN(table, GoOnWithout(options, key, *fenced));
+  }
   BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(*fenced));
   if (options.resume == Resume::kNever && resolution.base >= 0) return JobExists(options.job, resolution.base);
   if (options.resume == Resume::kMust && resolution.base < 0) return JobMissing(options.job);
@@ -263,6 +299,8 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
   const bool tried = newest == nullptr && NewestOpen(sight.answers) == nullptr;
   if (!tried) BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
+  // Before the Opens: whoever comes next goes by this table, and finds its servers in it.
+  if (key.has_places()) BALLAST_RETURN_IF_ERROR(key.WriteTable(table, open.epoch(), deadline));
   BALLAST_RETURN_IF_ERROR(newest == nullptr ? SendFirstOpen(open, options.open_timeout) : SendOpen(open, deadline));
   // A pin that an older group was making is complete by now, or is given up by its server. A failure here may wait.
   (void)DropPartialPins(router_, open, absl::Now() + options.open_timeout);
@@ -349,6 +387,13 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::Stat
   return std::shared_ptr<const v1::OpenRequest>(std::move(shared));
 }
 
+absl::Status Opening::Identify(const SessionOptions& options) {
+  const absl::Time deadline = absl::Now() + options.open_timeout;
+  JobKey key(router_->transport(0)->registry(), options.job);
+  BALLAST_RETURN_IF_ERROR(key.Read(deadline));
+  return members_.Identify(key, options.failover_after, deadline);
+}
+
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const SessionOptions& options,
                                                                      const std::vector<TensorSpec>& tensors) {
   v1::JobSpec spec = MakeSpec(options, tensors);
@@ -356,10 +401,10 @@ absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const Sessi
   if (bad.ok()) bad = model::OptimizerOf(spec).status();
   // A rank may train none of the tensors: rank 0 checks the union.
   if (bad.ok() && !(tensors.empty() && split_ == Split::kPlaced)) bad = model::Layout::Make(spec).status();
-  if (bad.ok()) bad = members_.Identify(absl::Now() + options.open_timeout);
+  if (bad.ok()) bad = Identify(options);
   v1::OpenRequest named = Named(spec, tensors);
   named.set_base(static_cast<int64_t>(options.resume));
-  named.mutable_tiling()->set_world_size(router_->server_count());
+  named.mutable_tiling()->set_world_size(members_.asked());
   named.mutable_epoch()->set_counter(static_cast<uint64_t>(options.split));
   named.mutable_table()->set_replicas(options.replicas);
   BALLAST_ASSIGN_OR_RETURN(union_, Unite("Open", bad, named));

@@ -42,8 +42,16 @@ class Opening {
   absl::StatusOr<v1::OpenRequest> OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec);
   absl::StatusOr<v1::OpenRequest> ExtendAsFirst(const v1::OpenRequest& current, int64_t version,
                                                 absl::Duration timeout);
+  // Asks all servers who they are; of a job with copies, some may be missing.
+  absl::Status Identify(const SessionOptions& options);
+  // Stops using servers that lost the job's state (durability none), and takes their answers out: the copies on others
+  // are as good as those of a lost disk.
+  void LeaveLostOut(Sight* sight);
+  // The table without members that did not answer. UNAVAILABLE if some chunk has no other holder.
+  absl::StatusOr<v1::Table> GoOnWithout(const SessionOptions& options, const JobKey& key,
+                                        absl::Span<const v1::GetJobResponse> fenced) const;
   // Asks all servers before the fence, and stops using those that the job does not need. JOB_EXISTS, JOB_MISSING.
-  absl::StatusOr<Sight> Look(const SessionOptions& options, absl::Time deadline);
+  absl::StatusOr<Sight> Look(const SessionOptions& options, const JobKey& key, absl::Time deadline);
   // Checks before the fence what can be checked there: a mistake must not end a group at work, and must not leave a job
   // without space on the servers.
   absl::Status CheckBeforeFence(const v1::JobSpec& spec, const Sight& sight, const v1::Table& table,

@@ -2,14 +2,16 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "ballast/client/group/job_spec.h"
-#include "ballast/client/transport/tally.h"
 #include "ballast/proto/base/address.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
@@ -38,42 +40,98 @@ v1::Peer MakePeer(const v1::IdentifyResponse& identity, absl::string_view reache
   return peer;
 }
 
-absl::Status Members::Identify(absl::Time deadline) {
-  struct State {
-    Tally tally;
-    std::vector<v1::IdentifyResponse> answers;
-  };
-  auto state = std::make_shared<State>();
-  state->answers.resize(router_->server_count());
-  state->tally.Start(static_cast<int>(router_->server_count()));
+namespace {
+
+// The answers to Identify, as they come.
+class Identities {
+ public:
+  explicit Identities(uint32_t servers) : answers_(servers) {}
+
+  void Add(uint32_t server, absl::StatusOr<v1::IdentifyResponse> answer) {
+    absl::MutexLock lock(&mutex_);
+    // Protocol version 0 has no Identify: the answer stays empty.
+    answers_[server] = absl::IsUnimplemented(answer.status()) ? v1::IdentifyResponse() : std::move(answer);
+  }
+  // Waits until all have answered, or until `until`. Empty where a server has not answered.
+  std::vector<std::optional<absl::StatusOr<v1::IdentifyResponse>>> Await(absl::Time until) {
+    const auto all = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      return std::all_of(answers_.begin(), answers_.end(), [](const auto& answer) { return answer.has_value(); });
+    };
+    absl::MutexLock lock(&mutex_);
+    mutex_.AwaitWithDeadline(absl::Condition(&all), until);
+    return answers_;
+  }
+
+ private:
+  absl::Mutex mutex_;
+  std::vector<std::optional<absl::StatusOr<v1::IdentifyResponse>>> answers_ ABSL_GUARDED_BY(mutex_);
+};
+
+// A server is taken for dead by these errors, not by those of credentials or versions.
+bool IsSilence(const absl::Status& status) { return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status); }
+
+}  // namespace
+
+absl::StatusOr<bool> Members::Take(const JobKey& key, uint32_t server, const v1::IdentifyResponse& answer) {
+  const std::string id = answer.server_id().empty() ? "" : absl::StrCat("'", answer.server_id(), "' at ");
+  BALLAST_RETURN_IF_ERROR(
+      model::CheckServerVersion(absl::StrCat(id, router_->name(server)), answer.protocol_version()));
+  if (key.has_places() && !key.Has(answer.server_id(), answer.disk())) return false;
+  if (Find(answer.server_id()) != nullptr) {
+    return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
+  }
+  router_->transport(server)->MeanFor(model::TargetOf(answer.server_id(), answer.disk()));
+  Server& known = servers_.emplace_back();
+  known.member.set_server_id(answer.server_id());
+  known.member.set_disk(answer.disk());
+  known.member.set_address(router_->name(server));
+  known.peer = MakePeer(answer, router_->name(server));
+  known.budget_bytes = answer.budget_bytes();
+  return true;
+}
+
+absl::Status Members::Identify(const JobKey& key, absl::Duration patience, absl::Time deadline) {
+  asked_ = router_->server_count();
+  const auto identities = std::make_shared<Identities>(asked_);
   const auto request = std::make_shared<const v1::IdentifyRequest>();
-  for (uint32_t i = 0; i < router_->server_count(); ++i) {
+  for (uint32_t i = 0; i < asked_; ++i) {
     router_->Call<v1::IdentifyRequest, v1::IdentifyResponse>(
         &Transport::Identify, i, "Identify", request, deadline,
-        [state, i](const absl::StatusOr<v1::IdentifyResponse>& answer) {
-          if (answer.ok()) state->answers[i] = *answer;
-          // Protocol version 0 has no Identify: the answer stays empty.
-          state->tally.Finish(absl::IsUnimplemented(answer.status()) ? absl::OkStatus() : answer.status());
-        });
+        [identities, i](const absl::StatusOr<v1::IdentifyResponse>& answer) { identities->Add(i, answer); });
   }
-  BALLAST_RETURN_IF_ERROR(state->tally.Wait());
-  servers_.clear();
-  for (uint32_t i = 0; i < router_->server_count(); ++i) {
-    const v1::IdentifyResponse& answer = state->answers[i];
-    const std::string id = answer.server_id().empty() ? "" : absl::StrCat("'", answer.server_id(), "' at ");
-    BALLAST_RETURN_IF_ERROR(model::CheckServerVersion(absl::StrCat(id, router_->name(i)), answer.protocol_version()));
-    if (Find(answer.server_id()) != nullptr) {
-      return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
+  absl::Time until = key.has_places() ? std::min(deadline, absl::Now() + patience) : absl::InfiniteFuture();
+  for (;;) {
+    const auto answers = identities->Await(until);
+    servers_.clear();
+    std::vector<uint32_t> stay;
+    absl::Status silence;
+    bool all = true;
+    for (uint32_t i = 0; i < asked_; ++i) {
+      all = all && answers[i].has_value();
+      if (!answers[i].has_value()) continue;
+      const absl::StatusOr<v1::IdentifyResponse>& answer = *answers[i];
+      if (key.has_places() && IsSilence(answer.status())) {
+        silence.Update(answer.status());
+        continue;
+      }
+      BALLAST_RETURN_IF_ERROR(answer.status());
+      BALLAST_ASSIGN_OR_RETURN(const bool stays, Take(key, i, *answer));
+      if (stays) stay.push_back(i);
     }
-    router_->transport(i)->MeanFor(model::TargetOf(answer.server_id(), answer.disk()));
-    Server& server = servers_.emplace_back();
-    server.member.set_server_id(answer.server_id());
-    server.member.set_disk(answer.disk());
-    server.member.set_address(router_->name(i));
-    server.peer = MakePeer(answer, router_->name(i));
-    server.budget_bytes = answer.budget_bytes();
+    if (key.has_places() && stay.size() < asked_) {
+      const absl::Status enough = key.CheckEnough(There(key));
+      const bool recovers = !all && key.SomeRecover(There(key), deadline);
+      if ((!enough.ok() || recovers) && absl::Now() < deadline && !all) {
+        until = std::min(deadline, absl::Now() + absl::Seconds(1));
+        continue;
+      }
+      if (!enough.ok()) {
+        return silence.ok() ? enough : model::Annotate(enough, std::string(silence.message()));
+      }
+    }
+    if (stay.size() < asked_) router_->Reorder(stay);
+    return absl::OkStatus();
   }
-  return absl::OkStatus();
 }
 
 const Members::Server* Members::Find(absl::string_view server_id) const {
@@ -116,9 +174,32 @@ google::protobuf::RepeatedPtrField<v1::Member> Members::Weighed() const {
 }
 
 absl::Status Members::FollowKey(const std::string& job, const JobKey& key) {
-  if (!key.exists()) return absl::OkStatus();
+  if (!key.exists() || key.has_places()) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(key.CheckServers(all()));
   return LeaveOthersOut(job, key.value().table().members());
+}
+
+std::vector<bool> Members::There(const JobKey& key) const {
+  std::vector<bool> there;
+  for (const v1::Member& member : key.value().table().members()) {
+    const Server* const known = Find(member.server_id());
+    there.push_back(known != nullptr && known->member.disk() == member.disk());
+  }
+  return there;
+}
+
+void Members::KeepOnly(const std::vector<std::string>& server_ids) {
+  std::vector<uint32_t> stay;
+  std::vector<Server> staying;
+  for (uint32_t i = 0; i < servers_.size(); ++i) {
+    const std::string& id = servers_[i].member.server_id();
+    if (std::find(server_ids.begin(), server_ids.end(), id) == server_ids.end()) continue;
+    stay.push_back(i);
+    staying.push_back(servers_[i]);
+  }
+  if (stay.size() == servers_.size()) return;
+  router_->Reorder(stay);
+  servers_ = std::move(staying);
 }
 
 absl::Status Members::CheckAnswers(const std::vector<v1::GetJobResponse>& answers) const {

@@ -26,8 +26,12 @@ class Members {
   explicit Members(Router* router) : router_(router) {}
 
   // Asks every server for its id and protocol version. Every rank asks for itself, because its list may have another
-  // order than rank 0's, and its program another version.
-  absl::Status Identify(absl::Time deadline);
+  // order than rank 0's, and its program another version. `key`, as read: if it says where chunks are, servers that do
+  // not answer within `patience` are left out as soon as each chunk has a holder that answered, and so are servers that
+  // are not the key's members. A server that is registered and recovers is waited for.
+  absl::Status Identify(const JobKey& key, absl::Duration patience, absl::Time deadline);
+  // How many servers were asked.
+  uint32_t asked() const { return asked_; }
   // Valid until Match, in the router's order. `all`: the members of a new job. A member's weight is its budget in GiB;
   // if any server does not report its budget, all weights are 1. `ids`: their ids. `peers`: ids with the addresses of
   // their status pages.
@@ -42,8 +46,13 @@ class Members {
   // INVALID_ARGUMENT (BAD_SPEC) if the registry does not have one of the members.
   absl::Status LeaveOthersOut(const std::string& job, const google::protobuf::RepeatedPtrField<v1::Member>& members);
   // If the job has a key in the registry, checks the servers against it, and stops using those that it does not name.
-  // Errors: those of CheckServers and LeaveOthersOut.
+  // Errors: those of CheckServers and LeaveOthersOut. Does nothing for a key that says where chunks are: Identify has
+  // left out other servers, and members may be missing.
   absl::Status FollowKey(const std::string& job, const JobKey& key);
+  // Which members of the key's table are among the servers, by index.
+  std::vector<bool> There(const JobKey& key) const;
+  // Stops using all other servers, whoever named them.
+  void KeepOnly(const std::vector<std::string>& server_ids);
   // FAILED_PRECONDITION (OTHER_SERVER) if an answer came from a server that was not identified.
   absl::Status CheckAnswers(const std::vector<v1::GetJobResponse>& answers) const;
   // Puts the router's servers into the order of the members in `open`.
@@ -56,8 +65,11 @@ class Members {
     uint64_t budget_bytes = 0;
   };
   const Server* Find(absl::string_view server_id) const;
+  // Takes a server's answer; false: the server is left out.
+  absl::StatusOr<bool> Take(const JobKey& key, uint32_t server, const v1::IdentifyResponse& answer);
 
   Router* router_;
+  uint32_t asked_ = 0;
   std::vector<Server> servers_;
 };
 

@@ -12,6 +12,9 @@
 namespace ballast::client {
 namespace {
 
+// How long a reader waits for a server whose chunks are on others too.
+constexpr absl::Duration kPatience = absl::Seconds(5);
+
 absl::Status NotReady(absl::string_view reason, absl::string_view message) {
   return model::Error(absl::StatusCode::kFailedPrecondition, reason, message);
 }
@@ -24,9 +27,9 @@ bool AllPromise(const Sight& sight, const v1::Epoch& epoch) {
 }  // namespace
 
 absl::Status JobView::Meet(absl::Time deadline) {
-  BALLAST_RETURN_IF_ERROR(members_.Identify(deadline));
   JobKey key(router_->transport(0)->registry(), job_);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
+  BALLAST_RETURN_IF_ERROR(members_.Identify(key, kPatience, deadline));
   return members_.FollowKey(job_, key);
 }
 
@@ -51,7 +54,7 @@ absl::Status JobView::Follow(Sight* sight, absl::Time deadline) {
   }
   const v1::OpenRequest open = *newest;
   // The order of servers before an earlier Match is forgotten.
-  if (plan_ != nullptr) BALLAST_RETURN_IF_ERROR(members_.Identify(deadline));
+  if (plan_ != nullptr) BALLAST_RETURN_IF_ERROR(Meet(deadline));
   BALLAST_RETURN_IF_ERROR(LeaveOthersOut(open, job_, &members_, sight));
   for (const v1::GetJobResponse& answer : sight->answers) {
     if (answer.open().spec_digest() == open.spec_digest()) continue;

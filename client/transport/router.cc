@@ -37,6 +37,11 @@ Router::~Router() {
         +[](int* starts) { return *starts == 0; }, &handed_over_));
   }
   servers_.clear();  // waits for calls under way, whose answers are final now
+  std::vector<std::unique_ptr<Transport>> left;
+  {
+    absl::MutexLock lock(&mutex_);
+    left.swap(left_);
+  }
 }
 
 void Router::Stop(absl::string_view why) {
@@ -59,10 +64,23 @@ void Router::Stop(absl::string_view why) {
 }
 
 void Router::Reorder(absl::Span<const uint32_t> order) {
-  absl::MutexLock lock(&mutex_);
-  std::vector<std::unique_ptr<Transport>> reordered;
-  for (const uint32_t from : order) reordered.push_back(std::move(servers_[from]));
-  servers_ = std::move(reordered);
+  std::vector<Transport*> left;
+  {
+    absl::MutexLock lock(&mutex_);
+    std::vector<std::unique_ptr<Transport>> reordered;
+    for (const uint32_t from : order) reordered.push_back(std::move(servers_[from]));
+    for (std::unique_ptr<Transport>& server : servers_) {
+      if (server == nullptr) continue;
+      left.push_back(server.get());
+      left_.push_back(std::move(server));
+    }
+    servers_ = std::move(reordered);
+  }
+  for (Transport* const server : left) server->Cancel();
+}
+
+bool Router::Left(const Transport* server) const {
+  return std::any_of(left_.begin(), left_.end(), [server](const auto& one) { return one.get() == server; });
 }
 
 void Router::SetOpen(std::shared_ptr<const v1::OpenRequest> open) {
@@ -78,7 +96,7 @@ void Router::SetCommit(std::shared_ptr<const v1::CommitRequest> commit) {
 void Router::Push(uint32_t server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
                   std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent) {
   auto op = std::make_shared<Operation>();
-  op->server = server;
+  op->server = servers_[server].get();
   op->what = absl::StrCat("Push of step ", header.step());
   op->deadline = deadline;
   op->direction = kPushes;
@@ -99,7 +117,7 @@ void Router::Push(uint32_t server, v1::PushRequest header, absl::Span<const std:
 void Router::Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, absl::Time deadline,
                   std::function<void(absl::Status)> done) {
   auto op = std::make_shared<Operation>();
-  op->server = server;
+  op->server = servers_[server].get();
   op->what = absl::StrCat("Pull of version ", request.version());
   op->awaits_commit = true;
   op->deadline = deadline;
@@ -197,11 +215,11 @@ void Router::Send(const OperationPtr& op) {
   };
   if (op->direction == kNone) return send();
   const auto ends_in = op->direction == kPulls ? Transport::Moves::kPull : Transport::Moves::kPush;
-  servers_[op->server]->Schedule(ends_in, std::move(send));
+  op->server->Schedule(ends_in, std::move(send));
 }
 
 Router::Next Router::Classify(const Operation& op, const absl::Status& status) const {
-  if (status.ok() || !stopped_.ok() || absl::Now() >= op.deadline) return Next::kDone;
+  if (status.ok() || !stopped_.ok() || absl::Now() >= op.deadline || Left(op.server)) return Next::kDone;
   if (IsRetryable(status)) {
     // A server that answers BUSY at once has too much to do, and Commits with their blobs would add to that. Had the
     // server lost the Commit, a later try waits there until its deadline.
@@ -248,6 +266,7 @@ void Router::Repair(const OperationPtr& op, Next how) {
   {
     absl::MutexLock lock(&mutex_);
     stopped = stopped_;
+    if (stopped.ok() && Left(op->server)) stopped = absl::CancelledError("the session uses this server no longer");
     if (how == Next::kSendOpen) open = open_;
     if (how == Next::kSendCommit) commit = commit_;
   }
@@ -264,7 +283,7 @@ void Router::Repair(const OperationPtr& op, Next how) {
     if (!cancelled.ok()) Finish(op, cancelled);
   };
   const absl::Time try_deadline = std::min(op->deadline, absl::Now() + options_.try_timeout);
-  Transport* const server = servers_[op->server].get();
+  Transport* const server = op->server;
   if (open != nullptr) {
     server->Open(*open, try_deadline, [then](absl::StatusOr<v1::OpenResponse> r) { then(r.status()); });
   } else if (commit != nullptr) {
@@ -275,7 +294,7 @@ void Router::Repair(const OperationPtr& op, Next how) {
 }
 
 absl::Status Router::Explain(const Operation& op, const absl::Status& status) const {
-  const std::string context = absl::StrCat("server ", name(op.server), ": ", op.what);
+  const std::string context = absl::StrCat("server ", op.server->name(), ": ", op.what);
   if (!IsRetryable(status)) return model::Annotate(status, context);
   // The last try may have been cut short by the deadline: then what earlier ones met says more.
   const absl::Status& telling = absl::IsDeadlineExceeded(status) && !op.last.ok() ? op.last : status;
@@ -322,7 +341,7 @@ std::string Router::LongestWait(absl::Time now) {
   if (!active_.empty() && active_.front()->started <= since) {
     const Operation& op = *active_.front();
     since = op.started;
-    line = absl::StrCat("waiting for server ", name(op.server), ": ", op.what);
+    line = absl::StrCat("waiting for server ", op.server->name(), ": ", op.what);
     if (!op.last.ok()) absl::StrAppend(&line, " (", op.last.message(), ")");
   }
   if (!watches_.empty() && watches_.front().first <= since) {
@@ -374,7 +393,9 @@ void Router::CancelActive() {
   std::vector<Transport*> servers;
   {
     absl::MutexLock lock(&mutex_);
-    for (const std::unique_ptr<Transport>& server : servers_) servers.push_back(server.get());
+    for (const auto* all : {&servers_, &left_}) {
+      for (const std::unique_ptr<Transport>& server : *all) servers.push_back(server.get());
+    }
   }
   for (bool left = true; left;) {
     for (Transport* const server : servers) server->Cancel();

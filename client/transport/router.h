@@ -60,8 +60,8 @@ class Router {
   std::string name(uint32_t server) const { return servers_[server]->name(); }
   // For calls that must not be retried: calls to a server in this process.
   Transport* transport(uint32_t server) const { return servers_[server].get(); }
-  // Makes server order[i] the new server i, and drops servers that `order` leaves out. REQUIRES: no operation under
-  // way.
+  // Makes server order[i] the new server i. Servers that `order` leaves out leave: operations at them end with
+  // CANCELLED. REQUIRES: no operation under way at a server that stays.
   void Reorder(absl::Span<const uint32_t> order);
 
   // Set the requests that answer NOT_OPEN and BEHIND from now on.
@@ -114,7 +114,7 @@ class Router {
   using Answer = std::function<void(absl::Status)>;
   enum Direction : size_t { kPulls, kPushes, kNone };
   struct Operation {
-    uint32_t server = 0;
+    Transport* server = nullptr;
     std::string what;
     absl::Time deadline;
     Direction direction = kNone;
@@ -140,6 +140,7 @@ class Router {
   void Activate(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Send(const OperationPtr& op);
   void OnAnswer(const OperationPtr& op, absl::Status status);
+  bool Left(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Next Classify(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Duration Backoff(const Operation& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Finish(const OperationPtr& op, absl::Status status);
@@ -154,11 +155,12 @@ class Router {
   std::string LongestWait(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run();
 
+  mutable absl::Mutex mutex_;
   std::vector<std::unique_ptr<Transport>> servers_;
+  std::vector<std::unique_ptr<Transport>> left_ ABSL_GUARDED_BY(mutex_);  // operations may be under way there
   const RouterOptions options_;
   const std::shared_ptr<Admissions> push_admissions_ = std::make_shared<Admissions>();
 
-  mutable absl::Mutex mutex_;
   std::shared_ptr<const v1::OpenRequest> open_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const v1::CommitRequest> commit_ ABSL_GUARDED_BY(mutex_);
   std::array<Lane, kNone> lanes_ ABSL_GUARDED_BY(mutex_);
@@ -179,7 +181,7 @@ void Router::Call(Method<Request, Response> method, uint32_t server, std::string
                   std::shared_ptr<const Request> request, absl::Time deadline, Callback<Response> done) {
   auto response = std::make_shared<Response>();
   auto op = std::make_shared<Operation>();
-  op->server = server;
+  op->server = servers_[server].get();
   op->what = std::move(what);
   op->deadline = deadline;
   op->send = [transport = servers_[server].get(), method, request = std::move(request), response](

@@ -183,6 +183,40 @@ std::vector<std::vector<uint32_t>> PlanWanted(const v1::Table& now, const Wanted
   return loads.Take();
 }
 
+std::string ShardsWithout(const v1::Table& table, const std::vector<bool>& there) {
+  const auto lacking = std::count_if(table.shards().begin(), table.shards().end(), [&](const v1::Shard& shard) {
+    return std::none_of(shard.holders().begin(), shard.holders().end(), [&](uint32_t m) { return there[m]; });
+  });
+  return lacking == 0 ? "" : absl::StrCat(lacking, " of ", table.shards_size(), " shards");
+}
+
+v1::Table LeaveOut(const v1::Table& table, const std::vector<bool>& there) {
+  v1::Table left;
+  left.set_replicas(table.replicas());
+  std::vector<uint32_t> index(there.size());
+  for (int m = 0; m < table.members_size(); ++m) {
+    if (!there[m]) continue;
+    index[m] = static_cast<uint32_t>(left.members_size());
+    *left.add_members() = table.members(m);
+  }
+  for (const v1::Shard& shard : table.shards()) {
+    v1::Shard* const stays = left.add_shards();
+    for (const uint32_t m : shard.holders()) {
+      if (there[m]) stays->add_holders(index[m]);
+    }
+    for (const uint32_t m : shard.fillers()) {
+      if (there[m]) stays->add_fillers(index[m]);
+    }
+  }
+  return left;
+}
+
+int ShortShards(const v1::Table& table) {
+  return static_cast<int>(std::count_if(table.shards().begin(), table.shards().end(), [&](const v1::Shard& shard) {
+    return static_cast<uint32_t>(shard.holders_size()) < table.replicas();
+  }));
+}
+
 v1::Table FirstTable(const Wanted& wanted, const v1::Epoch& since) {
   v1::Table table;
   table.set_replicas(wanted.replicas);

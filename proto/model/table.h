@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -49,6 +50,15 @@ struct Wanted {
 // server twice. Keeps the copies that `now` (empty: none) has on these servers, recognised by id and disk, and gives
 // the least loaded server by weight what is missing. A pure function; ties go to the first.
 std::vector<std::vector<uint32_t>> PlanWanted(const v1::Table& now, const Wanted& wanted);
+
+// Whether `there` (by index) have a holder of each shard; else the shards without one, as "12 of 1024 shards".
+std::string ShardsWithout(const v1::Table& table, const std::vector<bool>& there);
+
+// The table without the members that are not `there`. REQUIRES: ShardsWithout is empty.
+v1::Table LeaveOut(const v1::Table& table, const std::vector<bool>& there);
+
+// Shards with fewer holders than the table wants.
+int ShortShards(const v1::Table& table);
 
 // The first table of a job: all are members since `since`, and each server planned for a shard holds it.
 v1::Table FirstTable(const Wanted& wanted, const v1::Epoch& since);

@@ -9,6 +9,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/proto/registry/registry_url.h"
 
 namespace ballast::registry {
@@ -69,6 +70,25 @@ absl::Status CheckMembers(const std::string& job, const v1::JobKey& key, const s
 
 namespace {
 
+v1::ServerEntry LastSeen(const v1::Member& member) {
+  v1::ServerEntry entry;
+  entry.set_server_id(member.server_id());
+  entry.set_disk(member.disk());
+  entry.set_address(member.address());
+  return entry;
+}
+
+// Which members of the key's table are registered, by index.
+std::vector<bool> Registered(const v1::JobKey& key, const std::vector<v1::ServerEntry>& entries) {
+  std::vector<bool> registered;
+  for (const v1::Member& member : key.table().members()) {
+    registered.push_back(std::any_of(entries.begin(), entries.end(), [&](const v1::ServerEntry& one) {
+      return one.server_id() == member.server_id() && one.disk() == member.disk();
+    }));
+  }
+  return registered;
+}
+
 absl::Status NotEnough(const Registry& registry, const std::vector<v1::ServerEntry>& entries, absl::Duration timeout) {
   const std::string found = absl::StrJoin(entries, ", ", [](std::string* out, const v1::ServerEntry& entry) {
     absl::StrAppend(out, entry.server_id(), " at ", entry.address());
@@ -95,6 +115,8 @@ absl::Status MembersMissing(const Registry& registry, const std::string& job, co
 
 }  // namespace
 
+bool HasCopies(const v1::JobKey& key) { return !key.table().shards().empty(); }
+
 absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, const std::string& job,
                                                           absl::Duration timeout,
                                                           const std::function<bool()>& interrupted) {
@@ -111,10 +133,15 @@ absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, co
       trouble = entries.ok() ? key.status() : entries.status();
       if (!absl::IsUnavailable(trouble)) return trouble;
     } else if (key->has_value()) {
-      BALLAST_RETURN_IF_ERROR(CheckMembers(job, (*key)->value, *entries));
+      const bool has_copies = HasCopies((*key)->value);
+      if (!has_copies) BALLAST_RETURN_IF_ERROR(CheckMembers(job, (*key)->value, *entries));
       std::vector<v1::Member> missing;
       std::vector<v1::ServerEntry> members = MembersAmong((*key)->value, *entries, &missing);
       if (missing.empty()) return members;
+      if (has_copies && model::ShardsWithout((*key)->value.table(), Registered((*key)->value, *entries)).empty()) {
+        for (const v1::Member& member : missing) members.push_back(LastSeen(member));
+        return members;
+      }
       trouble = MembersMissing(*registry, job, missing, *entries, timeout);
     } else {
       if (entries->size() >= registry->url().servers) return entries;

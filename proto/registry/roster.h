@@ -24,10 +24,11 @@ class Pauses {
 };
 
 // Waits for servers and returns their entries, by id. If `job` (empty: none) has a key, waits until all its members are
-// registered, and returns these. Otherwise waits until as many servers are registered as the registry's URL asks for,
-// and returns all. After `timeout`: UNAVAILABLE (SERVER_DOWN) with the members that are missing or the servers found,
-// or the error of List. CANCELLED once `interrupted` (which may be empty) returns true. FAILED_PRECONDITION
-// (OTHER_SERVER) at once if another server now has a member's name.
+// registered, and returns these. If the key says where chunks are, it is enough that each chunk has a holder that is
+// registered: members that are not come with the address where they were last seen. Otherwise waits until as many
+// servers are registered as the registry's URL asks for, and returns all. After `timeout`: UNAVAILABLE (SERVER_DOWN)
+// with the members that are missing or the servers found, or the error of List. CANCELLED once `interrupted` (which may
+// be empty) returns true. FAILED_PRECONDITION (OTHER_SERVER) at once if another server now has a member's name.
 absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, const std::string& job,
                                                           absl::Duration timeout,
                                                           const std::function<bool()>& interrupted);
@@ -36,6 +37,8 @@ absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, co
 // server with a member's name but another data directory is not the member.
 std::vector<v1::ServerEntry> MembersAmong(const v1::JobKey& key, const std::vector<v1::ServerEntry>& entries,
                                           std::vector<v1::Member>* missing);
+// Whether the key says which server has which chunks, of which there may be copies.
+bool HasCopies(const v1::JobKey& key);
 // FAILED_PRECONDITION (OTHER_SERVER) if an entry has a member's name and another directory.
 absl::Status CheckMembers(const std::string& job, const v1::JobKey& key, const std::vector<v1::ServerEntry>& entries);
 // "'e1' (last seen at host:port), 'e2'"

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
@@ -24,9 +25,28 @@ bool SamePlaces(const v1::OpenRequest& a, const v1::OpenRequest& b) {
              [](const v1::Shard& x, const v1::Shard& y) { return x.SerializeAsString() == y.SerializeAsString(); });
 }
 
+// The shards that a server has in a table.
+std::vector<int> ShardsOf(const v1::Table& table, absl::string_view id) {
+  const auto member = std::find_if(table.members().begin(), table.members().end(),
+                                   [id](const v1::Member& one) { return one.server_id() == id; });
+  const auto index = static_cast<uint32_t>(member - table.members().begin());
+  std::vector<int> shards;
+  for (int s = 0; s < table.shards_size(); ++s) {
+    const auto& holders = table.shards(s).holders();
+    if (std::find(holders.begin(), holders.end(), index) != holders.end()) shards.push_back(s);
+  }
+  return shards;
+}
+
+// Tables by which the server has the same chunks, whatever the others have?
+bool SameShards(const v1::OpenRequest& a, const v1::OpenRequest& b, absl::string_view id) {
+  return a.has_table() && b.has_table() && a.table().shards_size() == b.table().shards_size() &&
+         ShardsOf(a.table(), id) == ShardsOf(b.table(), id);
+}
+
 }  // namespace
 
-absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
+absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer, absl::string_view id) {
   const v1::JobSpec& a = older.spec();
   const v1::JobSpec& b = newer.spec();
   const auto fixed = [](v1::JobSpec spec) {
@@ -43,7 +63,7 @@ absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest&
                                      "' may only grow by further registrations; the one that came differs from what "
                                      "is registered: take it from GetJob and append, or drop the job"));
   }
-  if (SamePlaces(older, newer)) return absl::OkStatus();
+  if (SamePlaces(older, newer) || SameShards(older, newer, id)) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
                       absl::StrCat("job '", a.name(), "' lies on ", model::MembersOf(older).size(),
                                    " server(s); other members or weights would move its chunks, which is not "

@@ -3,13 +3,15 @@
 #pragma once
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::services {
 
-// A later epoch may add tensors and change the tiling; chunks and their servers stay. INVALID_ARGUMENT (BAD_SPEC) if
-// the spec differs otherwise than by further registrations, UNIMPLEMENTED (UNSUPPORTED) for other members or weights.
-absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer);
+// A later epoch may add tensors and change the tiling; this server's chunks stay. With a table other servers may leave;
+// without one all stay. INVALID_ARGUMENT (BAD_SPEC) if the spec differs otherwise than by further registrations,
+// UNIMPLEMENTED (UNSUPPORTED) for other members or weights, or other chunks on the server `id`.
+absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer, absl::string_view id);
 
 // Registrations after the first `known` are new and must name this epoch's base as their version: INVALID_ARGUMENT
 // (BAD_SPEC). A job with durability every-K takes none once it has state: UNIMPLEMENTED (UNSUPPORTED).

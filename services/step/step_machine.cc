@@ -100,7 +100,7 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
                                    " is open with another tiling, spec or members; an epoch is opened once: fence a "
                                    "new one to change them"));
   }
-  if (m.plan != nullptr) BALLAST_RETURN_IF_ERROR(CheckContinues(m.plan->open(), request));
+  if (m.plan != nullptr) BALLAST_RETURN_IF_ERROR(CheckContinues(m.plan->open(), request, m.id));
   BALLAST_RETURN_IF_ERROR(CheckRegistered(request, m.plan == nullptr ? 0 : m.plan->open().spec().registrations_size()));
   if (plan == nullptr) {
     BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request));

@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/proto/registry/registry.h"
 #include "ballast/proto/registry/roster.h"
@@ -59,6 +60,9 @@ int Show(const MembersCommand& command, const Key& key, const std::vector<v1::Se
                                ? absl::StrCat("; registered at ", found->address())
                                : absl::StrCat("; NOT REGISTERED (last seen at ", member.address(), ")"));
     std::printf("%s\n", line.c_str());
+  }
+  if (const int lacking = model::ShortShards(table); lacking > 0) {
+    std::printf("%d of %d shards have fewer than %u copies\n", lacking, table.shards_size(), table.replicas());
   }
   return missing.empty() ? kAllThere : kNotAll;
 }

@@ -58,10 +58,71 @@ def test_each_chunk_is_on_two_servers(etcd, folder, bits):
     servers[1].end(signal.SIGTERM)
     shutil.rmtree(folder / 'b')
     servers[1].start()
-    code, text = open_again(url, 'twice')
-    assert code == 1 and "job 'twice' lies on server 'b'" in text, text
     code, text = run(BIN / 'ballastctl', 'members', '--job', 'twice', '--servers', etcd.url('twice'))
     assert code == 1 and 'b  holds' in text and 'NOT REGISTERED' in text, text
+    code, text = open_again(url, 'twice', '--failover-after', '1')
+    assert code == 0 and "goes on without 'b'" in text and digest_of(text) == bits, text
+
+
+def test_machines_die_with_their_disks(etcd, folder, bits):
+    servers = three(etcd, 'lose', folder)
+    a, b, c = servers
+    url = etcd.url('lose') + '?servers=3'
+    training = Training(url, 'lose', folder, '--replicas', '2', '--failover-after', '1')
+    training.step(12)
+    b.end(signal.SIGKILL)
+    shutil.rmtree(folder / 'b')
+    training.process.kill()
+    training.process.wait()
+    # The group is started again, as its launcher would.
+    code, text = open_again(url, 'lose', '--failover-after', '1', '--stop-at', '24')
+    assert code == 0 and "job 'lose' goes on without 'b' (last seen at" in text, text
+    lost = int(re.search(r'the job has forgotten them; (\d+) of 1024 shards now have fewer than 2 copies', text)[1])
+    assert 600 < lost < 750, 'two thirds had a copy on b'
+    table = job_key(etcd, 'lose', 'lose')['table']
+    assert [one['server_id'] for one in table['members']] == ['a', 'c'] and table['replicas'] == 2, table
+    code, text = run(BIN / 'ballastctl', 'members', '--job', 'lose', '--servers', etcd.url('lose'))
+    assert code == 0 and f'{lost} of 1024 shards have fewer than 2 copies' in text, text
+    # b is back under its name, without the job; nobody takes it for the member that it was.
+    b.start()
+    code, text = open_again(url, 'lose', '--stop-at', '30')
+    assert code == 0, text
+    # A chunk that is nowhere else is waited for, by name.
+    a.end(signal.SIGKILL)
+    code, text = open_again(url, 'lose', '--failover-after', '1')
+    assert code == 1 and 'no server that answers holds' in text and "start 'a' (last seen at" in text, text
+    a.start()
+    code, text = open_again(url, 'lose', '--failover-after', '1')
+    assert code == 0 and 'goes on without' not in text and digest_of(text) == bits, text
+
+
+def test_a_server_that_was_left_out_comes_back(etcd, folder, bits):
+    """With the state that it had: it is of no use, and does no harm."""
+    servers = three(etcd, 'back', folder)
+    url = etcd.url('back') + '?servers=3'
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', 'back', '--replicas', '2', '--stop-at', '10')
+    assert code == 0, text
+    servers[1].end(signal.SIGKILL)
+    code, text = open_again(url, 'back', '--failover-after', '1', '--stop-at', '20')
+    assert code == 0 and "goes on without 'b'" in text, text
+    servers[1].start()
+    wait_for(lambda: len(etcd.entries('back')) == 3, 'b is back')
+    code, text = open_again(url, 'back')
+    assert code == 0 and "continues at version 20" in text and digest_of(text) == bits, text
+    assert [one['server_id'] for one in job_key(etcd, 'back', 'back')['table']['members']] == ['a', 'c']
+
+
+def test_a_server_that_lost_its_memory(etcd, folder, bits):
+    """With durability none a restart is a lost disk."""
+    servers = three(etcd, 'memory', folder)
+    url = etcd.url('memory') + '?servers=3'
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', 'memory', '--replicas', '2', '--durability', 'none',
+                     '--stop-at', '10')
+    assert code == 0, text
+    servers[2].end(signal.SIGKILL)
+    servers[2].start()
+    code, text = open_again(url, 'memory', '--durability', 'none')
+    assert code == 0 and "goes on without 'c'" in text and digest_of(text) == bits, text
 
 
 def test_all_holders_serve_pulls(etcd, folder, bits):

@@ -168,6 +168,28 @@ TEST(TableTest, AnyPlanOverAnyTableKeepsWhatItCan) {
   }
 }
 
+TEST(TableTest, WithoutAMemberTheOthersHoldWhatTheyHeld) {
+  const auto servers = Servers(3);
+  const auto elements = Elements(12, 12);
+  const v1::Table table = FirstTable({.servers = servers, .replicas = 2, .shard_elements = elements}, v1::Epoch());
+  EXPECT_EQ(ShortShards(table), 0);
+  EXPECT_EQ(ShardsWithout(table, {true, false, true}), "");
+  EXPECT_EQ(ShardsWithout(table, {false, false, true}), "4 of 12 shards");
+  const v1::Table left = LeaveOut(table, {true, false, true});
+  EXPECT_EQ(CheckTable(left), absl::OkStatus());
+  ASSERT_EQ(left.members_size(), 2);
+  EXPECT_EQ(left.members(1).server_id(), "s2");
+  EXPECT_EQ(left.replicas(), 2u);
+  EXPECT_EQ(ShortShards(left), 8);
+  for (int s = 0; s < table.shards_size(); ++s) {
+    std::set<std::string> before, after;
+    for (const uint32_t m : table.shards(s).holders()) before.insert(table.members(static_cast<int>(m)).server_id());
+    for (const uint32_t m : left.shards(s).holders()) after.insert(left.members(static_cast<int>(m)).server_id());
+    before.erase("s1");
+    EXPECT_EQ(after, before) << "shard " << s;
+  }
+}
+
 TEST(TableTest, ABadTableIsRefusedByName) {
   const auto servers = Servers(2);
   const auto elements = Elements(2, 4);
