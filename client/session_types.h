@@ -81,8 +81,9 @@ struct SessionOptions {
   // durability `step` or `none`. 0: as the job has it, and 1 for a new job. A job keeps its number. A step needs all
   // servers all the same; a group that opens the job can go on without some (failover_after).
   uint32_t replicas = 0;
-  // Of a job with copies: how long a server may be silent at Open before the group goes on without it, if all chunks
-  // are on others. The job then forgets the server. A server that is registered and recovers is waited for.
+  // Of a job with copies: how long a server may be silent whose chunks are all on others too. A session then ends
+  // (ABORTED, SERVER_DOWN), and a group that opens the job goes on without the server, which the job forgets. A server
+  // that is registered and recovers is waited for.
   absl::Duration failover_after = absl::Seconds(5);
   Split split = Split::kEven;  // the same on all ranks
   // How long servers may take for a call, or for a step once all ranks have come, updates included. PinDurably and

@@ -83,6 +83,9 @@ class Transport {
   enum class Moves { kPull, kPush };
   virtual void Schedule(Moves /*ends_in*/, std::function<void()> work) { work(); }
 
+  // Whether the registry says that the server recovers its jobs, and so will answer later.
+  virtual bool recovers() const { return false; }
+
   // Ends calls under way soon, with CANCELLED, if they wait for another process.
   virtual void Cancel() {}
 

@@ -127,6 +127,9 @@ class Place {
     transport()->Cancel();
   }
 
+  void SetRecovers(bool recovers) { recovers_ = recovers; }
+  bool recovers() const { return recovers_.load(); }
+
   // Waits for all calls. REQUIRES: no further calls.
   void Close() {
     const absl::MutexLock moving(&moving_);  // a move holds transports of its own
@@ -155,6 +158,7 @@ class Place {
   const Connector connect_;
   const std::shared_ptr<Doubt> doubt_;
   std::atomic<bool> ended_{false};
+  std::atomic<bool> recovers_{false};
   absl::Mutex moving_;  // taken before mutex_
   mutable absl::Mutex mutex_;
   std::string address_ ABSL_GUARDED_BY(mutex_);
@@ -196,7 +200,9 @@ class Directory {
       if (entries.ok()) {
         for (const v1::ServerEntry& entry : *entries) {
           const auto place = places_.find(entry.server_id());
-          if (place != places_.end() && place->second->IsOf(entry)) place->second->Move(entry.address());
+          if (place == places_.end() || !place->second->IsOf(entry)) continue;
+          place->second->SetRecovers(entry.state() == v1::SERVER_STATE_RECOVERING);
+          place->second->Move(entry.address());
         }
       }
       looked = absl::Now();
@@ -223,6 +229,7 @@ class DiscoveredTransport final : public Transport {
   std::string name() const override { return place_->name(); }
   void MeanFor(const std::string& target) override { place_->MeanFor(target); }
   registry::Registry* registry() const override { return directory_->registry(); }
+  bool recovers() const override { return place_->recovers(); }
   void Cancel() override { place_->Cancel(); }
 
   void Identify(const v1::IdentifyRequest& request, absl::Time deadline, Callback<v1::IdentifyResponse> done) override {

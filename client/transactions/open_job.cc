@@ -29,6 +29,7 @@ absl::Status OpenJob::Adopt(const std::shared_ptr<const v1::OpenRequest>& open) 
   open_ = open;
   seat_.units = std::make_shared<UnitMap>(std::make_shared<const model::EpochPlan>(std::move(plan)), group_.rank());
   Advance(open->base());
+  router_->SetReplaceable(model::Replaceable(open->table()), options_.failover_after);
   if (open->has_base_decision()) {
     // A server that restarts may need this decision again before it can go on.
     auto commit = std::make_shared<v1::CommitRequest>();

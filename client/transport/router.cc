@@ -83,6 +83,29 @@ bool Router::Left(const Transport* server) const {
   return std::any_of(left_.begin(), left_.end(), [server](const auto& one) { return one.get() == server; });
 }
 
+void Router::SetReplaceable(const std::vector<bool>& servers, absl::Duration after) {
+  absl::MutexLock lock(&mutex_);
+  silence_max_ = after;
+  silent_since_.clear();
+  for (size_t i = 0; i < servers.size(); ++i) {
+    if (servers[i]) silent_since_[servers_[i].get()] = absl::InfiniteFuture();
+  }
+}
+
+absl::Status Router::Silence(const Operation& op, const absl::Status& status) {
+  const auto found = silent_since_.find(op.server);
+  if (found == silent_since_.end()) return absl::OkStatus();
+  const bool silent = absl::IsUnavailable(status) && model::ReasonOf(status) != model::kBusy;
+  const absl::Time now = absl::Now();
+  found->second = silent ? std::min(found->second, now) : absl::InfiniteFuture();
+  if (now - found->second < silence_max_ || op.server->recovers()) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kAborted, model::kServerDown,
+      absl::StrCat("no answer for ", absl::FormatDuration(silence_max_),
+                   " (failover_after), and other servers have all its chunks: start the group again ",
+                   "with resume=auto, and it goes on without this server. The last answer: ", status.message()));
+}
+
 void Router::SetOpen(std::shared_ptr<const v1::OpenRequest> open) {
   absl::MutexLock lock(&mutex_);
   open_ = std::move(open);
@@ -247,6 +270,10 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
     absl::MutexLock lock(&mutex_);
     if (absl::IsCancelled(status) && !stopped_.ok()) status = stopped_;
     next = Classify(*op, status);
+    if (absl::Status silence = Silence(*op, status); !silence.ok() && next != Next::kDone) {
+      status = std::move(silence);
+      next = Next::kDone;
+    }
     if (next != Next::kDone) {
       op->last = status;
       const absl::Duration delay = Backoff(*op);

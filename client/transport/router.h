@@ -64,6 +64,9 @@ class Router {
   // CANCELLED. REQUIRES: no operation under way at a server that stays.
   void Reorder(absl::Span<const uint32_t> order);
 
+  // From now on operations at these servers end with ABORTED (SERVER_DOWN) once the server has been silent for `after`:
+  // the group can go on without it if it starts again. Other servers are waited for. By index.
+  void SetReplaceable(const std::vector<bool>& servers, absl::Duration after);
   // Set the requests that answer NOT_OPEN and BEHIND from now on.
   void SetOpen(std::shared_ptr<const v1::OpenRequest> open);
   void SetCommit(std::shared_ptr<const v1::CommitRequest> commit);
@@ -140,6 +143,8 @@ class Router {
   void Activate(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Send(const OperationPtr& op);
   void OnAnswer(const OperationPtr& op, absl::Status status);
+  // OK, or why the operation ends: its server is silent and replaceable.
+  absl::Status Silence(const Operation& op, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool Left(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Next Classify(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Duration Backoff(const Operation& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -161,6 +166,8 @@ class Router {
   const RouterOptions options_;
   const std::shared_ptr<Admissions> push_admissions_ = std::make_shared<Admissions>();
 
+  std::map<const Transport*, absl::Time> silent_since_ ABSL_GUARDED_BY(mutex_);  // of replaceable servers
+  absl::Duration silence_max_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteDuration();
   std::shared_ptr<const v1::OpenRequest> open_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const v1::CommitRequest> commit_ ABSL_GUARDED_BY(mutex_);
   std::array<Lane, kNone> lanes_ ABSL_GUARDED_BY(mutex_);

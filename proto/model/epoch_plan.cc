@@ -193,6 +193,11 @@ absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open, absl::Fun
     plan.tiling_hash_.Add(slice.range.begin);
     plan.tiling_hash_.Add(slice.range.end);
   }
+  plan.short_chunks_.resize(static_cast<size_t>(plan.members().size()));
+  for (const Chunk& chunk : plan.layout_.chunks()) {
+    const absl::Span<const uint32_t> holders = plan.holders_of(chunk.index);
+    if (holders.size() < open.table().replicas()) ++plan.short_chunks_[holders[0]];
+  }
   plan.by_rank_.resize(plan.world_size());
   plan.by_chunk_.resize(plan.layout_.chunks().size());
   for (uint32_t i = 0; i < plan.slices_.size(); ++i) {
@@ -225,6 +230,11 @@ bool EpochPlan::Has(uint32_t member, uint64_t chunk) const {
   const absl::Span<const uint32_t> holders = holders_of(chunk), fillers = fillers_of(chunk);
   return std::find(holders.begin(), holders.end(), member) != holders.end() ||
          std::find(fillers.begin(), fillers.end(), member) != fillers.end();
+}
+
+uint64_t EpochPlan::short_chunks(absl::string_view server_id) const {
+  const absl::StatusOr<uint32_t> member = FindMember(server_id);
+  return open_.has_table() && member.ok() ? short_chunks_[*member] : 0;
 }
 
 std::string EpochPlan::ShowServersOf(uint64_t chunk) const {

@@ -53,6 +53,8 @@ class EpochPlan {
   absl::Span<const uint32_t> fillers_of(uint64_t chunk) const;
   // Whether `member` holds or fills the chunk.
   bool Has(uint32_t member, uint64_t chunk) const;
+  // Chunks that have fewer holders than the table wants, and `server_id` as their first.
+  uint64_t short_chunks(absl::string_view server_id) const;
   // Their ids, for messages: "'e1', 'e2'".
   std::string ShowServersOf(uint64_t chunk) const;
   // The holder that `reader` (a rank, or any number) pulls the chunk from: readers and chunks spread evenly over
@@ -77,7 +79,8 @@ class EpochPlan {
  private:
   v1::OpenRequest open_;
   Layout layout_;
-  std::vector<uint32_t> routes_;  // without a table
+  std::vector<uint32_t> routes_;        // without a table
+  std::vector<uint64_t> short_chunks_;  // by member
   std::vector<Slice> slices_;
   FieldHash tiling_hash_;
   std::vector<std::vector<uint32_t>> by_rank_;

@@ -211,6 +211,14 @@ v1::Table LeaveOut(const v1::Table& table, const std::vector<bool>& there) {
   return left;
 }
 
+std::vector<bool> Replaceable(const v1::Table& table) {
+  std::vector<bool> replaceable(static_cast<size_t>(table.members_size()), true);
+  for (const v1::Shard& shard : table.shards()) {
+    if (shard.holders_size() == 1) replaceable[shard.holders(0)] = false;
+  }
+  return replaceable;
+}
+
 int ShortShards(const v1::Table& table) {
   return static_cast<int>(std::count_if(table.shards().begin(), table.shards().end(), [&](const v1::Shard& shard) {
     return static_cast<uint32_t>(shard.holders_size()) < table.replicas();

@@ -57,6 +57,9 @@ std::string ShardsWithout(const v1::Table& table, const std::vector<bool>& there
 // The table without the members that are not `there`. REQUIRES: ShardsWithout is empty.
 v1::Table LeaveOut(const v1::Table& table, const std::vector<bool>& there);
 
+// For each member whether the others hold all of its shards.
+std::vector<bool> Replaceable(const v1::Table& table);
+
 // Shards with fewer holders than the table wants.
 int ShortShards(const v1::Table& table);
 

@@ -77,7 +77,11 @@ v1::JobStatus Job::Status() const {
     if (parts_->core.state.plan() != nullptr) status.set_parameters(parts_->core.state.plan()->layout().parameters());
     status.set_chunks(parts_->core.state.chunks().size());
     for (const v1::Member& member : model::MembersOf(open)) status.add_member_ids(member.server_id());
-    if (machine.plan() != nullptr) *status.mutable_in_flight() = DescribeStepInFlight();
+    if (machine.plan() != nullptr) {
+      *status.mutable_in_flight() = DescribeStepInFlight();
+      status.set_replicas(open.table().replicas());
+      status.set_short_chunks(machine.plan()->short_chunks(parts_->core.around.server_id));
+    }
     parts_->peers.Tell(parts_->core.around.server_id, &status);
     for (const int64_t version : parts_->read_pins.Versions()) status.add_pinned_versions(version);
     for (const auto& [version, pin] : machine.pins()) {

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "ballast/proto/model/verdict.h"
 #include "ballast/services/monitoring/show.h"
 #include "ballast/services/monitoring/waits.h"
 
@@ -64,6 +65,41 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
                                          " states of job '", job.name(),
                                          "' are damaged, the first: ", job.scrub().damage(0)));
   }
+}
+
+// Of each job the status with the newest epoch.
+std::map<std::string, const v1::JobStatus*> Newest(const std::vector<ServerView>& servers) {
+  std::map<std::string, const v1::JobStatus*> newest;
+  for (const ServerView& server : servers) {
+    for (const v1::JobStatus& job : server.status.jobs()) {
+      const v1::JobStatus*& known = newest.try_emplace(job.name(), &job).first->second;
+      if (model::Compare(job.epoch(), known->epoch()) > 0) known = &job;
+    }
+  }
+  return newest;
+}
+
+// A group that lost the server went on without it; then the server came back.
+bool WasLeftOut(const ServerView& server, const v1::JobStatus& job, const v1::JobStatus* newest) {
+  const auto& members = newest->member_ids();
+  return newest != &job && !members.empty() && model::Compare(job.epoch(), newest->epoch()) < 0 &&
+         std::find(members.begin(), members.end(), server.status.server_id()) == members.end();
+}
+
+// Chunks with fewer copies than the job wants, as each of their servers counts them.
+void AddShort(const std::vector<ServerView>& servers, JobView* job) {
+  uint64_t lacking = 0;
+  uint32_t replicas = 0;
+  for (const ServerView& server : servers) {
+    for (const v1::JobStatus& held : server.status.jobs()) {
+      if (held.name() != job->name || held.short_chunks() == 0) continue;
+      lacking += held.short_chunks();
+      replicas = held.replicas();
+    }
+  }
+  if (lacking == 0) return;
+  job->problems.push_back(absl::StrCat("job '", job->name, "' has ", lacking, " chunk(s) with fewer than ", replicas,
+                                       " copies, since a server was lost"));
 }
 
 // Servers that should have the job and answer without it. A server that does not answer is a problem already.
@@ -131,6 +167,8 @@ void AddDuplicates(ClusterView* cluster) {
 ClusterView Judge(std::vector<ServerView> servers, Asked asked) {
   ClusterView cluster;
   std::map<std::string, JobView> jobs;
+  std::map<std::string, std::vector<std::string>> left;  // by job: what servers keep that it went on without
+  const std::map<std::string, const v1::JobStatus*> newest = Newest(servers);
   for (const ServerView& server : servers) {
     if (!server.error.ok()) {
       cluster.problems.push_back(absl::StrCat("server ", server.address, " does not answer: ", server.error.message()));
@@ -142,6 +180,14 @@ ClusterView Judge(std::vector<ServerView> servers, Asked asked) {
                                               " of ", ShowBytes(server.status.recovery_total_bytes())));
     }
     for (const v1::JobStatus& job : server.status.jobs()) {
+      if (WasLeftOut(server, job, newest.at(job.name()))) {
+        left.try_emplace(job.name());
+        left[job.name()].push_back(absl::StrCat(
+            "server ", server.address, " keeps a part of job '", job.name(), "' at version ", job.committed(),
+            ", and the job went on without this server: free it with `ballastctl drop --job ", job.name(),
+            " --servers ", server.address, "`"));
+        continue;
+      }
       AddJob(server, job, &jobs);
       for (const v1::Peer& peer : job.peers()) {
         std::string& page = cluster.peers[peer.server_id()];
@@ -157,6 +203,8 @@ ClusterView Judge(std::vector<ServerView> servers, Asked asked) {
                                           job.committed_max, " on its servers, expected at most one apart"));
     }
     AddBehind(servers, &job);
+    AddShort(servers, &job);
+    job.problems.insert(job.problems.end(), left[name].begin(), left[name].end());
     cluster.problems.insert(cluster.problems.end(), job.problems.begin(), job.problems.end());
     cluster.jobs.push_back(job);
   }

@@ -12,11 +12,13 @@ import signal
 import sys
 import urllib.request
 
-from etcd_jobs import BIN, MODEL, Server, Training, digest_of, job_key, main, run, wait_for
+from etcd_jobs import BIN, HOST, MODEL, Server, Training, digest_of, job_key, main, run, wait_for
 
 
 def three(etcd, prefix, folder):
-    servers = [Server(etcd, prefix, name, folder) for name in ('a', 'b', 'c')]
+    servers = [Server(etcd, prefix, name, folder, host=HOST) for name in ('a', 'b', 'c')]
+    for server in servers:  # at its own address a server that is killed is back before its lease ends
+        server.command[server.command.index('--listen') + 1] = server.address
     wait_for(lambda: len(etcd.entries(prefix)) == 3, 'all are registered')
     return servers
 
@@ -72,8 +74,9 @@ def test_machines_die_with_their_disks(etcd, folder, bits):
     training.step(12)
     b.end(signal.SIGKILL)
     shutil.rmtree(folder / 'b')
-    training.process.kill()
-    training.process.wait()
+    assert training.process.wait(100) == 1
+    text = training.log.read_text()
+    assert 'no answer for 1s (failover_after), and other servers have all its chunks' in text and 'SERVER_DOWN' in text, text
     # The group is started again, as its launcher would.
     code, text = open_again(url, 'lose', '--failover-after', '1', '--stop-at', '24')
     assert code == 0 and "job 'lose' goes on without 'b' (last seen at" in text, text
@@ -110,6 +113,15 @@ def test_a_server_that_was_left_out_comes_back(etcd, folder, bits):
     code, text = open_again(url, 'back')
     assert code == 0 and "continues at version 20" in text and digest_of(text) == bits, text
     assert [one['server_id'] for one in job_key(etcd, 'back', 'back')['table']['members']] == ['a', 'c']
+    status = [BIN / 'ballastctl', 'status', '--servers', etcd.url('back') + '?servers=3']
+    code, text = run(*status)
+    assert code == 1 and 'went on without this server' in text and 'with fewer than 2 copies' in text, text
+    assert 'expected at most one apart' not in text, text
+    code, text = run(BIN / 'ballastctl', 'drop', '--job', 'back', '--servers', servers[1].address)
+    assert code == 0, text
+    code, text = run(*status)
+    assert 'went on without' not in text and 'with fewer than 2 copies' in text, text
+    assert digest_of(open_again(url, 'back')[1]) == bits
 
 
 def test_a_server_that_lost_its_memory(etcd, folder, bits):

@@ -181,6 +181,9 @@ TEST(TableTest, WithoutAMemberTheOthersHoldWhatTheyHeld) {
   EXPECT_EQ(left.members(1).server_id(), "s2");
   EXPECT_EQ(left.replicas(), 2u);
   EXPECT_EQ(ShortShards(left), 8);
+  EXPECT_EQ(Replaceable(table), std::vector<bool>({true, true, true}));
+  EXPECT_EQ(Replaceable(left), std::vector<bool>({false, false}));
+  EXPECT_EQ(Replaceable(v1::Table()), std::vector<bool>());
   for (int s = 0; s < table.shards_size(); ++s) {
     std::set<std::string> before, after;
     for (const uint32_t m : table.shards(s).holders()) before.insert(table.members(static_cast<int>(m)).server_id());

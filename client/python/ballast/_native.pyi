@@ -71,6 +71,7 @@ class OpenOptions:
     group_count: int
     chunk_elements: int
     seed: int
+    replicas: int
     placed: bool
     servers: list[str]
     access: Access
@@ -79,6 +80,7 @@ class OpenOptions:
     host: str
     step_timeout: float
     open_timeout: float
+    failover_after: float
 
 class Placement:
     def __init__(self, ranks: Sequence[int], sizes: Sequence[int], cuts: Sequence[tuple[int, int]]) -> None: ...

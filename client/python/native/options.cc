@@ -147,6 +147,7 @@ void BindOpenOptions(nb::module_& m) {
       .def_rw("group_count", &OpenOptions::group_count)
       .def_rw("chunk_elements", &OpenOptions::chunk_elements)
       .def_rw("seed", &OpenOptions::seed)
+      .def_rw("replicas", &OpenOptions::replicas)
       // Each rank has the parts of tensors that their placements say, not whole tensors.
       .def_prop_rw(
           "placed", [](const OpenOptions& options) { return options.split == client::Split::kPlaced; },
@@ -163,7 +164,10 @@ void BindOpenOptions(nb::module_& m) {
           [](OpenOptions& options, double seconds) { options.step_timeout = absl::Seconds(seconds); })
       .def_prop_rw(
           "open_timeout", [](const OpenOptions& options) { return absl::ToDoubleSeconds(options.open_timeout); },
-          [](OpenOptions& options, double seconds) { options.open_timeout = absl::Seconds(seconds); });
+          [](OpenOptions& options, double seconds) { options.open_timeout = absl::Seconds(seconds); })
+      .def_prop_rw(
+          "failover_after", [](const OpenOptions& options) { return absl::ToDoubleSeconds(options.failover_after); },
+          [](OpenOptions& options, double seconds) { options.failover_after = absl::Seconds(seconds); });
 }
 
 void BindTensor(nb::module_& m) {

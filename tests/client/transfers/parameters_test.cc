@@ -57,7 +57,7 @@ TEST_F(ParametersTest, AUnitIsPulledToItsPlacesAtTheSeatsVersion) {
   for (uint32_t server = 0; server < 2; ++server) {
     for (const v1::PullRequest& pull : servers_[server].pulled()) {
       EXPECT_EQ(pull.content(), v1::CONTENT_WORKING);
-      EXPECT_EQ(seat_.units->Find(pull.unit(), {pull.begin(), pull.end()})->server, server);
+      EXPECT_EQ(seat_.units->SourceOf(seat_.units->Find(pull.unit(), {pull.begin(), pull.end()})->slice.chunk), server);
     }
   }
   parameters_.Return(*std::move(unit));

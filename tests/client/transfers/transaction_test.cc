@@ -44,7 +44,7 @@ class TransactionTest : public TransfersTest {
   const OwnedSlice& SliceOn(uint32_t server) const {
     for (uint32_t unit = 0; unit < 2; ++unit) {
       for (const OwnedSlice& owned : view(unit).slices) {
-        if (owned.server == server) return owned;
+        if (seat_.units->plan().Has(server, owned.slice.chunk)) return owned;
       }
     }
     ADD_FAILURE() << "no slice on server " << server;

@@ -45,7 +45,7 @@ class TransfersTest : public ::testing::Test {
         if (push.header.kind() != kind) continue;
         const OwnedSlice* owned = seat_.units->Find(push.header.unit(), {push.header.begin(), push.header.end()});
         EXPECT_NE(owned, nullptr) << push.header.ShortDebugString();
-        EXPECT_EQ(owned->server, server);
+        EXPECT_TRUE(seat_.units->plan().Has(server, owned->slice.chunk));
         EXPECT_EQ(push.header.job(), "job");
         EXPECT_EQ(push.header.epoch().counter(), 3);
         EXPECT_EQ(push.header.step(), 7);

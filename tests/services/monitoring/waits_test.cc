@@ -113,6 +113,36 @@ v1::JobStatus Stages(const std::vector<std::pair<std::string, double>>& seconds)
 }
 
 // What a server says of its jobs, and of other servers, neither steers the terminal nor begins a line of its own.
+// A server that was lost, and comes back with what it had, is no member any more: it is neither counted nor behind.
+TEST(ClusterView, AServerThatAJobWentOnWithoutIsNamedAndNotCounted) {
+  v1::JobStatus job;
+  job.set_name("job");
+  job.set_replicas(2);
+  job.set_parameters(100);
+  for (const char* id : {"a", "b", "c"}) job.add_member_ids(id);
+  v1::JobStatus left = job;
+  left.mutable_epoch()->set_counter(3);
+  left.set_committed(10);
+  left.set_chunks(4);
+  job.mutable_epoch()->set_counter(4);
+  job.mutable_member_ids()->RemoveLast();
+  job.set_committed(20);
+  job.set_chunks(5);
+  job.set_short_chunks(3);
+  const ClusterView cluster = Judge({Server("a", job), Server("b", job), Server("c", left)});
+  ASSERT_EQ(cluster.jobs.size(), 1u);
+  EXPECT_EQ(cluster.jobs[0].committed_min, 20);
+  EXPECT_EQ(cluster.jobs[0].chunks, 10u);
+  EXPECT_THAT(cluster.problems,
+              ElementsAre("job 'job' has 6 chunk(s) with fewer than 2 copies, since a server was lost",
+                          ::testing::AllOf(HasSubstr("server c:7070 keeps a part of job 'job' at version 10"),
+                                           HasSubstr("ballastctl drop --job job --servers c:7070"))));
+  // A member that is behind is no such server.
+  left.mutable_member_ids()->RemoveLast();
+  EXPECT_THAT(Judge({Server("a", job), Server("b", left)}).problems,
+              ::testing::Contains(HasSubstr("expected at most one apart")));
+}
+
 TEST(ClusterView, TextsOfServersAreMadePrintable) {
   v1::JobStatus job = Flying(0, {});
   job.set_name("job\x1b[2J");

@@ -75,12 +75,14 @@ def check(given: Mapping[str, Any]) -> None:
         _refuse('seed', given['seed'], 'an integer from 0 to 2^64 - 1')
     if given['threads'] is not None and not _lies(given['threads'], 1, place.THREADS_MAX):
         _refuse('threads', given['threads'], f'1 to {place.THREADS_MAX}, or None for all processors')
+    if given['replicas'] is not None and not _lies(given['replicas'], 1, 4):
+        _refuse('replicas', given['replicas'], '1 to 4, or None')
     _check_pin_interval(given['pin_interval'], given['durability'])
     _check_chunk_elements(given['chunk_elements'])
     for name in ('dram', 'nvme'):
         place.parse_bytes(name, given[name])
     _number('max_norm', given['max_norm'], 'a number >= 0; 0 does not clip', lambda value: 0 <= value < math.inf)
-    for name in ('step_timeout', 'open_timeout'):
+    for name in ('step_timeout', 'open_timeout', 'failover_after'):
         _number(name, given[name], 'seconds, more than 0', lambda value: 0 < value < math.inf)
 
 

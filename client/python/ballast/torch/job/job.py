@@ -350,6 +350,7 @@ def made(algorithm: Algorithm, given: Mapping[str, Any], param_groups: Callable[
     options = _native.OpenOptions()
     options.job, options.resume, options.pin_interval = given['name'], given['resume'], given['pin_interval']
     options.chunk_elements, options.seed = given['chunk_elements'], given['seed']
+    options.replicas, options.failover_after = given['replicas'] or 0, float(given['failover_after'])
     options.step_timeout, options.open_timeout = float(given['step_timeout']), float(given['open_timeout'])
 
     def some(*names: str) -> dict[str, Any]:
