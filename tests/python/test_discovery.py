@@ -55,6 +55,7 @@ def asking_for(servers, url):
 
 class Server:
     def __init__(self, folder, name, url):
+        self.folder = folder / name
         self._command = [programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
                          '127.0.0.1:0', '--data_directory', str(folder / name), '--server_id', name, '--budget.dram', '128MiB',
                          '--budget.nvme', '2GiB', '--log_level', 'off', '--discovery', url]
@@ -111,3 +112,61 @@ def test_too_few_servers_are_told_by_name(url, tmp_path):
         train(bt.AdamW(model.parameters(), servers=asking_for(2, url), open_timeout=10), model, 0, 1)
     server.kill()
     assert raised.value.reason == 'SERVER_DOWN'
+
+
+def trained(servers, model, **said):
+    """Eight steps with a parameter more from the third on; servers (None: embedded): the fifth step meets a lost machine."""
+    late = torch.nn.Parameter(torch.full((300,), 0.5))
+
+    def steps(optimizer, begin, end, with_late):
+        for i in range(begin, end):
+            optimizer.zero_grad()
+            loss = model(**batch('mlp', i)).loss
+            (loss + (late * late).sum() if with_late else loss).backward()
+            optimizer.step()
+    groups = [{'params': list(model.parameters())}]
+    optimizer = bt.AdamW(groups, lr=1e-2, **said)
+    steps(optimizer, 0, 2, False)
+    optimizer.add_param_group({'params': [late]})
+    steps(optimizer, 2, 4, True)
+    if servers:
+        servers[1].kill()
+        shutil.rmtree(servers[1].folder)
+        with pytest.raises(ballast.Error, match='other servers have all its chunks') as raised:
+            steps(optimizer, 4, 6, True)
+        assert raised.value.reason == 'SERVER_DOWN'
+        optimizer.close()
+        groups.append({'params': [late]})
+        optimizer = bt.AdamW(groups, lr=1e-2, **dict(said, resume='must'))
+        steps(optimizer, optimizer.resume().step, 8, True)
+    else:
+        steps(optimizer, 4, 8, True)
+    optimizer.close()
+    return [*model.parameters(), late]
+
+
+def test_a_machine_is_lost_with_its_disk(url, tmp_path):
+    """replicas=2: the job goes on without it, with the bits of an undisturbed run, also where a tensor came later."""
+    servers, found = [Server(tmp_path, name, url) for name in 'abc'], []
+    for where in (None, servers):
+        torch.manual_seed(1)
+        said = {'dram': '256MiB', 'name': 'embedded'}
+        if where:
+            said = {'servers': asking_for(3, url), 'name': 'served', 'replicas': 2, 'failover_after': 1}
+        found.append(trained(where, mlp(), **said))
+    for server in (servers[0], servers[2]):
+        server.kill()
+    for ours, theirs in zip(*found):
+        assert torch.equal(ours, theirs)
+
+
+def test_replicas_that_cannot_be(url, tmp_path):
+    server = Server(tmp_path, 'alone', url)
+    for said, words in (({'servers': server.address, 'replicas': 2}, 'needs servers that etcd names'),
+                        ({'servers': asking_for(1, url), 'replicas': 2}, 'a server for each copy'),
+                        ({'dram': '64MiB', 'replicas': 2}, 'needs servers that etcd names'),
+                        ({'replicas': 5}, 'replicas'), ({'replicas': 0}, 'replicas'), ({'failover_after': 0}, 'failover_after')):
+        with pytest.raises(ballast.Error, match=words):
+            model = mlp()
+            train(bt.AdamW(model.parameters(), **said), model, 0, 1)
+    server.kill()
