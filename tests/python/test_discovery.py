@@ -114,8 +114,8 @@ def test_too_few_servers_are_told_by_name(url, tmp_path):
     assert raised.value.reason == 'SERVER_DOWN'
 
 
-def trained(servers, model, **said):
-    """Eight steps with a parameter more from the third on; servers (None: embedded): the fifth step meets a lost machine."""
+def trained(machines, model, **said):
+    """Eight steps with a parameter more from the third on; machines (None: an embedded server): the fifth step meets a lost machine."""
     late = torch.nn.Parameter(torch.full((300,), 0.5))
 
     def steps(optimizer, begin, end, with_late):
@@ -129,9 +129,9 @@ def trained(servers, model, **said):
     steps(optimizer, 0, 2, False)
     optimizer.add_param_group({'params': [late]})
     steps(optimizer, 2, 4, True)
-    if servers:
-        servers[1].kill()
-        shutil.rmtree(servers[1].folder)
+    if machines:
+        machines[1].kill()
+        shutil.rmtree(machines[1].folder)
         with pytest.raises(ballast.Error, match='other servers have all its chunks') as raised:
             steps(optimizer, 4, 6, True)
         assert raised.value.reason == 'SERVER_DOWN'
