@@ -118,9 +118,11 @@ struct GroupHyper {
   double learning_rate_decay = 0;  // Adagrad
   double initial_accumulator = 0;  // Adagrad: the sum's value before a tensor's first update
   bool maximize = false;
+  double beta3 = 0;  // AdEMAMix: of the slow mean in this step
+  double alpha = 0;  // AdEMAMix: the slow mean's weight in this step
 };
 
-// torch.optim's defaults of each optimizer; for Lion the defaults of its paper.
+// torch.optim's defaults of each optimizer; for Lion and AdEMAMix the defaults of their papers.
 GroupHyper DefaultHyper(kernels::OptimizerKind kind);
 
 struct StepOptions {
@@ -163,7 +165,7 @@ struct SessionStats {
 };
 
 // The arrays of a tensor that Read can read. AdamW and Adam have the moments m, v and with amsgrad the largest v; SGD
-// with momentum has its buffer; Adagrad has v; Lion has m.
+// with momentum has its buffer; Adagrad has v; Lion has m; AdEMAMix has m, v and the slow mean.
 enum class Content { kWorking, kMaster, kMoment1, kMoment2, kMoment3 };
 
 // State of one tensor, as CommitState writes it.

@@ -41,6 +41,10 @@ std::string Unsupported(const OptimizerSpec& spec) {
   if (spec.amsgrad && !adam) return "amsgrad is AdamW's and Adam's";
   if (spec.momentum && spec.kind != OptimizerKind::kSgd) return "a momentum buffer is SGD's";
   if (spec.nesterov && !spec.momentum) return "nesterov needs momentum";
+  if (spec.kind == OptimizerKind::kAdemamix && Blockwise(spec.moments)) {
+    return "its slow mean changes by about a ten-thousandth in a step, which 8 bits round away: take f32 or bf16 "
+           "moments";
+  }
   return UnsupportedMaster(spec);
 }
 
@@ -54,11 +58,15 @@ int MomentCount(const OptimizerSpec& spec) {
     case OptimizerKind::kAdagrad:
     case OptimizerKind::kLion:
       return 1;
+    case OptimizerKind::kAdemamix:
+      return 3;
   }
   return 0;
 }
 
-bool IsSecondMoment(const OptimizerSpec& spec, int index) { return spec.kind == OptimizerKind::kAdagrad || index > 0; }
+bool IsSecondMoment(const OptimizerSpec& spec, int index) {
+  return spec.kind == OptimizerKind::kAdemamix ? index == 1 : spec.kind == OptimizerKind::kAdagrad || index > 0;
+}
 
 uint64_t MomentBytes(MomentFormat format, uint64_t n) {
   if (format == MomentFormat::kF32) return n * sizeof(float);
@@ -78,14 +86,18 @@ Coefficients MakeCoefficients(const OptimizerSpec& spec, const Hyper& hyper, uin
   switch (spec.kind) {
     case OptimizerKind::kAdamw:
     case OptimizerKind::kAdam:
+    case OptimizerKind::kAdemamix:
       c.weight_decay =
-          once(spec.kind == OptimizerKind::kAdamw ? hyper.learning_rate * hyper.weight_decay : hyper.weight_decay);
+          once(spec.kind == OptimizerKind::kAdam ? hyper.weight_decay : hyper.learning_rate * hyper.weight_decay);
       c.take1 = once(1 - hyper.beta1);
       c.keep2 = once(hyper.beta2);
       c.take2 = once(1 - hyper.beta2);
       c.step_size = once(hyper.learning_rate / (1 - Power(hyper.beta1, t)));
       c.root_scale = once(1 / std::sqrt(1 - Power(hyper.beta2, t)));
       c.eps = once(hyper.epsilon);
+      if (spec.kind != OptimizerKind::kAdemamix) break;
+      c.take3 = once(1 - hyper.beta3);
+      c.keep = once(hyper.alpha * (1 - Power(hyper.beta1, t)));
       break;
     case OptimizerKind::kSgd:
       c.weight_decay = once(hyper.weight_decay);

@@ -22,6 +22,7 @@ namespace ballast::kernels {
 //     amsgrad            x = max(x, v), and x in v's place below
 //     kAdam              p = fma(-step_size, m / fma(sqrt(v), root_scale, eps), p)
 //     kAdamw             p = p - fma(weight_decay, p, step_size * (m / fma(sqrt(v), root_scale, eps)))
+//   kAdemamix            m, v as kAdamw;  s = fma(take3, g - s, s);  and fma(keep, s, m) in m's place in kAdamw's p
 //   kSgd                 p = fma(-step_size, g, p)
 //     momentum           m = fma(take1, g, keep1 * m), and m in g's place
 //     nesterov           m = fma(take1, g, keep1 * m), and fma(keep, m, g) in g's place; keep = momentum
@@ -32,8 +33,9 @@ namespace ballast::kernels {
 //
 // Sources: AdamW: Loshchilov & Hutter 2019, algorithm 2. Adam: Kingma & Ba 2015, algorithm 1. AMSGrad: Reddi et al.
 // 2018, algorithm 2, on uncorrected v. SGD: Sutskever et al. 2013, in torch's form, whose first momentum is the
-// gradient. Adagrad: Duchi et al. 2011. Lion: Chen et al. 2023, algorithm 2.
-enum class OptimizerKind : uint8_t { kAdamw, kAdam, kSgd, kAdagrad, kLion };
+// gradient. Adagrad: Duchi et al. 2011. Lion: Chen et al. 2023, algorithm 2. AdEMAMix: Pagliardini et al. 2024,
+// algorithm 1; s is its slow mean m2, which has no bias correction.
+enum class OptimizerKind : uint8_t { kAdamw, kAdam, kSgd, kAdagrad, kLion, kAdemamix };
 
 // How moments are stored. kF8 and kI8 keep a byte per element and an fp32 scale per block of kMomentBlock elements.
 enum class MomentFormat : uint8_t {
@@ -65,11 +67,12 @@ struct OptimizerSpec {
 };
 
 // Returns an empty text, or the reason why no kernel computes `spec`: an unlisted dtype, nesterov without momentum,
-// amsgrad of a kind other than kAdamw and kAdam, a remainder of another dtype than bf16, a lent master of another dtype
-// than fp32.
+// amsgrad of a kind other than kAdamw and kAdam, moments of kAdemamix in 8 bits, a remainder of another dtype than
+// bf16, a lent master of another dtype than fp32.
 std::string Unsupported(const OptimizerSpec& spec);
 
-// Moments per parameter: AdamW and Adam {m, v} or {m, v, x} with amsgrad, SGD {} or {m}, Adagrad {v}, Lion {m}.
+// Moments per parameter: AdamW and Adam {m, v} or {m, v, x} with amsgrad, SGD {} or {m}, Adagrad {v}, Lion {m},
+// AdEMAMix {m, v, s}.
 int MomentCount(const OptimizerSpec& spec);
 
 // Is moment `index` (below MomentCount) a sum, mean or maximum of squares, and so never negative?
@@ -90,6 +93,8 @@ struct Hyper {
   double learning_rate_decay = 0;  // kAdagrad
   double initial_accumulator = 0;  // kAdagrad: v before the first update
   bool maximize = false;
+  double beta3 = 0;  // kAdemamix, of s in this step
+  double alpha = 0;  // kAdemamix: the weight of s in this step
 };
 
 // The kernel's factors: each computed in fp64 and rounded once (1f - 0.999f would be off by 1.3e-5). Fields not named
@@ -97,7 +102,8 @@ struct Hyper {
 struct Coefficients {
   float factor = 1;        // fp32(gradient scale x clip), negated to maximize
   float weight_decay = 0;  // L2: the decay; decoupled: lr * decay
-  float keep = 0, keep1 = 0, take1 = 0, keep2 = 0, take2 = 0;
+  // keep: SGD's momentum; kAdemamix: alpha * (1 - beta1^t), since step_size has the correction of m.
+  float keep = 0, keep1 = 0, take1 = 0, keep2 = 0, take2 = 0, take3 = 0;
   float step_size = 0;   // lr, over Adam's first bias correction
   float root_scale = 0;  // 1 / sqrt(1 - beta2^t)
   float eps = 0;

@@ -48,6 +48,8 @@ inline constexpr ReleaseDigest kReleaseDigests[] = {
     {"lion/bf16", 0xfaa5a2d0},
     {"lion/i8", 0x6353e5b0},
     {"lion/f8", 0x04250935},
+    {"ademamix/f32", 0x215de384},
+    {"ademamix/bf16", 0xc2fb5fdb},
     {"adamw/f32 f32 to f32", 0x21c67441},
     {"adamw/f32 f32 to bf16", 0x1d55ff9c},
     {"adamw/f32 f32 to f16", 0x5f626427},

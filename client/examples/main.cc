@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdio>
 #include <map>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -63,6 +64,7 @@ struct Flags {
   std::string dump_master;
   bool digest = false;
   uint64_t log_every = 10;
+  std::optional<double> beta3, alpha;
   TrainerOptions trainer;
 };
 
@@ -129,7 +131,8 @@ void AddOptimizerFlags(CLI::App& app, Flags& flags) {
                                              {"adam", OptimizerKind::kAdam},
                                              {"sgd", OptimizerKind::kSgd},
                                              {"adagrad", OptimizerKind::kAdagrad},
-                                             {"lion", OptimizerKind::kLion}},
+                                             {"lion", OptimizerKind::kLion},
+                                             {"ademamix", OptimizerKind::kAdemamix}},
         "Optimizer of the servers");
   named("--moments", &o.moments,
         std::map<std::string, MomentFormat>{{"f32", MomentFormat::kF32},
@@ -147,6 +150,8 @@ void AddOptimizerFlags(CLI::App& app, Flags& flags) {
   app.add_flag("--nesterov", o.nesterov, "SGD with momentum: Nesterov's");
   app.add_option("--beta1", flags.trainer.beta1, "Decay of the first moment")->capture_default_str();
   app.add_option("--beta2", flags.trainer.beta2, "Decay of the second moment")->capture_default_str();
+  app.add_option("--beta3", flags.beta3, "AdEMAMix: decay of the slow mean (0.9999)");
+  app.add_option("--alpha", flags.alpha, "AdEMAMix: weight of the slow mean (5)");
 }
 
 void AddTrainingFlags(CLI::App& app, Flags& flags) {
@@ -209,6 +214,9 @@ absl::Status CheckFlags(const Flags& flags) {
                                 flags.durability, " and --pin-interval ", flags.pin_interval));
   }
   if (const std::string why = kernels::Unsupported(flags.optimizer); !why.empty()) return BadFlag(why);
+  if ((flags.beta3 || flags.alpha) && flags.optimizer.kind != kernels::OptimizerKind::kAdemamix) {
+    return BadFlag("--beta3 and --alpha are of --optimizer ademamix");
+  }
   return CheckShape(flags.trainer.shape);
 }
 
@@ -355,6 +363,9 @@ int Main(int argc, char** argv) {
   AddTrainingFlags(app, flags);
   AddOutputFlags(app, flags);
   CLI11_PARSE(app, argc, argv);
+  const GroupHyper defaults = DefaultHyper(flags.optimizer.kind);
+  flags.trainer.beta3 = flags.beta3.value_or(defaults.beta3);
+  flags.trainer.alpha = flags.alpha.value_or(defaults.alpha);
 
   const absl::StatusOr<int> signal = Run(flags);
   if (!signal.ok()) {

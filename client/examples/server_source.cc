@@ -78,7 +78,9 @@ absl::StatusOr<v1::Verdict> ServerSource::FinishStep(const v1::StepHeader& heade
                               .dampening = group.dampening(),
                               .learning_rate_decay = group.learning_rate_decay(),
                               .initial_accumulator = group.initial_accumulator(),
-                              .maximize = group.maximize()});
+                              .maximize = group.maximize(),
+                              .beta3 = group.beta3(),
+                              .alpha = group.alpha()});
   }
   options.gradient_scale = header.gradient_scale();
   options.max_norm = header.max_norm();

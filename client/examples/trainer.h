@@ -32,7 +32,8 @@ struct TrainerOptions {
   double weight_decay = 0.1;  // of matrices
   double beta1 = 0.9;         // SGD: the momentum
   double beta2 = 0.95;
-  double max_norm = 1.0;  // clips the gradient's global norm; 0 = never
+  double beta3 = 0, alpha = 0;  // AdEMAMix: of the slow mean
+  double max_norm = 1.0;        // clips the gradient's global norm; 0 = never
   uint32_t prefetch_units = 2;
   int threads = 1;  // each takes a contiguous share of the rank's micro-batches
   // A signal number received by some rank, or 0. All ranks learn of the signal with the step's loss.

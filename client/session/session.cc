@@ -169,6 +169,8 @@ GroupHyper DefaultHyper(kernels::OptimizerKind kind) {
       return {.learning_rate = 1e-2, .epsilon = 1e-10, .weight_decay = 0};
     case kernels::OptimizerKind::kLion:
       return {.learning_rate = 1e-4, .beta2 = 0.99, .weight_decay = 0};
+    case kernels::OptimizerKind::kAdemamix:
+      return {.beta3 = 0.9999, .alpha = 5};
   }
   return {};
 }

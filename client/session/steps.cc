@@ -63,6 +63,8 @@ v1::StepHeader UpdateHeader(const StepOptions& options) {
     hyper->set_learning_rate_decay(group.learning_rate_decay);
     hyper->set_initial_accumulator(group.initial_accumulator);
     hyper->set_maximize(group.maximize);
+    hyper->set_beta3(group.beta3);
+    hyper->set_alpha(group.alpha);
   }
   header.set_gradient_scale(options.gradient_scale);
   header.set_max_norm(options.max_norm);

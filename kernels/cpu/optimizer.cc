@@ -120,9 +120,11 @@ BlockRule BlockRuleOf(MomentFormat format) {
     case MomentFormat::kBf16:
       return RuleBlock<kRule, MomentFormat::kBf16, kEnds>;
     case MomentFormat::kI8:
-      return RuleBlock<kRule, MomentFormat::kI8, kEnds>;
+      if constexpr (TakesEightBits(kRule)) return RuleBlock<kRule, MomentFormat::kI8, kEnds>;
+      return nullptr;
     case MomentFormat::kF8:
-      return RuleBlock<kRule, MomentFormat::kF8, kEnds>;
+      if constexpr (TakesEightBits(kRule)) return RuleBlock<kRule, MomentFormat::kF8, kEnds>;
+      return nullptr;
   }
   return nullptr;
 }
@@ -148,6 +150,8 @@ BlockRule BlockRuleOf(Rule rule, MomentFormat format) {
       return BlockRuleOf<kEnds, Rule::kAdagrad>(format);
     case Rule::kLion:
       return BlockRuleOf<kEnds, Rule::kLion>(format);
+    case Rule::kAdemamix:
+      return BlockRuleOf<kEnds, Rule::kAdemamix>(format);
   }
   return nullptr;
 }

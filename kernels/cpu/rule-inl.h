@@ -28,11 +28,12 @@ struct Broadcast {
         take1(L::SetUniform(c.take1)),
         keep2(L::SetUniform(c.keep2)),
         take2(L::SetUniform(c.take2)),
+        take3(L::SetUniform(c.take3)),
         step_size(L::SetUniform(c.step_size)),
         root_scale(L::SetUniform(c.root_scale)),
         eps(L::SetUniform(c.eps)),
         start(L::SetUniform(c.start)) {}
-  L::Uniform factor, weight_decay, keep, keep1, take1, keep2, take2, step_size, root_scale, eps, start;
+  L::Uniform factor, weight_decay, keep, keep1, take1, keep2, take2, take3, step_size, root_scale, eps, start;
 };
 
 constexpr bool Blockwise(MomentFormat format) { return format == MomentFormat::kF8 || format == MomentFormat::kI8; }
@@ -47,7 +48,7 @@ HWY_INLINE void LoadMoments(const MomentBlock& a, const MomentBlock& b, const Mo
   constexpr int kMoments = MomentsOf(kRule);
   if constexpr (kMoments > 0) ai = LoadMoment<kFormat, !IsSecondMoment(kRule, 0)>(a, scale[0], i);
   if constexpr (kMoments > 1) bi = LoadMoment<kFormat, false>(b, scale[1], i);
-  if constexpr (kMoments > 2) xi = LoadMoment<kFormat, false>(x, scale[2], i);
+  if constexpr (kMoments > 2) xi = LoadMoment<kFormat, !IsSecondMoment(kRule, 2)>(x, scale[2], i);
 }
 
 template <Rule kRule>

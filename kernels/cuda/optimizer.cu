@@ -291,7 +291,7 @@ __device__ inline void StoreMoment(const RandomKey& key, uint32_t number, float 
 template <Rule kRule, MomentFormat kFormat, bool kWhole>
 __device__ inline void UpdateShare(Dtype gradient, Dtype working, const UpdatePart& part, uint64_t block) {
   constexpr int kMoments = MomentsOf(kRule);
-  constexpr bool kFirst = !IsSecondMoment(kRule, 0);
+  constexpr bool kFirst = !IsSecondMoment(kRule, 0), kThirdIsFirst = !IsSecondMoment(kRule, 2);
   const UpdateSpan& span = part.span;
   const Share share = ShareOf<kWhole>(span.n, block);
   auto* master = reinterpret_cast<std::byte*>(span.master);
@@ -304,7 +304,7 @@ __device__ inline void UpdateShare(Dtype gradient, Dtype working, const UpdatePa
   FromAny(gradient, raw_g, g);
   if constexpr (kMoments > 0) FromRaw<kFormat, kFirst>(raw_moments[0], share, a);
   if constexpr (kMoments > 1) FromRaw<kFormat, false>(raw_moments[1], share, b);
-  if constexpr (kMoments > 2) FromRaw<kFormat, false>(raw_moments[2], share, x);
+  if constexpr (kMoments > 2) FromRaw<kFormat, kThirdIsFirst>(raw_moments[2], share, x);
 #pragma unroll
   for (unsigned k = 0; k < kEach; ++k) {
     p[k] = __uint_as_float(BitsOf(raw_p, k));
@@ -316,7 +316,7 @@ __device__ inline void UpdateShare(Dtype gradient, Dtype working, const UpdatePa
   // The scale is stored when all lanes have loaded it: the reduction of the largest value lies between.
   if constexpr (kMoments > 0) StoreMoment<kFormat, kFirst>(part.key, 0, a, span.moments[0], block, share);
   if constexpr (kMoments > 1) StoreMoment<kFormat, false>(part.key, 1, b, span.moments[1], block, share);
-  if constexpr (kMoments > 2) StoreMoment<kFormat, false>(part.key, 2, x, span.moments[2], block, share);
+  if constexpr (kMoments > 2) StoreMoment<kFormat, kThirdIsFirst>(part.key, 2, x, span.moments[2], block, share);
 }
 
 // A warp searches for the part of each of its blocks: a lane compares the block with the end of one part.
@@ -363,9 +363,11 @@ Launcher LauncherOf(MomentFormat format) {
     case MomentFormat::kBf16:
       return LaunchParts<kRule, MomentFormat::kBf16>;
     case MomentFormat::kI8:
-      return LaunchParts<kRule, MomentFormat::kI8>;
+      if constexpr (TakesEightBits(kRule)) return LaunchParts<kRule, MomentFormat::kI8>;
+      return nullptr;
     case MomentFormat::kF8:
-      return LaunchParts<kRule, MomentFormat::kF8>;
+      if constexpr (TakesEightBits(kRule)) return LaunchParts<kRule, MomentFormat::kF8>;
+      return nullptr;
   }
   return nullptr;
 }
@@ -390,6 +392,8 @@ Launcher LauncherOf(Rule rule, MomentFormat format) {
       return LauncherOf<Rule::kAdagrad>(format);
     case Rule::kLion:
       return LauncherOf<Rule::kLion>(format);
+    case Rule::kAdemamix:
+      return LauncherOf<Rule::kAdemamix>(format);
   }
   return nullptr;
 }

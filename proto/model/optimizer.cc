@@ -13,11 +13,13 @@ using kernels::MomentFormat;
 using kernels::OptimizerKind;
 using kernels::OptimizerSpec;
 
-constexpr Named<v1::Optimizer, OptimizerKind> kKinds[] = {{v1::OPTIMIZER_ADAMW, OptimizerKind::kAdamw, "adamw"},
-                                                          {v1::OPTIMIZER_ADAM, OptimizerKind::kAdam, "adam"},
-                                                          {v1::OPTIMIZER_SGD, OptimizerKind::kSgd, "sgd"},
-                                                          {v1::OPTIMIZER_ADAGRAD, OptimizerKind::kAdagrad, "adagrad"},
-                                                          {v1::OPTIMIZER_LION, OptimizerKind::kLion, "lion"}};
+constexpr Named<v1::Optimizer, OptimizerKind> kKinds[] = {
+    {v1::OPTIMIZER_ADAMW, OptimizerKind::kAdamw, "adamw"},
+    {v1::OPTIMIZER_ADAM, OptimizerKind::kAdam, "adam"},
+    {v1::OPTIMIZER_SGD, OptimizerKind::kSgd, "sgd"},
+    {v1::OPTIMIZER_ADAGRAD, OptimizerKind::kAdagrad, "adagrad"},
+    {v1::OPTIMIZER_LION, OptimizerKind::kLion, "lion"},
+    {v1::OPTIMIZER_ADEMAMIX, OptimizerKind::kAdemamix, "ademamix"}};
 constexpr Named<v1::MomentFormat, MomentFormat> kFormats[] = {{v1::MOMENT_FORMAT_F32, MomentFormat::kF32, "f32"},
                                                               {v1::MOMENT_FORMAT_BF16, MomentFormat::kBf16, "bf16"},
                                                               {v1::MOMENT_FORMAT_I8, MomentFormat::kI8, "i8"},
@@ -54,8 +56,9 @@ absl::StatusOr<OptimizerSpec> OptimizerOf(const v1::JobSpec& spec) {
   if (kind == nullptr) {
     return Error(
         absl::StatusCode::kUnimplemented, kUnsupported,
-        absl::StrCat("optimizer ", static_cast<int>(spec.optimizer()),
-                     " is unknown: servers run the elementwise optimizers AdamW, Adam, SGD, Adagrad and Lion"));
+        absl::StrCat(
+            "optimizer ", static_cast<int>(spec.optimizer()),
+            " is unknown: servers run the elementwise optimizers AdamW, Adam, SGD, Adagrad, Lion and AdEMAMix"));
   }
   optimizer.kind = kind->value;
   if (spec.moment_format() != v1::MOMENT_FORMAT_UNSPECIFIED) {
@@ -108,7 +111,9 @@ kernels::Hyper HyperOf(const v1::GroupHyper& group) {
           .dampening = group.dampening(),
           .learning_rate_decay = group.learning_rate_decay(),
           .initial_accumulator = group.initial_accumulator(),
-          .maximize = group.maximize()};
+          .maximize = group.maximize(),
+          .beta3 = group.beta3(),
+          .alpha = group.alpha()};
 }
 
 std::string Show(const OptimizerSpec& optimizer) {

@@ -18,10 +18,11 @@ void SetOptimizer(const kernels::OptimizerSpec& optimizer, v1::JobSpec* spec);
 kernels::Hyper HyperOf(const v1::GroupHyper& group);
 
 // From the names that users write. INVALID_ARGUMENT (BAD_CONFIG) for an unknown name, with a list of all names.
-absl::StatusOr<kernels::OptimizerKind> OptimizerNamed(const std::string& name);  // adamw, adam, sgd, adagrad, lion
-absl::StatusOr<kernels::MomentFormat> MomentsNamed(const std::string& name);     // f32, bf16, i8, f8
-absl::StatusOr<kernels::MasterFormat> MasterNamed(const std::string& name);      // f32, remainder, lent
-absl::StatusOr<kernels::Dtype> DtypeNamed(const std::string& name);              // f32, bf16, f16
+// adamw, adam, sgd, adagrad, lion, ademamix
+absl::StatusOr<kernels::OptimizerKind> OptimizerNamed(const std::string& name);
+absl::StatusOr<kernels::MomentFormat> MomentsNamed(const std::string& name);  // f32, bf16, i8, f8
+absl::StatusOr<kernels::MasterFormat> MasterNamed(const std::string& name);   // f32, remainder, lent
+absl::StatusOr<kernels::Dtype> DtypeNamed(const std::string& name);           // f32, bf16, f16
 // The reverse; "unknown" for a value without a name.
 absl::string_view NameOf(kernels::OptimizerKind kind);
 absl::string_view NameOf(kernels::MomentFormat format);

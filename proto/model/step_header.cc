@@ -45,6 +45,10 @@ absl::Status CheckRanges(const v1::GroupHyper& hyper, int group) {
         "expected dampening, learning_rate_decay and initial_accumulator finite in fp32, the latter two >= 0, got ",
         hyper.dampening(), ", ", hyper.learning_rate_decay(), " and ", hyper.initial_accumulator());
   }
+  if (!IsBeta(hyper.beta3()) || !AtLeastZero(hyper.alpha())) {
+    return BadGroup(group, "expected beta3 in [0, 1) and alpha >= 0 and finite in fp32, got ", hyper.beta3(), " and ",
+                    hyper.alpha());
+  }
   return absl::OkStatus();
 }
 
@@ -64,6 +68,10 @@ absl::Status CheckOptimizers(const v1::GroupHyper& hyper, int group, const v1::J
         "learning_rate_decay and initial_accumulator are Adagrad's, which is not the job's optimizer; leave them 0, "
         "got ",
         hyper.learning_rate_decay(), " and ", hyper.initial_accumulator());
+  }
+  if ((hyper.beta3() != 0 || hyper.alpha() != 0) && spec.optimizer() != v1::OPTIMIZER_ADEMAMIX) {
+    return BadGroup(group, "beta3 and alpha are AdEMAMix's, which is not the job's optimizer; leave them 0, got ",
+                    hyper.beta3(), " and ", hyper.alpha());
   }
   return absl::OkStatus();
 }
@@ -122,6 +130,14 @@ std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, cons
   if (!plan.open().spec_digest().empty()) hash.Add(absl::string_view(plan.open().spec_digest()));
   // Logs of versions before 5 hold Opens without a version, and hashes that end here.
   if (plan.open().protocol_version() != 0) hash.Add(uint64_t{plan.open().protocol_version()});
+  // AdEMAMix alone has these; hashes of other optimizers end here.
+  for (int i = 0; i < header.groups_size(); ++i) {
+    const v1::GroupHyper& group = header.groups(i);
+    if (group.beta3() == 0 && group.alpha() == 0) continue;
+    hash.Add(static_cast<uint64_t>(i));
+    hash.Add(group.beta3());
+    hash.Add(group.alpha());
+  }
   return hash.Finish();
 }
 

@@ -42,8 +42,10 @@ OptimizerSpec SpecOf(int rule) {
       return {.kind = OptimizerKind::kSgd, .momentum = true, .nesterov = true};
     case 7:
       return {.kind = OptimizerKind::kAdagrad};
-    default:
+    case 8:
       return {.kind = OptimizerKind::kLion};
+    default:
+      return {.kind = OptimizerKind::kAdemamix};
   }
 }
 

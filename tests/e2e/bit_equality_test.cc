@@ -79,6 +79,8 @@ TEST(OptimizerTest, EveryOptimizerAndFormatEqualsTheRunWithoutServers) {
       {.kind = OptimizerKind::kAdagrad, .moments = MomentFormat::kI8},
       {.kind = OptimizerKind::kLion},
       {.kind = OptimizerKind::kLion, .moments = MomentFormat::kF8},
+      {.kind = OptimizerKind::kAdemamix},
+      {.kind = OptimizerKind::kAdemamix, .moments = MomentFormat::kBf16},
       {.gradient = Dtype::kF32, .working = Dtype::kF32},
       {.gradient = Dtype::kF16, .working = Dtype::kF16},
       {.moments = MomentFormat::kI8, .gradient = Dtype::kF32, .working = Dtype::kBf16},

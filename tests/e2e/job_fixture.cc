@@ -75,7 +75,7 @@ storage::TierBytes BudgetFor(Placement placement, const std::vector<uint64_t>& e
 absl::StatusOr<uint32_t> TrainRank(std::vector<std::unique_ptr<client::Transport>> transports,
                                    const client::Corpus& corpus, client::Collective* collective, int64_t end,
                                    client::Resume resume, const kernels::OptimizerSpec& optimizer) {
-  const client::TrainerOptions options = SmallTrainer();
+  const client::TrainerOptions options = SmallTrainer(optimizer.kind);
   client::SessionOptions session_options;
   session_options.job = kJob;
   session_options.resume = resume;
@@ -97,12 +97,13 @@ absl::StatusOr<uint32_t> TrainRank(std::vector<std::unique_ptr<client::Transport
 
 }  // namespace
 
-client::TrainerOptions SmallTrainer() {
+client::TrainerOptions SmallTrainer(kernels::OptimizerKind kind) {
   client::TrainerOptions options;
   options.shape = {.layers = 6, .width = 128, .heads = 2, .context = 16, .sequences = 1};
   options.micro_batches = 4;
   options.schedule.total_steps = 6;
   options.schedule.warmup_steps = 2;
+  if (kind == kernels::OptimizerKind::kAdemamix) options.beta3 = 0.999, options.alpha = 5;
   return options;
 }
 
@@ -176,7 +177,7 @@ absl::StatusOr<uint32_t> TrainOnServers(const Cluster& cluster, const client::Co
 
 absl::StatusOr<uint32_t> TrainLocally(const client::Corpus& corpus, int threads, int64_t end,
                                       const kernels::OptimizerSpec& optimizer) {
-  client::TrainerOptions options = SmallTrainer();
+  client::TrainerOptions options = SmallTrainer(optimizer.kind);
   options.threads = threads;
   const auto seats = client::MakeLoopbackGroup(1);
   BALLAST_ASSIGN_OR_RETURN(auto source,

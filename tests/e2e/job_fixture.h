@@ -21,7 +21,7 @@ enum class Placement { kDram, kNvme, kMixed };
 enum class Wire { kGrpc, kShared, kEmbedded };  // kShared: gRPC, and slices in memory shared with the servers
 
 // A model of about 25 chunks, small enough to train a few steps in a second.
-client::TrainerOptions SmallTrainer();
+client::TrainerOptions SmallTrainer(kernels::OptimizerKind kind = kernels::OptimizerKind::kAdamw);
 inline constexpr uint64_t kChunkElements = uint64_t{1} << 16;
 
 // State servers "s0", "s1", ..., each in its own directory, with budgets that force `placement`.

@@ -96,7 +96,7 @@ class CudaUpdateParityTest : public CudaParityTest {
 
 TEST_F(CudaUpdateParityTest, EveryRuleAndMomentFormat) {
   for (NamedSpec rule : Rules()) {
-    for (const MomentFormat format : kFormats) {
+    for (const MomentFormat format : FormatsOf(rule.spec)) {
       rule.spec.moments = format;
       SCOPED_TRACE(testing::Message() << rule.name << " format " << static_cast<int>(format));
       constexpr uint64_t kEach = 250'007;
@@ -110,7 +110,7 @@ TEST_F(CudaUpdateParityTest, EveryRuleAndMomentFormat) {
 // their own. Those without momentum ask for another loop than their neighbours.
 TEST_F(CudaUpdateParityTest, ManySpansOfOneCall) {
   for (NamedSpec rule : Rules()) {
-    for (const MomentFormat format : kFormats) {
+    for (const MomentFormat format : FormatsOf(rule.spec)) {
       rule.spec.moments = format;
       std::vector<UpdateArrays> cpu, gpu;
       for (size_t i = 0; i < 2 * cuda::kUpdatePartsMax + 9; ++i) {

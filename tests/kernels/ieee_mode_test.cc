@@ -121,9 +121,15 @@ INSTANTIATE_TEST_SUITE_P(Isa, KernelsInMode, testing::ValuesIn(InstructionSets()
 
 TEST(CoefficientsInMode, AreTheSame) {
   // fp32 denormals, and quotients that are rounded.
-  const Hyper hyper{.learning_rate = 1e-40, .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-41, .weight_decay = 1e-39};
+  const Hyper hyper{.learning_rate = 1e-40,
+                    .beta1 = 0.9,
+                    .beta2 = 0.999,
+                    .epsilon = 1e-41,
+                    .weight_decay = 1e-39,
+                    .beta3 = 0.9999,
+                    .alpha = 1e-38};
   for (const OptimizerKind kind : {OptimizerKind::kAdamw, OptimizerKind::kAdam, OptimizerKind::kSgd,
-                                   OptimizerKind::kAdagrad, OptimizerKind::kLion}) {
+                                   OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kAdemamix}) {
     const OptimizerSpec spec{.kind = kind, .momentum = kind == OptimizerKind::kSgd};
     const Coefficients expected = MakeCoefficients(spec, hyper, 3, 0.37f);
     EXPECT_GT(expected.step_size, 0);
@@ -137,7 +143,7 @@ TEST(CoefficientsInMode, AreTheSame) {
       for (const auto member :
            {&Coefficients::factor, &Coefficients::weight_decay, &Coefficients::take1, &Coefficients::keep1,
             &Coefficients::keep, &Coefficients::take2, &Coefficients::keep2, &Coefficients::step_size,
-            &Coefficients::root_scale, &Coefficients::eps, &Coefficients::start}) {
+            &Coefficients::root_scale, &Coefficients::eps, &Coefficients::start, &Coefficients::take3}) {
         EXPECT_EQ(std::bit_cast<uint32_t>(came.*member), std::bit_cast<uint32_t>(expected.*member));
       }
     }

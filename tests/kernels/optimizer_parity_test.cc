@@ -47,7 +47,7 @@ class OptimizerParityTest : public testing::Test {
 
 TEST_F(OptimizerParityTest, EveryRuleAndMomentFormat) {
   for (NamedSpec rule : Rules()) {
-    for (const MomentFormat format : kFormats) {
+    for (const MomentFormat format : FormatsOf(rule.spec)) {
       rule.spec.moments = format;
       SCOPED_TRACE(testing::Message() << rule.name << " format " << static_cast<int>(format));
       constexpr uint64_t kEach = 250'007;
@@ -60,7 +60,7 @@ TEST_F(OptimizerParityTest, EveryGradientAndWorkingDtype) {
   for (NamedSpec rule : Rules()) {
     for (const Dtype gradient : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
       for (const Dtype working : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-        for (const MomentFormat format : kFormats) {
+        for (const MomentFormat format : FormatsOf(rule.spec)) {
           rule.spec.gradient = gradient, rule.spec.working = working, rule.spec.moments = format;
           SCOPED_TRACE(testing::Message()
                        << static_cast<int>(gradient) << static_cast<int>(working) << static_cast<int>(format));
@@ -73,7 +73,7 @@ TEST_F(OptimizerParityTest, EveryGradientAndWorkingDtype) {
 
 TEST_F(OptimizerParityTest, EverySizeAroundABlock) {
   for (NamedSpec rule : Rules()) {
-    for (const MomentFormat format : kFormats) {
+    for (const MomentFormat format : FormatsOf(rule.spec)) {
       rule.spec.moments = format;
       for (const uint64_t n : {0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 63, 255, 256, 257, 511, 512, 513, 1023}) {
         for (int round = 0; round < 3; ++round) ASSERT_NO_FATAL_FAILURE(Compare(rule, n));
@@ -90,7 +90,7 @@ class OptimizerSplitTest : public InstructionSetTest {
 // An update in pieces is the update of the whole: pieces begin at blocks.
 TEST_P(OptimizerSplitTest, AnySplitGivesTheSameBits) {
   for (NamedSpec rule : Rules()) {
-    for (const MomentFormat format : kFormats) {
+    for (const MomentFormat format : FormatsOf(rule.spec)) {
       rule.spec.moments = format;
       const OptimizerSpec& spec = rule.spec;
       constexpr uint64_t kElements = 4099;

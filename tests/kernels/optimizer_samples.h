@@ -114,7 +114,7 @@ class UpdateArrays {
     for (uint64_t i = begin; i < end; ++i) {
       // A second moment is mostly not negative.
       float x = draw();
-      if (k > 0 || spec_.kind == OptimizerKind::kAdagrad) x = random() % 64 == 0 ? x : std::fabs(x);
+      if (IsSecondMoment(spec_, k)) x = random() % 64 == 0 ? x : std::fabs(x);
       const uint16_t half = ToBf16(x);
       if (spec_.moments == MomentFormat::kF32)
         std::memcpy(values_[k].data() + 4 * i, &x, 4);
@@ -154,11 +154,21 @@ inline std::vector<NamedSpec> Rules() {
   add("sgd nesterov", OptimizerKind::kSgd, false, true, true);
   add("adagrad", OptimizerKind::kAdagrad, false, false, false);
   add("lion", OptimizerKind::kLion, false, false, false);
+  add("ademamix", OptimizerKind::kAdemamix, false, false, false);
   return rules;
 }
 
 inline constexpr MomentFormat kFormats[] = {MomentFormat::kF32, MomentFormat::kBf16, MomentFormat::kI8,
                                             MomentFormat::kF8};
+// Those that a rule takes.
+inline std::vector<MomentFormat> FormatsOf(OptimizerSpec spec) {
+  std::vector<MomentFormat> formats;
+  for (const MomentFormat format : kFormats) {
+    spec.moments = format;
+    if (Unsupported(spec).empty()) formats.push_back(format);
+  }
+  return formats;
+}
 
 inline Hyper AnyHyper(std::mt19937_64& random) {
   const auto one_of = [&random](std::initializer_list<double> values) {
@@ -172,7 +182,9 @@ inline Hyper AnyHyper(std::mt19937_64& random) {
           .dampening = one_of({0, 0.5}),
           .learning_rate_decay = one_of({0, 1e-3}),
           .initial_accumulator = one_of({0, 0.1}),
-          .maximize = random() % 4 == 0};
+          .maximize = random() % 4 == 0,
+          .beta3 = one_of({0.9999, 0.9, 0.0}),
+          .alpha = one_of({5, 0, 0.25})};
 }
 
 }  // namespace ballast::kernels

@@ -141,9 +141,9 @@ struct Element {
   float p, a, b, x;
 };
 
-// Adam and AdamW; `root`: b and x hold roots.
+// Adam, AdamW and AdEMAMix; `root`: second moments are roots.
 void Adam(const OptimizerSpec& spec, const Coefficients& c, float g, bool root, Element* e) {
-  const bool decoupled = spec.kind == OptimizerKind::kAdamw;
+  const bool decoupled = spec.kind != OptimizerKind::kAdam;
   if (!decoupled) g = std::fma(c.weight_decay, e->p, g);
   e->a = std::fma(c.take1, g - e->a, e->a);
   const float v = root ? e->b * e->b : e->b;
@@ -154,7 +154,12 @@ void Adam(const OptimizerSpec& spec, const Coefficients& c, float g, bool root, 
     if (!(e->x > e->b || std::isnan(e->x))) e->x = e->b;
     used = e->x;
   }
-  const float ratio = e->a / std::fma(root ? used : std::sqrt(used), c.root_scale, c.eps);
+  float mean = e->a;
+  if (spec.kind == OptimizerKind::kAdemamix) {
+    e->x = std::fma(c.take3, g - e->x, e->x);
+    mean = std::fma(c.keep, e->x, e->a);
+  }
+  const float ratio = mean / std::fma(root ? used : std::sqrt(used), c.root_scale, c.eps);
   if (decoupled) {
     e->p = e->p - std::fma(c.weight_decay, e->p, c.step_size * ratio);
   } else {
@@ -168,6 +173,7 @@ void UpdateElement(const OptimizerSpec& spec, const Coefficients& c, float grad,
   switch (spec.kind) {
     case OptimizerKind::kAdamw:
     case OptimizerKind::kAdam:
+    case OptimizerKind::kAdemamix:
       Adam(spec, c, g, root, e);
       break;
     case OptimizerKind::kSgd:
@@ -204,7 +210,9 @@ void ReferenceUpdate(const OptimizerSpec& job, const Coefficients& c, const Rand
   // A step without momentum, which leaves the buffer alone.
   if (spec.kind == OptimizerKind::kSgd && c.keep == 0) spec.momentum = spec.nesterov = false;
   const int count = MomentCount(spec);
-  const auto first = [&spec](int k) { return k == 0 && spec.kind != OptimizerKind::kAdagrad; };
+  const auto first = [&spec](int k) {
+    return spec.kind == OptimizerKind::kAdemamix ? k != 1 : k == 0 && spec.kind != OptimizerKind::kAdagrad;
+  };
   std::vector<float> moments[kMomentsMax];
   for (int k = 0; k < kMomentsMax; ++k) {
     if (k < count)

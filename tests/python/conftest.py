@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 import torch
+from ademamix import AdEMAMix
 
 import ballast.torch as bt
 from ballast import programs
@@ -55,7 +56,7 @@ def two_state_servers(folder, *flags, dram='128MiB', pids=None):
         shutil.rmtree(folder)
 
 
-# Ours and torch's, by name: constructors that take parameters and torch's arguments.
+# Ours and torch's (or a paper's), by name: constructors that take parameters and torch's arguments.
 PAIRS = {
     'adamw': (bt.AdamW, torch.optim.AdamW, {'lr': 1e-2, 'weight_decay': 0.1}),
     'adamw_amsgrad': (bt.AdamW, torch.optim.AdamW, {'lr': 1e-2, 'amsgrad': True}),
@@ -65,4 +66,5 @@ PAIRS = {
     'sgd_momentum': (bt.SGD, torch.optim.SGD, {'lr': 1e-2, 'momentum': 0.9, 'dampening': 0.1}),
     'sgd_nesterov': (bt.SGD, torch.optim.SGD, {'lr': 1e-2, 'momentum': 0.9, 'nesterov': True}),
     'adagrad': (bt.Adagrad, torch.optim.Adagrad, {'lr': 1e-2, 'lr_decay': 0.01, 'initial_accumulator_value': 0.1}),
+    'ademamix': (bt.AdEMAMix, AdEMAMix, {'lr': 1e-3, 'betas': (0.9, 0.999, 0.99), 'weight_decay': 0.1}),
 }

@@ -8,11 +8,16 @@ from ballast.torch.states.writing import fitting
 
 ADAM = Wanted('adamw', ('exp_avg', 'exp_avg_sq'), 'w', torch.zeros(2))
 SGD = Wanted('sgd', ('momentum_buffer',), 'w', torch.zeros(2))
+ADEMAMIX = Wanted('ademamix', ('exp_avg_fast', 'exp_avg_sq', 'exp_avg_slow'), 'w', torch.zeros(2))
 ADAGRAD = Wanted('adagrad', ('sum',), 'w', torch.zeros(2), start=0.5)
 
 
 def ones(**others):
     return {'step': 3, 'exp_avg': torch.ones(2), 'exp_avg_sq': torch.ones(2), **others}
+
+
+def means(**others):
+    return {'step': 3, 'exp_avg_fast': -torch.ones(2), 'exp_avg_sq': torch.ones(2), 'exp_avg_slow': -torch.ones(2), **others}
 
 
 def test_an_entry_has_steps_moments_and_perhaps_a_master():
@@ -46,6 +51,8 @@ def test_adagrads_sum_begins_with_its_start():
     (ADAM, ones(exp_avg_sq=-torch.ones(2)), 'BAD_REQUEST'),
     (SGD, {'step': 0, 'momentum_buffer': torch.ones(2)}, 'BAD_REQUEST'),
     (ADAGRAD, {'step': 0, 'sum': torch.zeros(2)}, 'BAD_REQUEST'),
+    (ADEMAMIX, means(exp_avg_sq=-torch.ones(2)), 'BAD_REQUEST'),
+    (ADEMAMIX, {key: value for key, value in means().items() if key != 'exp_avg_slow'}, 'BAD_SPEC'),
 ])
 def test_an_entry_that_does_not_fit_is_refused(wanted, saved, reason):
     with pytest.raises(ballast.Error, match="parameter 'w'") as refused:
@@ -55,6 +62,7 @@ def test_an_entry_that_does_not_fit_is_refused(wanted, saved, reason):
 
 def test_a_mean_may_be_negative():
     assert entry_of(ADAM, ones(exp_avg=-torch.ones(2))).moments['exp_avg'].tolist() == [-1, -1]
+    assert entry_of(ADEMAMIX, means()).moments['exp_avg_slow'].tolist() == [-1, -1]
 
 
 def test_the_first_master_that_rounds_to_the_parameter_stays():

@@ -1,13 +1,18 @@
 """Every optimizer against torch's of the same name, over 50 steps of a small model."""
+import itertools
+import math
+
 import pytest
 import torch
+from ademamix import AdEMAMix
 from conftest import PAIRS
-from scripts import assert_close, both, mlp, train
+from scripts import assert_close, batches, both, loss_of, mlp, train
 from torch import nn
 
 import ballast
 import ballast.torch as bt
 from ballast import embedded
+from ballast.torch.algorithms import _warmed
 
 
 @pytest.mark.parametrize('pair', PAIRS)
@@ -147,3 +152,73 @@ def test_lion_against_its_paper(job):
     expected = train(twin, Paper(), steps=20)
     came = train(model, bt.Lion(model.parameters(), lr=1e-3, weight_decay=0.1, **job), steps=20)
     torch.testing.assert_close(torch.tensor(came), torch.tensor(expected), rtol=1e-3, atol=1e-4)
+
+
+def test_ademamix_warms_up_and_goes_on_where_it_was(job, tmp_path):
+    """As the paper's, over a restart amid the warm-up, and from a state into another job."""
+    arguments = {'lr': 1e-3, 'weight_decay': 0.1, 'alpha': 8.0, 't_alpha': 12, 't_beta3': 10}
+    model, twin = mlp(), mlp()
+    twin.load_state_dict(model.state_dict())
+    data = batches(20)
+
+    def losses(optimizer, count):
+        came = []
+        for batch in itertools.islice(data, count):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            came.append(loss.item())
+        return came
+    expected = train(twin, AdEMAMix(twin.parameters(), **arguments), steps=20)
+    durable = {**job, 'directory': str(tmp_path), 'nvme': '1GiB', 'resume': 'auto'}
+    first = bt.AdEMAMix(model.named_parameters(), **arguments, **durable)
+    came = losses(first, 5)
+    first.close()
+    again = bt.AdEMAMix(model.named_parameters(), **arguments, **durable)
+    assert again.resume().step == 5
+    came += losses(again, 4)
+    state = again.full_state_dict()
+    assert state['param_groups'][0]['t_beta3'] == 10 and 'exp_avg_slow' in state['state'][0]
+    again.close()
+    other = bt.AdEMAMix(model.named_parameters(), lr=7.0, **{**durable, 'name': job['name'] + 'b'})
+    other.load_state_dict(state)
+    came += losses(other, 11)
+    other.close()
+    torch.testing.assert_close(torch.tensor(came), torch.tensor(expected), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(('first', 'last'), [(0.9, 0.9999), (0.0, 0.99), (0.9, 0.9), (0.99, 0.9), (0.9, 0.0)])
+def test_the_warm_up_of_a_slow_mean_ends_where_it_should(first, last):
+    decays = [_warmed(first, last, part / 10) for part in range(11)]
+    assert decays == sorted(decays) and decays[-1] == last
+    assert decays[0] == pytest.approx(min(first, last))
+    if 0 < first < last:  # half of the way in half-lives
+        assert 1 / math.log(decays[5]) == pytest.approx((1 / math.log(first) + 1 / math.log(last)) / 2)
+
+
+def test_ademamix_in_16_bits(job):
+    """Rounded at random, so that a slow mean moves although a step changes it by less than its last bit. Not in 8 bits."""
+    parameters = [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
+    exact, rounded = (bt.AdEMAMix([parameter], betas=(0.9, 0.999, 0.999), moments=moments, **{**job, 'name': job['name'] + moments})
+                      for parameter, moments in zip(parameters, ('f32', 'bf16')))
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(300):
+        gradient = torch.randn(64, 64, generator=generator) * 0.1 + 1
+        for parameter, optimizer in zip(parameters, (exact, rounded)):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    slow = [optimizer.state[parameter]['exp_avg_slow'] for parameter, optimizer in zip(parameters, (exact, rounded))]
+    assert slow[0].mean() == pytest.approx(1 - 0.999**300, rel=0.01)
+    assert slow[1].mean() == pytest.approx(slow[0].mean().item(), rel=0.005)
+    torch.testing.assert_close(slow[1], slow[0], rtol=0.2, atol=0)
+    coarse = bt.AdEMAMix([parameters[0]], moments='i8', **{**job, 'name': job['name'] + 'i8'})
+    parameters[0].grad = torch.ones(64, 64)
+    with pytest.raises(ballast.Error, match='ademamix: its slow mean .*take f32 or bf16 moments'):
+        coarse.step()
+
+
+def test_ademamix_takes_three_betas():
+    for betas in ((0.9, 0.999), (0.9, 0.999, 1.0)):
+        with pytest.raises(ValueError, match=r'AdEMAMix: (betas=\(0.9, 0.999\), expected three|beta3=1.0, expected)'):
+            bt.AdEMAMix([nn.Parameter(torch.ones(2))], betas=betas)

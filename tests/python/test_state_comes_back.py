@@ -232,7 +232,7 @@ def test_torchs_functions_take_moments_into_an_optimizer_that_made_no_step(flat,
 
 
 @pytest.mark.parametrize('ours,arguments', [(bt.AdamW, {}), (bt.SGD, {'momentum': 0.9}), (bt.SGD, {'momentum': 0.9, 'dampening': 0.1}),
-                                            (bt.Adagrad, {'initial_accumulator_value': 0.5}), (bt.Lion, {})])
+                                            (bt.Adagrad, {'initial_accumulator_value': 0.5}), (bt.Lion, {}), (bt.AdEMAMix, {})])
 def test_distributed_checkpoint_by_hand_into_an_optimizer_that_made_no_step(ours, arguments, job, tmp_path):
     """It reads what its template has: all of the state, or the load is refused by name."""
     import torch.distributed.checkpoint as dcp

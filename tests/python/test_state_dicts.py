@@ -11,6 +11,7 @@ from scripts import batches, loss_of, mlp
 
 import ballast
 import ballast.torch as bt
+from ballast.torch.job.moments import KNOWN
 
 LOADS = {**PAIRS, 'lion': (bt.Lion, bt.Lion, {'lr': 1e-3, 'weight_decay': 0.1})}
 
@@ -56,7 +57,7 @@ def test_a_state_of_torchs_goes_on_here(pair, job):
     for (_, value), other in zip(model.named_parameters(), twin.parameters()):
         assert torch.equal(value, other)
         entry = theirs_optimizer.state[other]
-        for key in entry.keys() & {'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'sum', 'momentum_buffer'}:
+        for key in entry.keys() & KNOWN:
             if entry[key] is not None:
                 assert torch.equal(optimizer.state[value][key], entry[key])
     train(twin, theirs_optimizer, 5, 10)

@@ -42,6 +42,8 @@ class GroupHyper:
     learning_rate_decay: float
     initial_accumulator: float
     maximize: bool
+    beta3: float
+    alpha: float
 
 class Optimizer:
     def __init__(self) -> None: ...

@@ -111,7 +111,9 @@ void BindOptimizer(nb::module_& m) {
       .def_rw("dampening", &client::GroupHyper::dampening)
       .def_rw("learning_rate_decay", &client::GroupHyper::learning_rate_decay)
       .def_rw("initial_accumulator", &client::GroupHyper::initial_accumulator)
-      .def_rw("maximize", &client::GroupHyper::maximize);
+      .def_rw("maximize", &client::GroupHyper::maximize)
+      .def_rw("beta3", &client::GroupHyper::beta3)
+      .def_rw("alpha", &client::GroupHyper::alpha);
   nb::class_<OptimizerSpec> optimizer(m, "Optimizer");
   optimizer.def("__init__", [](OptimizerSpec* spec) { new (spec) OptimizerSpec(OpenOptions().optimizer); })
       .def_rw("amsgrad", &OptimizerSpec::amsgrad)

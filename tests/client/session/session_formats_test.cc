@@ -135,6 +135,11 @@ TEST_F(SessionFormats, WhatNoKernelComputesIsRefusedBeforeServersAreAsked) {
       Run(Options({.kind = OptimizerKind::kAdagrad, .momentum = true}), [](Session&) { return absl::OkStatus(); });
   EXPECT_EQ(ExpectError(bad_momentum, model::kBadSpec, "optimizer adagrad: a momentum buffer is SGD's"),
             absl::OkStatus());
+  for (const MomentFormat format : {MomentFormat::kI8, MomentFormat::kF8}) {
+    const absl::Status coarse =
+        Run(Options({.kind = OptimizerKind::kAdemamix, .moments = format}), [](Session&) { return absl::OkStatus(); });
+    EXPECT_EQ(ExpectError(coarse, model::kBadSpec, "optimizer ademamix: its slow mean"), absl::OkStatus());
+  }
   const absl::Status bad_dtype = Run(Options({.gradient = Dtype::kE4m3}), [](Session&) { return absl::OkStatus(); });
   EXPECT_EQ(ExpectError(bad_dtype, model::kBadDtype, "gradients must be"), absl::OkStatus());
 }
@@ -152,6 +157,11 @@ TEST_F(SessionFormats, NesterovTakesNoDampening) {
     BALLAST_RETURN_IF_ERROR(
         ExpectError(session.Step(step).status(), model::kBadRequest, "group 0: learning_rate_decay"));
     step.groups[0].initial_accumulator = 0;
+    step.groups[0].alpha = 1;
+    BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "group 0: beta3 and alpha"));
+    step.groups[0].alpha = 0, step.groups[0].beta3 = 1;
+    BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "expected beta3 in [0, 1)"));
+    step.groups[0].beta3 = 0;
     step.groups[0].learning_rate = 1e39;
     BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "finite in fp32"));
     step.groups[0].learning_rate = DefaultHyper(OptimizerKind::kSgd).learning_rate;

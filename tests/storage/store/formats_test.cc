@@ -138,7 +138,9 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
                                  .beta2 = 0.99,
                                  .epsilon = 1e-8,
                                  .weight_decay = 0.1,
-                                 .initial_accumulator = 0.25};
+                                 .initial_accumulator = 0.25,
+                                 .beta3 = 0.999,
+                                 .alpha = 5};
       const auto coefficients = MakeCoefficients(GetParam(), hyper, step, 0.5f);
       updates[i].segments = {{0, 4 * 256 + 100, coefficients}, {8 * 256, kElements, coefficients}};
     }
@@ -148,7 +150,7 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
 
   // Writes a moment of every chunk, except for some segments.
   void RunMoments(StateArray moment, uint64_t step) {
-    const bool second = GetParam().kind == OptimizerKind::kAdagrad || moment != StateArray::kMoment1;
+    const bool second = IsSecondMoment(GetParam(), static_cast<int>(moment) - 1);
     std::vector<std::vector<float>> floats(kChunks, std::vector<float>(kElements));
     std::vector<ChunkUpdate> updates(kChunks);
     for (uint64_t i = 0; i < kChunks; ++i) {
@@ -274,6 +276,8 @@ INSTANTIATE_TEST_SUITE_P(
                       OptimizerSpec{.kind = OptimizerKind::kSgd, .master = MasterFormat::kRemainder},
                       OptimizerSpec{.kind = OptimizerKind::kAdagrad, .moments = MomentFormat::kI8},
                       OptimizerSpec{.kind = OptimizerKind::kLion, .gradient = Dtype::kF32, .working = Dtype::kF32},
+                      OptimizerSpec{.kind = OptimizerKind::kAdemamix},
+                      OptimizerSpec{.kind = OptimizerKind::kAdemamix, .moments = MomentFormat::kBf16},
                       OptimizerSpec{.amsgrad = true, .gradient = Dtype::kF16, .working = Dtype::kF16}));
 
 // The two moments of a full chunk, scales and padding included.

@@ -92,7 +92,9 @@ INSTANTIATE_TEST_SUITE_P(
                       OwnMasterShape{"EightBits", {TierKind::kNvme, TierKind::kDram}, {.moments = MomentFormat::kI8}},
                       OwnMasterShape{"Amsgrad", {TierKind::kDram}, {.kind = OptimizerKind::kAdam, .amsgrad = true}},
                       OwnMasterShape{"Stateless", {TierKind::kDram, TierKind::kNvme}, {.kind = OptimizerKind::kSgd}},
-                      OwnMasterShape{"Lion", {TierKind::kDram}, {.kind = OptimizerKind::kLion}}),
+                      OwnMasterShape{"Lion", {TierKind::kDram}, {.kind = OptimizerKind::kLion}},
+                      OwnMasterShape{
+                          "Ademamix", {TierKind::kDram, TierKind::kNvme}, {.kind = OptimizerKind::kAdemamix}}),
     [](const auto& info) { return info.param.name; });
 
 TEST_P(LentMasterTest, BitsOfAnFp32Master) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +26,8 @@ class Algorithm:
         """Returns the fields of _native.Optimizer that a param_group asks for. A job keeps them for life."""
         return {}
 
-    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
-        """Returns the hyper-parameters of a param_group. spec: the job's."""
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer, step: int) -> _native.GroupHyper:
+        """Returns the hyper-parameters of a param_group. spec: the job's. step: of the loop, from 1."""
         hyper = _native.GroupHyper()
         hyper.learning_rate = float(group['lr'])
         hyper.weight_decay = float(group['weight_decay'])
@@ -42,9 +43,10 @@ class Algorithm:
         raise NotImplementedError
 
 
-def hypers(algorithm: Algorithm, groups: Sequence[dict[str, Any]], spec: _native.Optimizer, count: int) -> list[_native.GroupHyper]:
-    """Returns the hyper-parameters of a job's `count` groups. groups: the param_groups. spec: the job's."""
-    found = [algorithm.hyper(group, spec) for group in groups]
+def hypers(algorithm: Algorithm, groups: Sequence[dict[str, Any]], spec: _native.Optimizer, count: int,
+           step: int) -> list[_native.GroupHyper]:
+    """Returns the hyper-parameters of a job's `count` groups. groups: the param_groups. spec: the job's. step: of the loop, from 1."""
+    found = [algorithm.hyper(group, spec, step) for group in groups]
     found += found[:1] * (count - len(found))
     for g, group in enumerate(groups):
         if algorithm.assists(group):
@@ -66,8 +68,8 @@ class Adam(Algorithm):
     def spec(self, group: dict[str, Any]) -> dict[str, bool]:
         return {'amsgrad': bool(group['amsgrad'])}
 
-    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
-        hyper = super().hyper(group, spec)
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer, step: int) -> _native.GroupHyper:
+        hyper = super().hyper(group, spec, step)
         hyper.beta1, hyper.beta2 = (float(beta) for beta in group['betas'])
         hyper.epsilon = float(group['eps'])
         return hyper
@@ -83,11 +85,11 @@ class SGD(Algorithm):
     def spec(self, group: dict[str, Any]) -> dict[str, bool]:
         return {'momentum': float(group['momentum']) != 0 or self._momentum_buffer, 'nesterov': bool(group['nesterov'])}
 
-    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer, step: int) -> _native.GroupHyper:
         if float(group['momentum']) == 0 and float(group['dampening']) != 0 and spec.momentum:
             raise Error(f"SGD: a group has momentum=0 and dampening={group['dampening']} in a job that keeps momentum. If the momentum "
                         "rose later, its buffer would not begin as torch's does. Give that group dampening=0", 'BAD_SPEC')
-        hyper = super().hyper(group, spec)
+        hyper = super().hyper(group, spec, step)
         hyper.beta1 = float(group['momentum'])
         hyper.dampening = float(group['dampening'])
         return hyper
@@ -96,8 +98,8 @@ class SGD(Algorithm):
 class Adagrad(Algorithm):
     kind = 'adagrad'
 
-    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
-        hyper = super().hyper(group, spec)
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer, step: int) -> _native.GroupHyper:
+        hyper = super().hyper(group, spec, step)
         hyper.learning_rate_decay = float(group['lr_decay'])
         hyper.initial_accumulator = float(group['initial_accumulator_value'])
         hyper.epsilon = float(group['eps'])
@@ -107,10 +109,40 @@ class Adagrad(Algorithm):
 class Lion(Algorithm):
     kind = 'lion'
 
-    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
-        hyper = super().hyper(group, spec)
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer, step: int) -> _native.GroupHyper:
+        hyper = super().hyper(group, spec, step)
         hyper.beta1, hyper.beta2 = (float(beta) for beta in group['betas'])
         return hyper
+
+
+class AdEMAMix(Algorithm):
+    kind = 'ademamix'
+
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer, step: int) -> _native.GroupHyper:
+        hyper = super().hyper(group, spec, step)
+        hyper.beta1, hyper.beta2, beta3 = (float(beta) for beta in group['betas'])
+        hyper.epsilon = float(group['eps'])
+        hyper.alpha = float(group['alpha']) * _part(step, group['t_alpha'])
+        hyper.beta3 = _warmed(hyper.beta1, beta3, _part(step, group['t_beta3']))
+        return hyper
+
+
+def _part(step: int, warmup: int | None) -> float:
+    """Returns which part of a warm-up is done. warmup: its steps; None: there is none."""
+    return 1.0 if warmup is None or step >= warmup else step / warmup
+
+
+def _warmed(first: float, last: float, part: float) -> float:
+    """Returns the decay with this part of the way from `first` to `last` done. The half-life, -ln(2) / ln(decay), grows evenly
+    (Pagliardini et al. 2024, section 3)."""
+    if part == 1.0:
+        return last
+    life = (1 - part) * _life(first) + part * _life(last)
+    return min(math.exp(-1 / life), last) if life > 0 else 0.0
+
+
+def _life(decay: float) -> float:
+    return -1 / math.log(decay) if decay > 0 else 0.0
 
 
 class Muon(Adam):
@@ -127,8 +159,8 @@ class Muon(Adam):
     def spec(self, group: dict[str, Any]) -> dict[str, bool]:
         return {} if self.assists(group) else super().spec(group)
 
-    def hyper(self, group: dict[str, Any], spec: _native.Optimizer) -> _native.GroupHyper:
-        return Algorithm.hyper(self, group, spec) if self.assists(group) else super().hyper(group, spec)
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer, step: int) -> _native.GroupHyper:
+        return Algorithm.hyper(self, group, spec, step) if self.assists(group) else super().hyper(group, spec, step)
 
     def assists(self, group: dict[str, Any]) -> bool:
         return bool(group['use_muon'])

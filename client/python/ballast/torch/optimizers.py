@@ -1,4 +1,4 @@
-"""torch.optim's optimizers with their names and arguments, and Lion. options.py has Ballast's own keyword arguments."""
+"""torch.optim's optimizers with their names and arguments, Lion and AdEMAMix. options.py has Ballast's own keyword arguments."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ def _check(optimizer: str, **values: tuple[Any, float, float | None]) -> None:
             raise ValueError(f'{optimizer}: {name}={value}, expected {expected}')
 
 
-def _betas(optimizer: str, betas: Any) -> dict[str, tuple[Any, float, float]]:
+def _betas(optimizer: str, betas: Any, count: int = 2) -> dict[str, tuple[Any, float, float]]:
     try:
-        beta1, beta2 = betas
-        float(beta1), float(beta2)
+        decays = [float(beta) for beta in betas]
     except (TypeError, ValueError):
-        raise ValueError(f'{optimizer}: betas={betas!r}, expected two numbers') from None
-    return {'beta1': (beta1, 0, 1), 'beta2': (beta2, 0, 1)}
+        decays = []
+    if len(decays) != count:
+        raise ValueError(f'{optimizer}: betas={betas!r}, expected {"two" if count == 2 else "three"} numbers')
+    return {f'beta{k + 1}': (beta, 0, 1) for k, beta in enumerate(betas)}
 
 
 class _AdamLike(Optimizer):
@@ -152,6 +153,24 @@ class Lion(Optimizer):
         _check('Lion', lr=(lr, 0, None), weight_decay=(weight_decay, 0, None), **_betas('Lion', betas))
         defaults = {'lr': lr, 'betas': betas, 'weight_decay': weight_decay, 'maximize': maximize}
         super().__init__(params, defaults, algorithm=algorithms.Lion(), **ballast)
+
+
+@shown(Arguments)
+class AdEMAMix(Optimizer):
+    """AdEMAMix (Pagliardini et al. 2024): AdamW with a second, slow mean of gradients, which counts `alpha` times. betas: of the mean, of
+    the squares, of the slow mean.
+
+    t_alpha, t_beta3: over how many steps alpha rises from 0, and the slow mean's decay from betas[0]; None: from the first step as given.
+    Steps are the loop's, skipped ones included. The paper takes the number of all steps for both."""
+
+    def __init__(self, params: ParamsT, lr: float | torch.Tensor = 1e-3, betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+                 alpha: float = 5.0, t_alpha: int | None = None, t_beta3: int | None = None, eps: float = 1e-8,
+                 weight_decay: float = 1e-2, *, maximize: bool = False, **ballast: Unpack[Arguments]) -> None:
+        _check('AdEMAMix', lr=(lr, 0, None), alpha=(alpha, 0, None), eps=(eps, 0, None), weight_decay=(weight_decay, 0, None),
+               t_alpha=(t_alpha or 0, 0, None), t_beta3=(t_beta3 or 0, 0, None), **_betas('AdEMAMix', betas, 3))
+        defaults = {'lr': lr, 'betas': betas, 'alpha': alpha, 't_alpha': t_alpha, 't_beta3': t_beta3, 'eps': eps,
+                    'weight_decay': weight_decay, 'maximize': maximize}
+        super().__init__(params, defaults, algorithm=algorithms.AdEMAMix(), **ballast)
 
 
 @shown(Arguments)

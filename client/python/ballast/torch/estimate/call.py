@@ -12,7 +12,8 @@ from ballast.torch.estimate.processes import in_use
 # The part of a card that a call may take: activations need the rest.
 _SHARE = 7 / 8
 _PIECE_MIN = 1 << 20  # elements: smaller tiles would not help, and gathers of them take long
-_CLASSES = {'adamw': 'AdamW', 'adam': 'Adam', 'sgd': 'SGD', 'adagrad': 'Adagrad', 'lion': 'Lion'}
+_CLASSES = {'adamw': 'AdamW', 'adam': 'Adam', 'sgd': 'SGD', 'adagrad': 'Adagrad', 'lion': 'Lion',
+            'ademamix': 'AdEMAMix'}
 
 
 class Way(NamedTuple):

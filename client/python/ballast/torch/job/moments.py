@@ -24,9 +24,12 @@ MOMENTS = {
     'sgd': ('momentum_buffer',),
     'adagrad': ('sum',),
     'lion': ('exp_avg',),
+    'ademamix': ('exp_avg_fast', 'exp_avg_sq', 'exp_avg_slow'),
     'muon': ('momentum_buffer',),
 }
 KNOWN = {name for names in MOMENTS.values() for name in names}
+# Sums, means or maxima of squares.
+SQUARES = {'exp_avg_sq', 'max_exp_avg_sq', 'sum'}
 # Keys of an entry that servers hold. What others put beside them stays in the trainer.
 OURS = KNOWN | {'step', 'master'}
 

@@ -11,7 +11,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.job.job import Job
-from ballast.torch.job.moments import KNOWN, OURS
+from ballast.torch.job.moments import KNOWN, OURS, SQUARES
 from ballast.torch.tensors.kinds import is_sharded, local
 
 
@@ -102,7 +102,7 @@ def _moment(wanted: Wanted, key: str, given: Any, steps: int) -> torch.Tensor:
         moment = moment - wanted.start
     if not bool(torch.isfinite(local(moment)).all()):
         raise Error(f"{key!r} of parameter '{wanted.name}' has an Inf or a NaN", 'BAD_REQUEST')
-    if (wanted.kind == 'adagrad' or key != wanted.moments[0]) and bool((local(moment) < 0).any()):
+    if key in SQUARES and bool((local(moment) < 0).any()):
         raise Error(f"{key!r} of parameter '{wanted.name}' is a mean of squares, but has a negative element", 'BAD_REQUEST')
     if wanted.kind == 'sgd' and steps == 0 and bool(local(moment).any()):
         raise Error(f"{key!r} of parameter '{wanted.name}' is not zero, but its 'step' is 0, and there is no momentum before the first "

@@ -87,7 +87,7 @@ class Stepper:
         edited, wanted = edits.edited(opened, members), job.options.optimizer
         spec.check_dtypes(wanted, members, gradients)
         job.check_groups(wanted)
-        groups = hypers(job.algorithm, job.param_groups, wanted, job.options.group_count)
+        groups = hypers(job.algorithm, job.param_groups, wanted, job.options.group_count, job.progress.steps + 1)
         return Collected(fresh, members, gradients, edited, groups, lambda: lines(job.parameters, members), job.progress.steps,
                          job.parameters.debug, orders, opened.session.attempt, any(feature.went for feature in job.features),
                          job.parameters.tied)
