@@ -118,11 +118,12 @@ struct GroupHyper {
   double learning_rate_decay = 0;  // Adagrad
   double initial_accumulator = 0;  // Adagrad: the sum's value before a tensor's first update
   bool maximize = false;
-  double beta3 = 0;  // AdEMAMix: of the slow mean in this step
-  double alpha = 0;  // AdEMAMix: the slow mean's weight in this step
+  double beta3 = 0;    // AdEMAMix: of the slow mean in this step
+  double alpha = 0;    // AdEMAMix: the slow mean's weight in this step
+  double average = 0;  // schedule-free AdamW: this step's weight in the average, such as 1 / t
 };
 
-// torch.optim's defaults of each optimizer; for Lion and AdEMAMix the defaults of their papers.
+// torch.optim's defaults of each optimizer; for others the defaults of their papers.
 GroupHyper DefaultHyper(kernels::OptimizerKind kind);
 
 struct StepOptions {
@@ -165,7 +166,8 @@ struct SessionStats {
 };
 
 // The arrays of a tensor that Read can read. AdamW and Adam have the moments m, v and with amsgrad the largest v; SGD
-// with momentum has its buffer; Adagrad has v; Lion has m; AdEMAMix has m, v and the slow mean.
+// with momentum has its buffer; Adagrad has v; Lion has m; AdEMAMix has m, v and the slow mean;
+// schedule-free AdamW has z - y and v.
 enum class Content { kWorking, kMaster, kMoment1, kMoment2, kMoment3 };
 
 // State of one tensor, as CommitState writes it.

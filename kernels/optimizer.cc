@@ -45,6 +45,9 @@ std::string Unsupported(const OptimizerSpec& spec) {
     return "its slow mean changes by about a ten-thousandth in a step, which 8 bits round away: take f32 or bf16 "
            "moments";
   }
+  if (spec.kind == OptimizerKind::kAdamwScheduleFree && spec.moments != MomentFormat::kF32) {
+    return "it takes f32 moments: one of them is z - y, and roundings of it would be steps of z";
+  }
   return UnsupportedMaster(spec);
 }
 
@@ -60,6 +63,8 @@ int MomentCount(const OptimizerSpec& spec) {
       return 1;
     case OptimizerKind::kAdemamix:
       return 3;
+    case OptimizerKind::kAdamwScheduleFree:
+      return 2;
   }
   return 0;
 }
@@ -98,6 +103,17 @@ Coefficients MakeCoefficients(const OptimizerSpec& spec, const Hyper& hyper, uin
       if (spec.kind != OptimizerKind::kAdemamix) break;
       c.take3 = once(1 - hyper.beta3);
       c.keep = once(hyper.alpha * (1 - Power(hyper.beta1, t)));
+      break;
+    case OptimizerKind::kAdamwScheduleFree:
+      c.weight_decay = once(hyper.weight_decay);
+      c.take1 = once(hyper.average);
+      c.keep1 = once(1 - hyper.average);
+      c.keep2 = once(hyper.beta2);
+      c.take2 = once(1 - hyper.beta2);
+      c.take3 = once((1 - hyper.average) * hyper.learning_rate * hyper.beta1);
+      c.step_size = once(hyper.learning_rate * (1 - hyper.beta1 * (1 - hyper.average)));
+      c.root_scale = once(1 / std::sqrt(1 - Power(hyper.beta2, t)));
+      c.eps = once(hyper.epsilon);
       break;
     case OptimizerKind::kSgd:
       c.weight_decay = once(hyper.weight_decay);

@@ -23,6 +23,8 @@ namespace ballast::kernels {
 //     kAdam              p = fma(-step_size, m / fma(sqrt(v), root_scale, eps), p)
 //     kAdamw             p = p - fma(weight_decay, p, step_size * (m / fma(sqrt(v), root_scale, eps)))
 //   kAdemamix            m, v as kAdamw;  s = fma(take3, g - s, s);  and fma(keep, s, m) in m's place in kAdamw's p
+//   kAdamwScheduleFree   v as kAdamw;  u = fma(weight_decay, p, g / fma(sqrt(v), root_scale, eps))
+//                        p = p - fma(-take1, w, step_size * u);  w = fma(-take3, u, keep1 * w)
 //   kSgd                 p = fma(-step_size, g, p)
 //     momentum           m = fma(take1, g, keep1 * m), and m in g's place
 //     nesterov           m = fma(take1, g, keep1 * m), and fma(keep, m, g) in g's place; keep = momentum
@@ -34,8 +36,9 @@ namespace ballast::kernels {
 // Sources: AdamW: Loshchilov & Hutter 2019, algorithm 2. Adam: Kingma & Ba 2015, algorithm 1. AMSGrad: Reddi et al.
 // 2018, algorithm 2, on uncorrected v. SGD: Sutskever et al. 2013, in torch's form, whose first momentum is the
 // gradient. Adagrad: Duchi et al. 2011. Lion: Chen et al. 2023, algorithm 2. AdEMAMix: Pagliardini et al. 2024,
-// algorithm 1; s is its slow mean m2, which has no bias correction.
-enum class OptimizerKind : uint8_t { kAdamw, kAdam, kSgd, kAdagrad, kLion, kAdemamix };
+// algorithm 1; s is its slow mean m2, which has no bias correction. Schedule-free: Defazio et al. 2024, algorithm 1; p
+// is y, and w = z - y, which begins at 0. So x = p + (1 - 1 / beta1) * w.
+enum class OptimizerKind : uint8_t { kAdamw, kAdam, kSgd, kAdagrad, kLion, kAdemamix, kAdamwScheduleFree };
 
 // How moments are stored. kF8 and kI8 keep a byte per element and an fp32 scale per block of kMomentBlock elements.
 enum class MomentFormat : uint8_t {
@@ -72,7 +75,7 @@ struct OptimizerSpec {
 std::string Unsupported(const OptimizerSpec& spec);
 
 // Moments per parameter: AdamW and Adam {m, v} or {m, v, x} with amsgrad, SGD {} or {m}, Adagrad {v}, Lion {m},
-// AdEMAMix {m, v, s}.
+// AdEMAMix {m, v, s}, schedule-free AdamW {w, v}.
 int MomentCount(const OptimizerSpec& spec);
 
 // Is moment `index` (below MomentCount) a sum, mean or maximum of squares, and so never negative?
@@ -93,8 +96,9 @@ struct Hyper {
   double learning_rate_decay = 0;  // kAdagrad
   double initial_accumulator = 0;  // kAdagrad: v before the first update
   bool maximize = false;
-  double beta3 = 0;  // kAdemamix, of s in this step
-  double alpha = 0;  // kAdemamix: the weight of s in this step
+  double beta3 = 0;    // kAdemamix, of s in this step
+  double alpha = 0;    // kAdemamix: the weight of s in this step
+  double average = 0;  // kAdamwScheduleFree: the weight of this step's z in x, 0 to 1
 };
 
 // The kernel's factors: each computed in fp64 and rounded once (1f - 0.999f would be off by 1.3e-5). Fields not named

@@ -72,7 +72,8 @@ uint32_t UpdateDigest(const Processor& processor, const OptimizerSpec& spec, siz
                     .dampening = 0.1,
                     .learning_rate_decay = 0.01,
                     .beta3 = 0.999,
-                    .alpha = 5};
+                    .alpha = 5,
+                    .average = 0.4};
   for (uint64_t t = 1; t <= 2; ++t) {
     const std::vector<std::byte> gradient = Inputs(static_cast<uint32_t>(t) + 1, spec.gradient, kUpdateElements);
     span.gradient = gradient.data();
@@ -102,7 +103,8 @@ void AddUpdates(const Processor& processor, std::vector<Digest>* digests) {
                          {"sgd_nesterov", {.kind = OptimizerKind::kSgd, .momentum = true, .nesterov = true}},
                          {"adagrad", {.kind = OptimizerKind::kAdagrad}},
                          {"lion", {.kind = OptimizerKind::kLion}},
-                         {"ademamix", {.kind = OptimizerKind::kAdemamix}}};
+                         {"ademamix", {.kind = OptimizerKind::kAdemamix}},
+                         {"adamw_schedule_free", {.kind = OptimizerKind::kAdamwScheduleFree}}};
   const std::pair<const char*, MomentFormat> formats[] = {
       {"f32", MomentFormat::kF32}, {"bf16", MomentFormat::kBf16}, {"i8", MomentFormat::kI8}, {"f8", MomentFormat::kF8}};
   const std::pair<const char*, Dtype> dtypes[] = {{"f32", Dtype::kF32}, {"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}};

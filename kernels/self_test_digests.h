@@ -50,6 +50,7 @@ inline constexpr ReleaseDigest kReleaseDigests[] = {
     {"lion/f8", 0x04250935},
     {"ademamix/f32", 0x215de384},
     {"ademamix/bf16", 0xc2fb5fdb},
+    {"adamw_schedule_free/f32", 0xde30ab1a},
     {"adamw/f32 f32 to f32", 0x21c67441},
     {"adamw/f32 f32 to bf16", 0x1d55ff9c},
     {"adamw/f32 f32 to f16", 0x5f626427},

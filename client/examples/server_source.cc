@@ -80,7 +80,8 @@ absl::StatusOr<v1::Verdict> ServerSource::FinishStep(const v1::StepHeader& heade
                               .initial_accumulator = group.initial_accumulator(),
                               .maximize = group.maximize(),
                               .beta3 = group.beta3(),
-                              .alpha = group.alpha()});
+                              .alpha = group.alpha(),
+                              .average = group.average()});
   }
   options.gradient_scale = header.gradient_scale();
   options.max_norm = header.max_norm();

@@ -299,6 +299,7 @@ v1::StepHeader Trainer::MakeHeader(int64_t step) const {
     hyper.set_beta2(options_.beta2);
     hyper.set_beta3(options_.beta3);
     hyper.set_alpha(options_.alpha);
+    hyper.set_average(options_.average);
     hyper.set_epsilon(1e-8);
     hyper.set_weight_decay(group == kGainGroup ? 0 : options_.weight_decay);
   }

@@ -33,6 +33,7 @@ struct TrainerOptions {
   double beta1 = 0.9;         // SGD: the momentum
   double beta2 = 0.95;
   double beta3 = 0, alpha = 0;  // AdEMAMix: of the slow mean
+  double average = 0;           // schedule-free AdamW: a step's part of the average
   double max_norm = 1.0;        // clips the gradient's global norm; 0 = never
   uint32_t prefetch_units = 2;
   int threads = 1;  // each takes a contiguous share of the rank's micro-batches

@@ -171,6 +171,8 @@ GroupHyper DefaultHyper(kernels::OptimizerKind kind) {
       return {.learning_rate = 1e-4, .beta2 = 0.99, .weight_decay = 0};
     case kernels::OptimizerKind::kAdemamix:
       return {.beta3 = 0.9999, .alpha = 5};
+    case kernels::OptimizerKind::kAdamwScheduleFree:
+      return {.learning_rate = 2.5e-3, .weight_decay = 0, .average = 1};
   }
   return {};
 }

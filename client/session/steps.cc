@@ -65,6 +65,7 @@ v1::StepHeader UpdateHeader(const StepOptions& options) {
     hyper->set_maximize(group.maximize);
     hyper->set_beta3(group.beta3);
     hyper->set_alpha(group.alpha);
+    hyper->set_average(group.average);
   }
   header.set_gradient_scale(options.gradient_scale);
   header.set_max_norm(options.max_norm);

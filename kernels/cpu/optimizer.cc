@@ -118,7 +118,8 @@ BlockRule BlockRuleOf(MomentFormat format) {
     case MomentFormat::kF32:
       return RuleBlock<kRule, MomentFormat::kF32, kEnds>;
     case MomentFormat::kBf16:
-      return RuleBlock<kRule, MomentFormat::kBf16, kEnds>;
+      if constexpr (TakesBf16(kRule)) return RuleBlock<kRule, MomentFormat::kBf16, kEnds>;
+      return nullptr;
     case MomentFormat::kI8:
       if constexpr (TakesEightBits(kRule)) return RuleBlock<kRule, MomentFormat::kI8, kEnds>;
       return nullptr;
@@ -152,6 +153,8 @@ BlockRule BlockRuleOf(Rule rule, MomentFormat format) {
       return BlockRuleOf<kEnds, Rule::kLion>(format);
     case Rule::kAdemamix:
       return BlockRuleOf<kEnds, Rule::kAdemamix>(format);
+    case Rule::kScheduleFree:
+      return BlockRuleOf<kEnds, Rule::kScheduleFree>(format);
   }
   return nullptr;
 }

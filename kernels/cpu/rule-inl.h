@@ -38,7 +38,7 @@ struct Broadcast {
 
 constexpr bool Blockwise(MomentFormat format) { return format == MomentFormat::kF8 || format == MomentFormat::kI8; }
 // Whether a NaN among the rule's outputs is always one in p too.
-constexpr bool NanReachesParameter(Rule rule) { return rule != Rule::kLion; }
+constexpr bool NanReachesParameter(Rule rule) { return rule != Rule::kLion && rule != Rule::kScheduleFree; }
 
 // The steps of the loop are functions of their own for the reader alone: all are inlined, and the machine code is that
 // of one loop.

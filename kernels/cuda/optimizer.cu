@@ -361,7 +361,8 @@ Launcher LauncherOf(MomentFormat format) {
     case MomentFormat::kF32:
       return LaunchParts<kRule, MomentFormat::kF32>;
     case MomentFormat::kBf16:
-      return LaunchParts<kRule, MomentFormat::kBf16>;
+      if constexpr (TakesBf16(kRule)) return LaunchParts<kRule, MomentFormat::kBf16>;
+      return nullptr;
     case MomentFormat::kI8:
       if constexpr (TakesEightBits(kRule)) return LaunchParts<kRule, MomentFormat::kI8>;
       return nullptr;
@@ -394,6 +395,8 @@ Launcher LauncherOf(Rule rule, MomentFormat format) {
       return LauncherOf<Rule::kLion>(format);
     case Rule::kAdemamix:
       return LauncherOf<Rule::kAdemamix>(format);
+    case Rule::kScheduleFree:
+      return LauncherOf<Rule::kScheduleFree>(format);
   }
   return nullptr;
 }

@@ -19,7 +19,8 @@ constexpr Named<v1::Optimizer, OptimizerKind> kKinds[] = {
     {v1::OPTIMIZER_SGD, OptimizerKind::kSgd, "sgd"},
     {v1::OPTIMIZER_ADAGRAD, OptimizerKind::kAdagrad, "adagrad"},
     {v1::OPTIMIZER_LION, OptimizerKind::kLion, "lion"},
-    {v1::OPTIMIZER_ADEMAMIX, OptimizerKind::kAdemamix, "ademamix"}};
+    {v1::OPTIMIZER_ADEMAMIX, OptimizerKind::kAdemamix, "ademamix"},
+    {v1::OPTIMIZER_ADAMW_SCHEDULE_FREE, OptimizerKind::kAdamwScheduleFree, "adamw_schedule_free"}};
 constexpr Named<v1::MomentFormat, MomentFormat> kFormats[] = {{v1::MOMENT_FORMAT_F32, MomentFormat::kF32, "f32"},
                                                               {v1::MOMENT_FORMAT_BF16, MomentFormat::kBf16, "bf16"},
                                                               {v1::MOMENT_FORMAT_I8, MomentFormat::kI8, "i8"},
@@ -54,11 +55,10 @@ absl::StatusOr<OptimizerSpec> OptimizerOf(const v1::JobSpec& spec) {
   OptimizerSpec optimizer;
   const auto* const kind = Find(kKinds, spec.optimizer());
   if (kind == nullptr) {
-    return Error(
-        absl::StatusCode::kUnimplemented, kUnsupported,
-        absl::StrCat(
-            "optimizer ", static_cast<int>(spec.optimizer()),
-            " is unknown: servers run the elementwise optimizers AdamW, Adam, SGD, Adagrad, Lion and AdEMAMix"));
+    return Error(absl::StatusCode::kUnimplemented, kUnsupported,
+                 absl::StrCat("optimizer ", static_cast<int>(spec.optimizer()),
+                              " is unknown: servers run the elementwise optimizers AdamW, Adam, SGD, Adagrad, Lion, "
+                              "AdEMAMix and schedule-free AdamW"));
   }
   optimizer.kind = kind->value;
   if (spec.moment_format() != v1::MOMENT_FORMAT_UNSPECIFIED) {
@@ -113,7 +113,8 @@ kernels::Hyper HyperOf(const v1::GroupHyper& group) {
           .initial_accumulator = group.initial_accumulator(),
           .maximize = group.maximize(),
           .beta3 = group.beta3(),
-          .alpha = group.alpha()};
+          .alpha = group.alpha(),
+          .average = group.average()};
 }
 
 std::string Show(const OptimizerSpec& optimizer) {

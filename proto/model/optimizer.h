@@ -18,7 +18,7 @@ void SetOptimizer(const kernels::OptimizerSpec& optimizer, v1::JobSpec* spec);
 kernels::Hyper HyperOf(const v1::GroupHyper& group);
 
 // From the names that users write. INVALID_ARGUMENT (BAD_CONFIG) for an unknown name, with a list of all names.
-// adamw, adam, sgd, adagrad, lion, ademamix
+// adamw, adam, sgd, adagrad, lion, ademamix, adamw_schedule_free
 absl::StatusOr<kernels::OptimizerKind> OptimizerNamed(const std::string& name);
 absl::StatusOr<kernels::MomentFormat> MomentsNamed(const std::string& name);  // f32, bf16, i8, f8
 absl::StatusOr<kernels::MasterFormat> MasterNamed(const std::string& name);   // f32, remainder, lent

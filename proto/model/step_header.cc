@@ -45,9 +45,9 @@ absl::Status CheckRanges(const v1::GroupHyper& hyper, int group) {
         "expected dampening, learning_rate_decay and initial_accumulator finite in fp32, the latter two >= 0, got ",
         hyper.dampening(), ", ", hyper.learning_rate_decay(), " and ", hyper.initial_accumulator());
   }
-  if (!IsBeta(hyper.beta3()) || !AtLeastZero(hyper.alpha())) {
-    return BadGroup(group, "expected beta3 in [0, 1) and alpha >= 0 and finite in fp32, got ", hyper.beta3(), " and ",
-                    hyper.alpha());
+  if (!IsBeta(hyper.beta3()) || !AtLeastZero(hyper.alpha()) || !(hyper.average() >= 0 && hyper.average() <= 1)) {
+    return BadGroup(group, "expected beta3 in [0, 1), alpha >= 0 and finite in fp32, and average in [0, 1], got ",
+                    hyper.beta3(), ", ", hyper.alpha(), " and ", hyper.average());
   }
   return absl::OkStatus();
 }
@@ -72,6 +72,10 @@ absl::Status CheckOptimizers(const v1::GroupHyper& hyper, int group, const v1::J
   if ((hyper.beta3() != 0 || hyper.alpha() != 0) && spec.optimizer() != v1::OPTIMIZER_ADEMAMIX) {
     return BadGroup(group, "beta3 and alpha are AdEMAMix's, which is not the job's optimizer; leave them 0, got ",
                     hyper.beta3(), " and ", hyper.alpha());
+  }
+  if (hyper.average() != 0 && spec.optimizer() != v1::OPTIMIZER_ADAMW_SCHEDULE_FREE) {
+    return BadGroup(group, "average is schedule-free AdamW's, which is not the job's optimizer; leave it 0, got ",
+                    hyper.average());
   }
   return absl::OkStatus();
 }
@@ -130,13 +134,14 @@ std::string PlanHash(const EpochPlan& plan, int64_t step, uint64_t attempt, cons
   if (!plan.open().spec_digest().empty()) hash.Add(absl::string_view(plan.open().spec_digest()));
   // Logs of versions before 5 hold Opens without a version, and hashes that end here.
   if (plan.open().protocol_version() != 0) hash.Add(uint64_t{plan.open().protocol_version()});
-  // AdEMAMix alone has these; hashes of other optimizers end here.
+  // AdEMAMix and schedule-free AdamW alone have these; hashes of other optimizers end here.
   for (int i = 0; i < header.groups_size(); ++i) {
     const v1::GroupHyper& group = header.groups(i);
-    if (group.beta3() == 0 && group.alpha() == 0) continue;
+    if (group.beta3() == 0 && group.alpha() == 0 && group.average() == 0) continue;
     hash.Add(static_cast<uint64_t>(i));
     hash.Add(group.beta3());
     hash.Add(group.alpha());
+    hash.Add(group.average());
   }
   return hash.Finish();
 }

@@ -142,7 +142,8 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
   AddBytes(plan, "--dram", &to->budget.dram)->required();
   AddBytes(plan, "--nvme", &to->budget.nvme);
   AddBytes(plan, "--staging", &to->staging_bytes);
-  plan->add_option("--optimizer", to->optimizer, "adamw, adam, sgd, adagrad, lion or ademamix")->capture_default_str();
+  plan->add_option("--optimizer", to->optimizer, "adamw, adam, sgd, adagrad, lion, ademamix or adamw_schedule_free")
+      ->capture_default_str();
   plan->add_flag("--amsgrad", to->amsgrad, "adamw and adam with amsgrad, which keeps one moment more");
   plan->add_flag("--momentum", to->momentum, "sgd with momentum, which keeps a buffer");
   plan->add_option("--moments", to->moments, "f32, bf16, i8 or f8")->capture_default_str();

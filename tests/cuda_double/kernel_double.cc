@@ -44,8 +44,10 @@ OptimizerSpec SpecOf(int rule) {
       return {.kind = OptimizerKind::kAdagrad};
     case 8:
       return {.kind = OptimizerKind::kLion};
-    default:
+    case 9:
       return {.kind = OptimizerKind::kAdemamix};
+    default:
+      return {.kind = OptimizerKind::kAdamwScheduleFree};
   }
 }
 

@@ -81,6 +81,7 @@ TEST(OptimizerTest, EveryOptimizerAndFormatEqualsTheRunWithoutServers) {
       {.kind = OptimizerKind::kLion, .moments = MomentFormat::kF8},
       {.kind = OptimizerKind::kAdemamix},
       {.kind = OptimizerKind::kAdemamix, .moments = MomentFormat::kBf16},
+      {.kind = OptimizerKind::kAdamwScheduleFree},
       {.gradient = Dtype::kF32, .working = Dtype::kF32},
       {.gradient = Dtype::kF16, .working = Dtype::kF16},
       {.moments = MomentFormat::kI8, .gradient = Dtype::kF32, .working = Dtype::kBf16},

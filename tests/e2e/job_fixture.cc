@@ -104,6 +104,7 @@ client::TrainerOptions SmallTrainer(kernels::OptimizerKind kind) {
   options.schedule.total_steps = 6;
   options.schedule.warmup_steps = 2;
   if (kind == kernels::OptimizerKind::kAdemamix) options.beta3 = 0.999, options.alpha = 5;
+  if (kind == kernels::OptimizerKind::kAdamwScheduleFree) options.average = 0.25;
   return options;
 }
 

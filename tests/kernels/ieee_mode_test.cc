@@ -127,9 +127,11 @@ TEST(CoefficientsInMode, AreTheSame) {
                     .epsilon = 1e-41,
                     .weight_decay = 1e-39,
                     .beta3 = 0.9999,
-                    .alpha = 1e-38};
-  for (const OptimizerKind kind : {OptimizerKind::kAdamw, OptimizerKind::kAdam, OptimizerKind::kSgd,
-                                   OptimizerKind::kAdagrad, OptimizerKind::kLion, OptimizerKind::kAdemamix}) {
+                    .alpha = 1e-38,
+                    .average = 1e-40};
+  for (const OptimizerKind kind :
+       {OptimizerKind::kAdamw, OptimizerKind::kAdam, OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kLion,
+        OptimizerKind::kAdemamix, OptimizerKind::kAdamwScheduleFree}) {
     const OptimizerSpec spec{.kind = kind, .momentum = kind == OptimizerKind::kSgd};
     const Coefficients expected = MakeCoefficients(spec, hyper, 3, 0.37f);
     EXPECT_GT(expected.step_size, 0);

@@ -1,6 +1,6 @@
 // Update() in fp32 against the same optimizer in fp64 over 200 steps: our error is at most 1.05 times torch.optim's on
-// the same inputs (golden/torch_errors.py). Lion and AdEMAMix, which torch does not have, against their papers'
-// algorithms.
+// the same inputs (golden/torch_errors.py). Lion, AdEMAMix and schedule-free AdamW, which torch does not have, against
+// their papers' algorithms.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -30,6 +30,7 @@ double Value(uint64_t step, uint64_t i) {
 // One element in fp64.
 struct Oracle {
   double p, m = 0, v = 0, x = 0, s = 0;
+  double z = 0;  // schedule-free; p is y there, x is x
 
   void Step(const OptimizerSpec& spec, const Hyper& h, uint64_t t, double gradient) {
     const auto step = static_cast<double>(t);
@@ -39,7 +40,7 @@ struct Oracle {
     const double before = p;
     if (decoupled)
       p *= 1 - h.learning_rate * h.weight_decay;
-    else
+    else if (spec.kind != OptimizerKind::kAdamwScheduleFree)
       g += h.weight_decay * before;
     switch (spec.kind) {
       case OptimizerKind::kAdamw:
@@ -74,6 +75,15 @@ struct Oracle {
         v = h.beta2 * v + (1 - h.beta2) * g * g;
         const double mean = m / (1 - std::pow(h.beta1, step)) + h.alpha * s;
         p -= h.learning_rate * mean / (std::sqrt(v / (1 - std::pow(h.beta2, step))) + h.epsilon);
+        break;
+      }
+      case OptimizerKind::kAdamwScheduleFree: {
+        if (t == 1) z = x = p;
+        v = h.beta2 * v + (1 - h.beta2) * gradient * gradient;
+        const double root = std::sqrt(v / (1 - std::pow(h.beta2, step)));
+        z -= h.learning_rate * (gradient / (root + h.epsilon) + h.weight_decay * p);
+        x = (1 - h.average) * x + h.average * z;
+        p = (1 - h.beta1) * z + h.beta1 * x;
         break;
       }
     }
@@ -136,6 +146,41 @@ TEST(OptimizerOracle, LionFollowsThePaper) {
       Train({.kind = OptimizerKind::kLion, .gradient = Dtype::kF32, .working = Dtype::kF32}, hyper, 1003);
   // Allows twice the error of 200 independent roundings of values below 1.
   EXPECT_LE(outcome.RootMeanSquare(), 2 * std::sqrt(200.0) * 0x1p-25);
+}
+
+// In the paper's terms, y, z and x; one step's weight differs from the next's.
+TEST(OptimizerOracle, ScheduleFreeFollowsThePaper) {
+  const OptimizerSpec spec{.kind = OptimizerKind::kAdamwScheduleFree, .gradient = Dtype::kF32, .working = Dtype::kF32};
+  Hyper hyper{.learning_rate = 2.5e-3, .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-8, .weight_decay = 0.1};
+  constexpr uint64_t kCount = 1003;
+  std::vector<Oracle> oracle(kCount);
+  std::vector<float> y(kCount), gradient(kCount), working(kCount), w(kCount), v(kCount);
+  for (uint64_t i = 0; i < kCount; ++i) oracle[i].p = Value(0, i), y[i] = static_cast<float>(Value(0, i));
+  const auto bytes = [](std::vector<float>& x) { return reinterpret_cast<std::byte*>(x.data()); };
+  const UpdateSpan span{.n = kCount,
+                        .gradient = bytes(gradient),
+                        .master = y.data(),
+                        .moments = {{{bytes(w)}, {bytes(v)}}},
+                        .working = bytes(working)};
+  for (uint64_t t = 1; t <= kTorchSteps; ++t) {
+    hyper.average = 1 / static_cast<double>(t);
+    for (uint64_t i = 0; i < kCount; ++i) {
+      gradient[i] = static_cast<float>(Value(t, i));
+      oracle[i].Step(spec, hyper, t, Value(t, i));
+    }
+    Update(spec, MakeCoefficients(spec, hyper, t, 1), {}, span);
+  }
+  double of_y = 0, of_x = 0, moved = 0;
+  for (uint64_t i = 0; i < kCount; ++i) {
+    const double x = y[i] + (1 - 1 / hyper.beta1) * w[i];
+    of_y += (y[i] - oracle[i].p) * (y[i] - oracle[i].p);
+    of_x += (x - oracle[i].x) * (x - oracle[i].x);
+    moved += (oracle[i].x - oracle[i].p) * (oracle[i].x - oracle[i].p);
+  }
+  const auto mean = [](double sum) { return std::sqrt(sum / kCount); };
+  EXPECT_LE(mean(of_y), 2 * std::sqrt(200.0) * 0x1p-25);
+  EXPECT_LE(mean(of_x), 2 * std::sqrt(200.0) * 0x1p-25);
+  EXPECT_GT(mean(moved), 1e-4) << "x is not y";
 }
 
 TEST(OptimizerOracle, AdemamixFollowsThePaper) {

@@ -155,6 +155,7 @@ inline std::vector<NamedSpec> Rules() {
   add("adagrad", OptimizerKind::kAdagrad, false, false, false);
   add("lion", OptimizerKind::kLion, false, false, false);
   add("ademamix", OptimizerKind::kAdemamix, false, false, false);
+  add("adamw schedule-free", OptimizerKind::kAdamwScheduleFree, false, false, false);
   return rules;
 }
 
@@ -184,7 +185,8 @@ inline Hyper AnyHyper(std::mt19937_64& random) {
           .initial_accumulator = one_of({0, 0.1}),
           .maximize = random() % 4 == 0,
           .beta3 = one_of({0.9999, 0.9, 0.0}),
-          .alpha = one_of({5, 0, 0.25})};
+          .alpha = one_of({5, 0, 0.25}),
+          .average = one_of({1, 0.5, 1e-4, 0})};
 }
 
 }  // namespace ballast::kernels

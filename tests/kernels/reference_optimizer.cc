@@ -167,6 +167,14 @@ void Adam(const OptimizerSpec& spec, const Coefficients& c, float g, bool root, 
   }
 }
 
+// Schedule-free AdamW: e->a is z - y.
+void ScheduleFree(const Coefficients& c, float g, Element* e) {
+  e->b = std::fma(c.take2 * g, g, c.keep2 * e->b);
+  const float u = std::fma(c.weight_decay, e->p, g / std::fma(std::sqrt(e->b), c.root_scale, c.eps));
+  e->p = e->p - std::fma(-c.take1, e->a, c.step_size * u);
+  e->a = std::fma(-c.take3, u, c.keep1 * e->a);
+}
+
 void UpdateElement(const OptimizerSpec& spec, const Coefficients& c, float grad, Element* e) {
   const bool root = spec.moments == MomentFormat::kF8;
   float g = c.factor * grad;
@@ -175,6 +183,9 @@ void UpdateElement(const OptimizerSpec& spec, const Coefficients& c, float grad,
     case OptimizerKind::kAdam:
     case OptimizerKind::kAdemamix:
       Adam(spec, c, g, root, e);
+      break;
+    case OptimizerKind::kAdamwScheduleFree:
+      ScheduleFree(c, g, e);
       break;
     case OptimizerKind::kSgd:
       g = std::fma(c.weight_decay, e->p, g);

@@ -16,6 +16,7 @@ using ::testing::HasSubstr;
 TEST(NamesTest, AnUnknownNameGetsTheListOfAll) {
   EXPECT_EQ(*OptimizerNamed("lion"), kernels::OptimizerKind::kLion);
   EXPECT_EQ(*OptimizerNamed("ademamix"), kernels::OptimizerKind::kAdemamix);
+  EXPECT_EQ(*OptimizerNamed("adamw_schedule_free"), kernels::OptimizerKind::kAdamwScheduleFree);
   EXPECT_EQ(*MomentsNamed("i8"), kernels::MomentFormat::kI8);
   EXPECT_EQ(*MasterNamed("lent"), kernels::MasterFormat::kLent);
   EXPECT_EQ(*DtypeNamed("f16"), kernels::Dtype::kF16);

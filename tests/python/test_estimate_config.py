@@ -54,6 +54,9 @@ def test_paths_folders_and_objects_tell_the_same(tmp_path):
      "durability='none')"),
     ({'dram': '64GiB', 'nvme': '1TB', 'servers': 2, 'optimizer': 'lion'},
      "optimizer = ballast.torch.Lion(model.named_parameters(), lr=1e-4, servers='host1:7070,host2:7070')"),
+    ({'dram': '200GiB', 'optimizer': 'ademamix'}, "optimizer = ballast.torch.AdEMAMix(model.named_parameters(), lr=1e-4, dram='200GiB')"),
+    ({'dram': '200GiB', 'optimizer': 'adamw_schedule_free'},
+     "optimizer = ballast.torch.AdamWScheduleFree(model.named_parameters(), lr=1e-4, dram='200GiB')"),
 ])
 def test_the_call_is_the_least_change_that_fits(given, expected, tmp_path, monkeypatch):
     write(tmp_path, LLAMA)

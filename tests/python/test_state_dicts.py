@@ -13,7 +13,8 @@ import ballast
 import ballast.torch as bt
 from ballast.torch.job.moments import KNOWN
 
-LOADS = {**PAIRS, 'lion': (bt.Lion, bt.Lion, {'lr': 1e-3, 'weight_decay': 0.1})}
+LOADS = {**PAIRS, 'lion': (bt.Lion, bt.Lion, {'lr': 1e-3, 'weight_decay': 0.1}),
+         'schedule_free': (bt.AdamWScheduleFree, bt.AdamWScheduleFree, {'warmup_steps': 7})}
 
 
 def train(model, optimizer, first, last):

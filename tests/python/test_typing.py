@@ -19,7 +19,7 @@ from ballast.torch import options
 
 README = pathlib.Path(__file__).parents[2] / 'client/python/README.md'
 SOURCES = pathlib.Path(ballast.__file__).parents[1]
-OPTIMIZERS = [bt.AdamW, bt.AdamW8bit, bt.Adam, bt.SGD, bt.Adagrad, bt.Lion, bt.AdEMAMix]
+OPTIMIZERS = [bt.AdamW, bt.AdamW8bit, bt.Adam, bt.SGD, bt.Adagrad, bt.Lion, bt.AdEMAMix, bt.AdamWScheduleFree]
 HEAD = '''\
 import ballast
 import ballast.torch
@@ -52,6 +52,7 @@ RIGHT = {
             ballast.torch.Adagrad(model.parameters(), lr_decay=0.1, durability='every-K', pin_interval=10),
             ballast.torch.Lion(model.parameters(), betas=(0.9, 0.99), checkpoints=3),
             ballast.torch.AdEMAMix(model.parameters(), betas=(0.9, 0.999, 0.9999), t_alpha=1000, moments='bf16'),
+            ballast.torch.AdamWScheduleFree(model.parameters(), warmup_steps=100),
         ]
         ''',
     'shared_arguments': '''
@@ -226,7 +227,7 @@ def test_help_shows_every_argument(optimizer):
             continue
         assert (parameters[name].default, parameters[name].kind) == (default, inspect.Parameter.KEYWORD_ONLY)
         assert re.search(rf'^    {name}: \w', optimizer.__doc__, re.M) or re.search(rf'^    {name}: `', optimizer.__doc__, re.M)
-    assert optimizer.__doc__.startswith(('torch.optim.', 'AdamW with', 'Lion', 'AdEMAMix'))
+    assert optimizer.__doc__.startswith(('torch.optim.', 'AdamW with', 'Lion', 'AdEMAMix', 'AdamWScheduleFree'))
 
 
 def test_torch_arguments_keep_their_order_and_defaults():

@@ -44,6 +44,7 @@ class GroupHyper:
     maximize: bool
     beta3: float
     alpha: float
+    average: float
 
 class Optimizer:
     def __init__(self) -> None: ...

@@ -113,7 +113,8 @@ void BindOptimizer(nb::module_& m) {
       .def_rw("initial_accumulator", &client::GroupHyper::initial_accumulator)
       .def_rw("maximize", &client::GroupHyper::maximize)
       .def_rw("beta3", &client::GroupHyper::beta3)
-      .def_rw("alpha", &client::GroupHyper::alpha);
+      .def_rw("alpha", &client::GroupHyper::alpha)
+      .def_rw("average", &client::GroupHyper::average);
   nb::class_<OptimizerSpec> optimizer(m, "Optimizer");
   optimizer.def("__init__", [](OptimizerSpec* spec) { new (spec) OptimizerSpec(OpenOptions().optimizer); })
       .def_rw("amsgrad", &OptimizerSpec::amsgrad)

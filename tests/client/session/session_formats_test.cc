@@ -140,6 +140,9 @@ TEST_F(SessionFormats, WhatNoKernelComputesIsRefusedBeforeServersAreAsked) {
         Run(Options({.kind = OptimizerKind::kAdemamix, .moments = format}), [](Session&) { return absl::OkStatus(); });
     EXPECT_EQ(ExpectError(coarse, model::kBadSpec, "optimizer ademamix: its slow mean"), absl::OkStatus());
   }
+  const absl::Status rounded = Run(Options({.kind = OptimizerKind::kAdamwScheduleFree, .moments = MomentFormat::kBf16}),
+                                   [](Session&) { return absl::OkStatus(); });
+  EXPECT_EQ(ExpectError(rounded, model::kBadSpec, "it takes f32 moments"), absl::OkStatus());
   const absl::Status bad_dtype = Run(Options({.gradient = Dtype::kE4m3}), [](Session&) { return absl::OkStatus(); });
   EXPECT_EQ(ExpectError(bad_dtype, model::kBadDtype, "gradients must be"), absl::OkStatus());
 }
@@ -161,7 +164,9 @@ TEST_F(SessionFormats, NesterovTakesNoDampening) {
     BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "group 0: beta3 and alpha"));
     step.groups[0].alpha = 0, step.groups[0].beta3 = 1;
     BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "expected beta3 in [0, 1)"));
-    step.groups[0].beta3 = 0;
+    step.groups[0].beta3 = 0, step.groups[0].average = 0.5;
+    BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "group 0: average is"));
+    step.groups[0].average = 0;
     step.groups[0].learning_rate = 1e39;
     BALLAST_RETURN_IF_ERROR(ExpectError(session.Step(step).status(), model::kBadRequest, "finite in fp32"));
     step.groups[0].learning_rate = DefaultHyper(OptimizerKind::kSgd).learning_rate;

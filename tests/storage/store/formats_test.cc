@@ -140,7 +140,8 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
                                  .weight_decay = 0.1,
                                  .initial_accumulator = 0.25,
                                  .beta3 = 0.999,
-                                 .alpha = 5};
+                                 .alpha = 5,
+                                 .average = 0.3};
       const auto coefficients = MakeCoefficients(GetParam(), hyper, step, 0.5f);
       updates[i].segments = {{0, 4 * 256 + 100, coefficients}, {8 * 256, kElements, coefficients}};
     }
@@ -277,6 +278,7 @@ INSTANTIATE_TEST_SUITE_P(
                       OptimizerSpec{.kind = OptimizerKind::kAdagrad, .moments = MomentFormat::kI8},
                       OptimizerSpec{.kind = OptimizerKind::kLion, .gradient = Dtype::kF32, .working = Dtype::kF32},
                       OptimizerSpec{.kind = OptimizerKind::kAdemamix},
+                      OptimizerSpec{.kind = OptimizerKind::kAdamwScheduleFree},
                       OptimizerSpec{.kind = OptimizerKind::kAdemamix, .moments = MomentFormat::kBf16},
                       OptimizerSpec{.amsgrad = true, .gradient = Dtype::kF16, .working = Dtype::kF16}));
 

@@ -145,6 +145,41 @@ def _life(decay: float) -> float:
     return -1 / math.log(decay) if decay > 0 else 0.0
 
 
+class AdamWScheduleFree(Algorithm):
+    kind = 'adamw_schedule_free'
+
+    def __init__(self) -> None:
+        self._averages: dict[tuple[int, float, float], _Average] = {}
+
+    def hyper(self, group: dict[str, Any], spec: _native.Optimizer, step: int) -> _native.GroupHyper:
+        hyper = super().hyper(group, spec, step)
+        hyper.beta1, hyper.beta2 = (float(beta) for beta in group['betas'])
+        hyper.epsilon = float(group['eps'])
+        key = int(group['warmup_steps']), float(group['r']), float(group['weight_lr_power'])
+        hyper.learning_rate *= _part(step, key[0])
+        hyper.average = self._averages.setdefault(key, _Average(*key)).share(step)
+        return hyper
+
+
+class _Average:
+    """The weights of steps in a schedule-free optimizer's average: t^r times the learning rate's power. It counts on what the rate was as a
+    part of the present one, so a job that goes on needs no more than its number of steps."""
+
+    def __init__(self, warmup: int, r: float, power: float) -> None:
+        self._warmup, self._r, self._power = warmup, r, power
+        self._step, self._weight, self._sum = 0, 0.0, 0.0
+
+    def share(self, step: int) -> float:
+        """Returns the part that a step has of the average of all steps up to it."""
+        if step < self._step:  # a rollback
+            self._step, self._sum = 0, 0.0
+        while self._step < step:
+            self._step += 1
+            self._weight = self._step**self._r * _part(self._step, self._warmup)**self._power
+            self._sum += self._weight
+        return self._weight / self._sum
+
+
 class Muon(Adam):
     """Matrices get Muon, the others AdamW."""
     may_assist, state_name = True, 'momentum_buffer'

@@ -1,4 +1,4 @@
-"""torch.optim's optimizers with their names and arguments, Lion and AdEMAMix. options.py has Ballast's own keyword arguments."""
+"""torch.optim's optimizers with their names and arguments, and those of papers. options.py has Ballast's own keyword arguments."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ballast.torch.arguments import flag
 from ballast.torch.muon import ADJUSTMENTS, COEFFICIENTS, Orthogonal
 from ballast.torch.optimizer import Optimizer
 from ballast.torch.options import Arguments, Shared, shown
+from ballast.torch.steps.averaging import Averaging
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
@@ -171,6 +172,39 @@ class AdEMAMix(Optimizer):
         defaults = {'lr': lr, 'betas': betas, 'alpha': alpha, 't_alpha': t_alpha, 't_beta3': t_beta3, 'eps': eps,
                     'weight_decay': weight_decay, 'maximize': maximize}
         super().__init__(params, defaults, algorithm=algorithms.AdEMAMix(), **ballast)
+
+
+@shown(Arguments)
+class AdamWScheduleFree(Optimizer):
+    """AdamWScheduleFree of the package schedulefree (Defazio et al. 2024): a constant learning rate, and for evaluation the average of all
+    steps. Parameters hold that average between eval() and train(); an optimizer begins in training.
+
+    A step weighs t**r * lr**weight_lr_power in the average; of lr, only the warm-up counts. Steps are the loop's, skipped ones included.
+    Not for a model of shard()."""
+
+    def __init__(self, params: ParamsT, lr: float | torch.Tensor = 0.0025, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 0, warmup_steps: int = 0, r: float = 0.0, weight_lr_power: float = 2.0,
+                 foreach: bool | None = None, *, maximize: bool = False, **ballast: Unpack[Arguments]) -> None:
+        _check('AdamWScheduleFree', lr=(lr, 0, None), eps=(eps, 0, None), weight_decay=(weight_decay, 0, None),
+               warmup_steps=(warmup_steps, 0, None), r=(r, 0, None), weight_lr_power=(weight_lr_power, 0, None),
+               **_betas('AdamWScheduleFree', betas))
+        if not float(betas[0]) > 0:
+            raise ValueError(f'AdamWScheduleFree: betas={betas!r}, expected a first one above 0: the average follows from y and z by it')
+        defaults = {'lr': lr, 'betas': betas, 'eps': eps, 'weight_decay': weight_decay, 'warmup_steps': warmup_steps, 'r': r,
+                    'weight_lr_power': weight_lr_power, 'foreach': foreach, 'maximize': maximize}
+        super().__init__(params, defaults, algorithm=algorithms.AdamWScheduleFree(), **ballast)
+        self._averaging = Averaging()
+        self.job.features.append(self._averaging)
+
+    def eval(self) -> None:
+        """Parameters become the average of all steps. Call it before evaluation, and before a save of the model for use. All ranks call
+        it."""
+        self._averaging.eval(self.job)
+
+    def train(self) -> None:
+        """Parameters become those of training again. Call it before the next step, and before a save or load of the optimizer's state. All
+        ranks call it."""
+        self._averaging.train(self.job)
 
 
 @shown(Arguments)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ballast.errors import Error
+from ballast.torch.estimate import call
 from ballast.torch.estimate.job import estimate
 
 
@@ -18,7 +19,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--nvme', help="a server's budget of disk, such as 1TB; default: none")
     parser.add_argument('--ranks', type=int, default=1, help='how many trainers there are (default: 1)')
     parser.add_argument('--servers', type=int, default=0, help='how many named state servers (default: 0, one beside the ranks of a host)')
-    parser.add_argument('--optimizer', default='adamw', choices=('adamw', 'adam', 'sgd', 'adagrad', 'lion', 'ademamix'))
+    parser.add_argument('--optimizer', default='adamw', choices=tuple(call.CLASSES))
     parser.add_argument('--moments', choices=('f32', 'bf16', 'i8', 'f8'), help='default: f32, or i8 if only that fits')
     parser.add_argument('--durability', choices=('step', 'none'), help='default: step with nvme, or none if only that fits')
     parser.add_argument('--dtype', help='float32, bfloat16 or float16; default: that of the configuration')

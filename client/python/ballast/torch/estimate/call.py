@@ -12,8 +12,8 @@ from ballast.torch.estimate.processes import in_use
 # The part of a card that a call may take: activations need the rest.
 _SHARE = 7 / 8
 _PIECE_MIN = 1 << 20  # elements: smaller tiles would not help, and gathers of them take long
-_CLASSES = {'adamw': 'AdamW', 'adam': 'Adam', 'sgd': 'SGD', 'adagrad': 'Adagrad', 'lion': 'Lion',
-            'ademamix': 'AdEMAMix'}
+CLASSES = {'adamw': 'AdamW', 'adam': 'Adam', 'sgd': 'SGD', 'adagrad': 'Adagrad', 'lion': 'Lion',
+            'ademamix': 'AdEMAMix', 'adamw_schedule_free': 'AdamWScheduleFree'}
 
 
 class Way(NamedTuple):
@@ -119,7 +119,7 @@ def lines(asked: Mapping[str, Any], way: Way) -> str:
 
 
 def _optimizer(asked: Mapping[str, Any]) -> str:
-    kind = _CLASSES[asked['optimizer']]
+    kind = CLASSES[asked['optimizer']]
     more = {'moments': 'f32', 'amsgrad': False, 'master': 'f32', 'pin_interval': 0, 'chunk_elements': 1 << 20}
     if kind == 'AdamW' and asked['moments'] == 'i8':
         kind, more['moments'] = 'AdamW8bit', 'i8'

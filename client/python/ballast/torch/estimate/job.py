@@ -67,7 +67,7 @@ class _Asked(NamedTuple):
 
 
 def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *,
-             optimizer: Literal['adamw', 'adam', 'sgd', 'adagrad', 'lion', 'ademamix'] = 'adamw',
+             optimizer: Literal['adamw', 'adam', 'sgd', 'adagrad', 'lion', 'ademamix', 'adamw_schedule_free'] = 'adamw',
              moments: Literal['f32', 'bf16', 'i8', 'f8'] | None = None, master: Literal['f32', 'remainder'] = 'f32', ranks: int = 1,
              servers: int = 0, dram: int | str | None = None, nvme: int | str | None = None,
              directory: str | os.PathLike[str] | None = None, threads: int | None = None,

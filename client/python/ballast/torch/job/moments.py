@@ -25,6 +25,7 @@ MOMENTS = {
     'adagrad': ('sum',),
     'lion': ('exp_avg',),
     'ademamix': ('exp_avg_fast', 'exp_avg_sq', 'exp_avg_slow'),
+    'adamw_schedule_free': ('z_minus_y', 'exp_avg_sq'),
     'muon': ('momentum_buffer',),
 }
 KNOWN = {name for names in MOMENTS.values() for name in names}

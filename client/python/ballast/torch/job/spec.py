@@ -35,9 +35,10 @@ def of(algorithm: Algorithm, formats: Mapping[str, str], parameters: Parameters,
 
 def own_masters(spec: _native.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
     """Parameters can be their own masters: fp32 masters would be the same numbers, so a server in the same process keeps no copies. A
-    parameter on a GPU cannot, since it would have to come to the host before each step."""
-    return spec.master == 'f32' and all(parameter.dtype == torch.float32 and parameter.device.type in ('cpu', 'meta')
-                                        for parameter in parameters)
+    parameter on a GPU cannot, since it would have to come to the host before each step; nor can one that holds a schedule-free optimizer's
+    average at times."""
+    return (spec.master == 'f32' and spec.kind != 'adamw_schedule_free'
+            and all(parameter.dtype == torch.float32 and parameter.device.type in ('cpu', 'meta') for parameter in parameters))
 
 
 def _only(dtypes: set[torch.dtype]) -> str:
