@@ -10,6 +10,7 @@ from torch import nn
 
 import ballast
 import ballast.torch as bt
+from ballast.torch.weights import shards
 
 safetensors = pytest.importorskip('safetensors.torch')
 transformers = pytest.importorskip('transformers')
@@ -516,6 +517,50 @@ def test_a_checkpoint_that_changes_meanwhile(job, tmp_path):
     with pytest.raises(ballast.Error, match=r"weight.safetensors' has changed since its header was read"):
         optimizer.resume()
     optimizer.close()
+
+
+def test_a_file_that_is_cut_off_before_it_is_read(job, tmp_path):
+    folder = saved(tmp_path / 'in')
+    model = bt.shard(on_meta(lambda: nn.Linear(4, 3)), weights=folder)
+    size = os.path.getsize(folder / 'weight.safetensors')
+    os.truncate(folder / 'weight.safetensors', size - 4)
+    optimizer = optimizer_of(model, job)
+    with pytest.raises(ballast.Error, match=r"weight.safetensors' was cut off since its header was read: tensor 'weight' is expected up "
+                                            rf"to byte {size}, and the file ends at byte {size - 4}\. .*\[CHECKSUM\]"):
+        optimizer.resume()
+    optimizer.close()
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(job, tmp_path, monkeypatch):
+    """Of a mapped file the process would get SIGBUS."""
+    folder = saved(tmp_path / 'in', weight=torch.ones(300, 4), bias=torch.ones(300))
+    model = bt.shard(on_meta(lambda: nn.Linear(4, 300)), weights=folder)
+    size, read = os.path.getsize(folder / 'weight.safetensors'), os.preadv
+    at_once = []
+
+    def reads(file, buffers, offset):
+        if os.path.samefile(f'/proc/self/fd/{file}', folder / 'weight.safetensors'):
+            os.truncate(folder / 'weight.safetensors', size - 16)
+            at_once.append(len(buffers[0]))
+        return read(file, [buffers[0][:1000]], offset)
+    monkeypatch.setattr(os, 'preadv', reads)
+    optimizer = optimizer_of(model, job)
+    with pytest.raises(ballast.Error, match=rf"tensor 'weight' is expected up to byte {size}, and the file ends at byte {size - 16}\."):
+        optimizer.resume()
+    assert at_once[0] == 4800 and len(at_once) > 4  # a read that stops early goes on
+    optimizer.close()
+
+
+@pytest.mark.parametrize('box', [[(0, 7), (0, 5), (0, 3)], [(2, 6), (0, 5), (0, 3)], [(1, 7), (2, 4), (0, 3)], [(0, 7), (0, 5), (1, 2)],
+                                 [(3, 3), (0, 5), (0, 3)], [(0, 7), (2, 2), (0, 3)]])
+@pytest.mark.parametrize('block', [1, 100, 1 << 20])
+def test_parts_of_a_tensor(box, block, tmp_path, monkeypatch):
+    """Rows of which some columns are wanted come block by block."""
+    monkeypatch.setattr(shards, '_BLOCK_BYTES', block)
+    values = torch.arange(105, dtype=torch.bfloat16).view(7, 5, 3)
+    safetensors.save_file({'pad': torch.ones(3, dtype=torch.int8), 'values': values}, tmp_path / 'in.safetensors')
+    part = shards.File(str(tmp_path / 'in.safetensors')).entries['values'].read(box)
+    assert torch.equal(part, values[tuple(slice(*each) for each in box)]) and part.is_contiguous()
 
 
 # --- what users meet first

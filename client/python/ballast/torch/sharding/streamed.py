@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,11 +118,11 @@ class Streamed:
 
     def digest(self, part: Part) -> int:
         """Tells whether ranks with the same part read the same value: by all headers and a sample, so that nobody reads it twice."""
-        values = self.places(part)[0].read(part.box).reshape(-1).view(torch.uint8)
-        digest = self.checkpoint.digest
-        step = max(_SAMPLE_BYTES, len(values) // _SAMPLES)
-        for begin in range(0, len(values), step):
-            digest = zlib.crc32(_native.crc32c(values[begin:begin + _SAMPLE_BYTES]).to_bytes(4, 'little'), digest)
+        place, digest = self.places(part)[0], self.checkpoint.digest
+        for box in _samples(part.box, place.entry):
+            values = place.read(box).reshape(-1).view(torch.uint8)
+            if len(values) > 0:
+                digest = zlib.crc32(_native.crc32c(values).to_bytes(4, 'little'), digest)
         return digest
 
     # --- buffers
@@ -142,6 +142,17 @@ class Streamed:
 
 def _is_among(patterns: Iterable[str], *names: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns for name in names)
+def _samples(box: Box, entry: Entry) -> Iterator[Box]:
+    """Yields boxes of some rows each, as _SAMPLES says."""
+    if not box:
+        yield box
+        return
+    first, last = box[0]
+    count = max(1, _SAMPLE_BYTES // max(1, (entry.end - entry.begin) // max(1, entry.shape[0])))
+    for begin in range(first, last, max(count, (last - first) // _SAMPLES)):
+        yield [(begin, min(begin + count, last)), *box[1:]]
+
+
 
 
 def _check(wanted: Whole, entry: Entry) -> None:

@@ -1,4 +1,4 @@
-"""Files of safetensors: a header that is checked as a whole, and tensors that are mapped one at a time.
+"""Files of safetensors: a header that is checked as a whole, and tensors that are read one at a time.
 
 A file has 8 bytes with the header's length, the header in JSON, and the tensors' bytes one behind the other.
 Source: the format's description in safetensors' README."""
@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import json
 import math
-import mmap
 import os
 import struct
 import zlib
@@ -24,6 +23,8 @@ from ballast.errors import Error
 _HEADER_BYTES_MAX = 100_000_000
 _LENGTH = struct.Struct('<Q')
 _SAMPLE_BYTES = 256
+# Rows of which only some columns are wanted are read so many bytes at a time.
+_BLOCK_BYTES = 4 << 20
 DTYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16', torch.int64: 'I64', torch.int32: 'I32',
           torch.int16: 'I16', torch.int8: 'I8', torch.uint8: 'U8', torch.bool: 'BOOL'}
 _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -51,19 +52,28 @@ class Entry(NamedTuple):
         return f"tensor '{self.name}' in '{self.file.path}'"
 
     def read(self, box: Box | None = None) -> torch.Tensor:
-        """Returns a part of the tensor, or all of it, in memory of its own or in the file's, which ends with the result. Pages of the file
-        come as they are read. box: (begin, end) of each dimension."""
+        """Returns a part of the tensor, or all of it, in memory of its own. box: (begin, end) of each dimension.
+
+        Errors: as File.read()'s."""
         assert self.dtype is not None
         box = [(0, size) for size in self.shape] if box is None else box
-        rows = box[0] if box else (0, 1)
-        row = math.prod(self.shape[1:]) * self.dtype.itemsize
-        if rows[0] >= rows[1] or row == 0:
-            return torch.empty([end - begin for begin, end in box], dtype=self.dtype, device='cpu')
-        values = self.file.map(self.begin + rows[0] * row, (rows[1] - rows[0]) * row, self.dtype)
+        part = torch.empty([end - begin for begin, end in box], dtype=self.dtype, device='cpu')
+        if part.numel() == 0:
+            return part
         if not self.shape:
-            return values.view(())
-        cut = values.view(rows[1] - rows[0], *self.shape[1:])[(slice(None), *(slice(begin, end) for begin, end in box[1:]))]
-        return cut.contiguous()
+            self.file.read(self, self.begin, part)
+            return part
+        row, (first, last) = math.prod(self.shape[1:]) * self.dtype.itemsize, box[0]
+        if all((begin, end) == (0, size) for (begin, end), size in zip(box[1:], self.shape[1:])):
+            self.file.read(self, self.begin + first * row, part)
+            return part
+        count = max(1, _BLOCK_BYTES // row)
+        rows = torch.empty([min(count, last - first), *self.shape[1:]], dtype=self.dtype, device='cpu')
+        for at in range(first, last, count):
+            here = rows[:min(count, last - at)]
+            self.file.read(self, self.begin + at * row, here)
+            part[at - first:at - first + len(here)] = here[(slice(None), *(slice(begin, end) for begin, end in box[1:]))]
+        return part
 
 
 class File:
@@ -92,24 +102,33 @@ class File:
             raise Error(f"'{self.path}' cannot be read: {error.strerror or error}", 'BAD_CONFIG') from error
         return digest
 
-    def map(self, begin: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns bytes of the file as a tensor of one dimension. It maps the file, so its memory is the operating system's to take."""
-        first = begin - begin % mmap.ALLOCATIONGRANULARITY
+    def read(self, entry: Entry, begin: int, to: torch.Tensor) -> None:
+        """Fills a contiguous tensor with bytes of the file. It reads and does not map the file, since a file that another process cuts off
+        would end this process by SIGBUS. entry: which they are of, for messages.
+
+        Errors: CHECKSUM if the file has changed or is cut off; BAD_CONFIG if it cannot be read."""
+        memory = memoryview((ctypes.c_ubyte * to.nbytes).from_address(to.data_ptr())).cast('B')
+        done = 0
         try:
-            with open(self.path, 'rb') as file:
-                if _id_of(os.fstat(file.fileno())) != self._id:
+            with open(self.path, 'rb', buffering=0) as file:
+                now = os.fstat(file.fileno())
+                if now.st_size < begin + to.nbytes:
+                    raise self._cut_off(entry, begin + to.nbytes, now.st_size)
+                if _id_of(now) != self._id:
                     raise Error(f"'{self.path}' has changed since its header was read; leave a checkpoint alone until the job has begun",
                                 'CHECKSUM')
-                # A private mapping, since torch warns of one that it could not write to. Nobody writes.
-                mapped = mmap.mmap(file.fileno(), begin - first + size, access=mmap.ACCESS_COPY, offset=first)
+                while done < to.nbytes:
+                    count = os.preadv(file.fileno(), [memory[done:]], begin + done)
+                    if count == 0:
+                        raise self._cut_off(entry, begin + to.nbytes, begin + done)
+                    done += count
         except OSError as error:
             raise Error(f"'{self.path}' cannot be read: {error.strerror or error}", 'BAD_CONFIG') from error
-        for advice in ('MADV_SEQUENTIAL', 'MADV_WILLNEED'):
-            if hasattr(mmap, advice):
-                mapped.madvise(getattr(mmap, advice))
-        if (begin - first) % dtype.itemsize == 0:
-            return torch.frombuffer(mapped, dtype=dtype, count=size // dtype.itemsize, offset=begin - first)
-        return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=begin - first).clone().view(dtype)
+
+    def _cut_off(self, entry: Entry, expected: int, came: int) -> Error:
+        return Error(f"'{self.path}' was cut off since its header was read: tensor '{entry.name}' is expected up to byte {expected}, and "
+                     f'the file ends at byte {came}. Take another copy of the checkpoint, and leave it alone until the job has begun',
+                     'CHECKSUM')
 
 
 class _Id(NamedTuple):
