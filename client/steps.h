@@ -20,9 +20,11 @@ struct SessionCore;
 class Steps {
  public:
   // COLLECTIVE. Transaction 0, or the values of newly registered tensors. Calls `fill` for every such tensor that this
-  // rank owns a part of, with the part's first element (in the tensor) and the fp32 values to fill.
+  // rank owns a part of, with the part's first element (in the tensor) and the fp32 values to fill. `blob`: as in Step;
+  // empty: that of the last step again.
   absl::Status Initialise(
-      absl::FunctionRef<void(absl::string_view tensor, uint64_t first, absl::Span<float> values)> fill);
+      absl::FunctionRef<void(absl::string_view tensor, uint64_t first, absl::Span<float> values)> fill,
+      const std::string& blob = {});
 
   // Pushes this rank's part of the unit's gradient, already reduced over ranks: the owned ranges, concatenated. Copies
   // the elements, and waits while too many bytes are in flight; with `admitted` it does not wait, but gives a function

@@ -54,7 +54,8 @@ class Tensors {
   // with the index of a tensor whose parameter is null; returns its values, in memory that lasts until the next call.
   // It may be called more than once for a tensor, and may throw.
   using Source = std::function<TensorMemory(size_t)>;
-  absl::Status Initialise(absl::Span<const TensorMemory> memory, const Source& source = {});
+  absl::Status Initialise(absl::Span<const TensorMemory> memory, const Source& source = {},
+                          const std::string& blob = {});
   // COLLECTIVE. Session::Step with the gradients given. Unless the step is skipped, parameters become the new
   // version's. An error before the seal reaches all ranks, and all drop their pushes: the step may be made again.
   // `ready` may be empty. If parameters change, it is called for a unit's tensors as soon as they have their new
@@ -136,8 +137,8 @@ class Tensors {
   absl::Status CheckCurrent() const;
   // BAD_REQUEST for a gradient of a frozen tensor.
   absl::Status CheckGradients(absl::Span<const TensorMemory> memory) const;
-  absl::Status LendValues(absl::Span<const TensorMemory> memory);
-  absl::Status PushValues(absl::Span<const TensorMemory> memory, const Source& source);
+  absl::Status LendValues(absl::Span<const TensorMemory> memory, const std::string& blob);
+  absl::Status PushValues(absl::Span<const TensorMemory> memory, const Source& source, const std::string& blob);
   // Gives the session the step's gradients, and the places for parameters if the session takes loans.
   absl::Status Give(absl::Span<const TensorMemory> memory);
   // The memory lent for tensor `i`; the session's own, where servers want another dtype or order.

@@ -75,7 +75,8 @@ v1::StepHeader UpdateHeader(const StepOptions& options) {
 }  // namespace
 
 absl::Status Steps::Initialise(
-    absl::FunctionRef<void(absl::string_view tensor, uint64_t first, absl::Span<float> values)> fill) {
+    absl::FunctionRef<void(absl::string_view tensor, uint64_t first, absl::Span<float> values)> fill,
+    const std::string& blob) {
   BALLAST_RETURN_IF_ERROR(core_->job.Usable());
   const model::Layout& layout = core_->job.layout();
   absl::Status mine;
@@ -87,7 +88,8 @@ absl::Status Steps::Initialise(
     fill(layout.tensors()[tensor].name, first, to);
   };
   return core_->transactions
-      .Transact("Initialise", std::move(mine), std::move(header), core_->transactions.sealed_blob(), source)
+      .Transact("Initialise", std::move(mine), std::move(header),
+                blob.empty() ? core_->transactions.sealed_blob() : blob, source)
       .status();
 }
 

@@ -99,16 +99,16 @@ void Tensors::Place(Unit* unit) {
   }
 }
 
-absl::Status Tensors::Initialise(absl::Span<const TensorMemory> memory, const Source& source) {
+absl::Status Tensors::Initialise(absl::Span<const TensorMemory> memory, const Source& source, const std::string& blob) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent());
   bool all_here = true;
   for (size_t i = 0; i < names_.size(); ++i) {
     all_here &= !session_->needs_values(parts_[i].index) || memory[i].parameter != nullptr || parts_[i].elements == 0;
   }
-  return session_->takes_gradients() && all_here ? LendValues(memory) : PushValues(memory, source);
+  return session_->takes_gradients() && all_here ? LendValues(memory, blob) : PushValues(memory, source, blob);
 }
 
-absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
+absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory, const std::string& blob) {
   static constexpr std::byte kNoElements{};
   std::vector<model::LentTensor> lent(session_->tensor_count());
   std::vector<std::vector<std::byte>> converted;
@@ -126,18 +126,18 @@ absl::Status Tensors::LendValues(absl::Span<const TensorMemory> memory) {
   }
   absl::Status status = session_->Lend(std::move(lent));
   if (status.ok()) {
-    status = session_->Initialise([](absl::string_view, uint64_t, absl::Span<float>) {});
+    status = session_->Initialise([](absl::string_view, uint64_t, absl::Span<float>) {}, blob);
     status.Update(status.ok() ? session_->AwaitApplied() : session_->Drop());
   }
   return status;
 }
 
-absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory, const Source& source) {
+absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory, const Source& source, const std::string& blob) {
   std::map<uint32_t, size_t> by_index;
   for (size_t i = 0; i < names_.size(); ++i) by_index[parts_[i].index] = i;
   size_t given = names_.size();  // the tensor that `gives` is of
   TensorMemory gives;
-  return session_->Initialise([&](absl::string_view name, uint64_t first, absl::Span<float> values) {
+  const auto fill = [&](absl::string_view name, uint64_t first, absl::Span<float> values) {
     const size_t i = by_index.at(*session_->TensorIndex(name));
     if (memory[i].parameter == nullptr && given != i) {
       gives = source(i);
@@ -148,7 +148,8 @@ absl::Status Tensors::PushValues(absl::Span<const TensorMemory> memory, const So
       Convert(tensor.parameter + in_box * ElementBytes(tensor.parameter_dtype), tensor.parameter_dtype,
               reinterpret_cast<std::byte*>(values.data() + offset), Dtype::kF32, count, &wide_);
     });
-  });
+  };
+  return session_->Initialise(fill, blob);
 }
 
 void Tensors::ToServers(const Part& part, const std::byte* from, Dtype from_dtype, std::byte* to, Dtype to_dtype) {

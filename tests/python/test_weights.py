@@ -1,4 +1,5 @@
 """Models from the meta device whose values stream in from safetensors, on one rank, and weights that go out again."""
+import contextlib
 import json
 import os
 import struct
@@ -561,6 +562,60 @@ def test_parts_of_a_tensor(box, block, tmp_path, monkeypatch):
     safetensors.save_file({'pad': torch.ones(3, dtype=torch.int8), 'values': values}, tmp_path / 'in.safetensors')
     part = shards.File(str(tmp_path / 'in.safetensors')).entries['values'].read(box)
     assert torch.equal(part, values[tuple(slice(*each) for each in box)]) and part.is_contiguous()
+
+
+# --- a job that is there
+
+def opened_with(weights, job, folder, caplog, steps=0):
+    """What is told of a job that opens, and the first row of its parameter."""
+    caplog.clear()
+    caplog.set_level('INFO', logger='ballast')
+    model = bt.shard(on_meta(lambda: nn.Linear(4, 3)), weights=weights)
+    optimizer = optimizer_of(model, {**job, 'directory': folder / 'state', 'nvme': '512MiB'}, resume='auto')
+    try:
+        optimizer.resume()
+        with bt.gathered(model):
+            row = model.weight[0].tolist()
+        for _ in range(steps):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        return caplog.text, row
+    finally:
+        optimizer.close()
+
+
+def test_a_job_that_goes_on_says_that_it_reads_no_checkpoint(job, tmp_path, caplog):
+    first, other = saved(tmp_path / 'first'), saved(tmp_path / 'other', weight=torch.full((3, 4), 2.0))
+    alike = saved(tmp_path / 'alike')
+    name = job['name']
+    said, row = opened_with(first, job, tmp_path, caplog)
+    assert f"job '{name}' is new" in said and row == [0, 1, 2, 3]
+    for step in (0, 1):  # before and behind its first step
+        said, row = opened_with(alike, job, tmp_path, caplog, steps=1)
+        assert said.count(f'goes on after step {step} (version') == 1
+        assert said.count(f"; it has its own values, and parameters were not read from weights='{alike}'") == 1
+        with pytest.raises(ballast.Error, match=rf"job '{name}' goes on after step {step + 1} and began with another checkpoint than "
+                                                rf"shard\(weights='{other}'\): its digest is \w+, this one's is \w+\..*\[BAD_SPEC\]"):
+            opened_with(other, job, tmp_path, caplog)
+    assert row != [0, 1, 2, 3]  # of the step
+    said, again = opened_with(None, job, tmp_path, caplog)
+    assert 'goes on after step 2' in said and 'weights' not in said and again != row
+
+
+def test_a_load_and_a_rollback_keep_what_a_job_began_with(job, tmp_path):
+    first, other = saved(tmp_path / 'first'), saved(tmp_path / 'other', weight=torch.full((3, 4), 2.0))
+    durable = {**job, 'directory': tmp_path / 'state', 'nvme': '512MiB'}
+    model = bt.shard(on_meta(lambda: nn.Linear(4, 3)), weights=first)
+    with contextlib.closing(optimizer_of(model, durable)) as optimizer:
+        optimizer.resume()
+        kept = optimizer.state_dict()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step(blob=b'position')
+        optimizer.load_state_dict(optimizer.full_state_dict())
+        optimizer.load_state_dict(kept)
+        assert optimizer.resume() == (0, b'')
+    with pytest.raises(ballast.Error, match='goes on after step 0 and began with another checkpoint'):
+        optimizer_of(bt.shard(on_meta(lambda: nn.Linear(4, 3)), weights=other), durable, resume='must').resume()
 
 
 # --- what users meet first

@@ -223,14 +223,15 @@ void BindSteps(nb::class_<PythonSession>& session) {
   session
       .def(
           "initialise",
-          [](PythonSession& s, const MaybeArrays& parameters, const nb::object& source) {
+          [](PythonSession& s, const MaybeArrays& parameters, const nb::object& source, const nb::bytes& blob) {
             const auto memory = MemoryOf(s, {}, parameters);
             std::optional<Array> given;
             const auto give = [&](size_t tensor) { return Given(source, tensor, &given); };
+            const std::string sealed(blob.c_str(), blob.size());
             const nb::gil_scoped_release release;
-            s.interrupt().Watch([&] { Check(s.Use().tensors().Initialise(memory, give)); });
+            s.interrupt().Watch([&] { Check(s.Use().tensors().Initialise(memory, give, sealed)); });
           },
-          "parameters"_a, "source"_a = nb::none())
+          "parameters"_a, "source"_a = nb::none(), "blob"_a = nb::bytes("", 0))
       .def(
           "step",
           [](PythonSession& s, const MaybeArrays& gradients, const MaybeArrays& parameters,

@@ -45,6 +45,15 @@ class Feature:
         """A call uses the open job, whose session and members may have changed since the last call. for_step: the call is a step."""
 
     def before_step(self, parameters: Parameters) -> None:
+    @property
+    def origin(self) -> int:
+        """What a new job's first values come from, see progress.Progress. 0: nothing that has a digest."""
+        return 0
+
+    def goes_on(self, job: OpenJob) -> str:
+        """The job was there before this optimizer opened it. May refuse it. Returns what to add to the line that tells so, or ''."""
+        return ''
+
         """May refuse a step before anybody looks at gradients. The job may not be open yet."""
 
     def gathers(self, group: Group) -> Mapping[tuple[int, ...], Order]:

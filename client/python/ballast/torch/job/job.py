@@ -27,7 +27,7 @@ from ballast.torch.job.opened import OpenJob
 from ballast.torch.job.progress import Progress
 from ballast.torch.modes import plainly
 from ballast.torch.ranks import groups
-from ballast.torch.ranks.together import everyone
+from ballast.torch.ranks.together import everyone, together
 from ballast.torch.tensors.members import Member, check_frozen, warn_of_others
 
 if TYPE_CHECKING:
@@ -212,12 +212,17 @@ class Job:
         opened.unpulled = opened.session.version >= 0
         if opened.lends_masters and not opened.unpulled:
             self.connection.hold_masters()
-        opened.give_values(opened.exchange('the beginning of a job'))
         opened.found = opened.session.version if opened.unpulled else None
         if self.options.rank == 0:
-            self._say_where_it_is(opened)
+            self._say_where_it_is(opened, more)
 
     def _warn_of_surprises(self, fit: Fit) -> None:
+        exchange, more = opened.exchange('the beginning of a job'), ''
+        if opened.found is None:
+            self.progress.origin = next(filter(None, (feature.origin for feature in self.features)), 0)
+        else:
+            more = together(exchange, lambda: ''.join(feature.goes_on(opened) for feature in self.features))
+        opened.give_values(exchange)
         if self.connection.was_used:
             warn(f"job '{self.options.job}' was open in another optimizer of this process, which can make no more steps from now on. If "
                  'both train, give each a name of its own')
@@ -225,11 +230,11 @@ class Job:
             warn(f"job '{self.options.job}' has no state of {len(fit.unknown)} parameters, '{fit.unknown[0]}' among them; the next step "
                  'starts their state from zero')
 
-    def _say_where_it_is(self, opened: OpenJob) -> None:
+    def _say_where_it_is(self, opened: OpenJob, more: str) -> None:
         if self.options.resume != 'never' or self.options.servers:  # else it can only be new
             after = 'a load that did not end' if self.progress.partly else f'step {self.progress.steps}'
             say(f"job '{self.options.job}' " + (
-                'is new' if opened.found is None else f'goes on after {after} (version {opened.found})'))
+                'is new' if opened.found is None else f'goes on after {after} (version {opened.found}){more}'))
         if self.progress.steps > 0 and not self.progress.partly:
             self.buffers.warn(self.options.job, self.progress.steps)
 

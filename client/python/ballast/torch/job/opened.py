@@ -73,7 +73,8 @@ class OpenJob:
         if not self.session.needs_values:
             return
         check_values(exchange, self.roster, self.members, together(exchange, self._without_values))
-        give_values(self.session, self.members, together(exchange, lambda: Memory(self.members, self.host).wait()))
+        blob = self.progress.pack(0) if self.session.version < 0 and self.progress.origin else b''
+        give_values(self.session, self.members, together(exchange, lambda: Memory(self.members, self.host).wait()), blob)
 
     def _without_values(self) -> list[Member]:
         """Returns members that may have no values on the servers. All others have values."""

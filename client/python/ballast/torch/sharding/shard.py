@@ -64,8 +64,9 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     backwards: how many backward passes with gradient sync make a step.
     weights: a checkpoint of safetensors for a new job: a folder, an index, one file, or a ballast.torch.Weights where names need help. All
         headers are checked here. Values go to the servers one tensor after another when the job opens, and each rank reads its own parts.
-        Names are the model's, or such that transformers renames to them. Persistent buffers come from it, too, at each start. Buffers that
-        are on the meta device and not in it are made again as their module makes them.
+        Names are the model's, or such that transformers renames to them. Persistent buffers come from it, too, at each start. A
+        job that is there keeps its own values, says that it did not read these, and refuses another checkpoint than it began with. Buffers
+        that are on the meta device and not in it are made again as their module makes them.
     gather, reduce: 'q8' moves parameters (ZeRO++'s qwZ) or gradients (qgZ) between ranks as 8-bit integers, with a scale for each 64 of
         them: 1/3.8 of the bytes of float32. A parameter that a pass computes with is off by at most 1/254 of the largest magnitude among
         its 64, plus the rounding to the dtype of gathers. A gradient is off by the mean of that over ranks. Masters on the servers stay
@@ -99,7 +100,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         _wrap(model, mesh, units, mp_policy, reshard_after_forward)
     _check_wrapped(model, gather, reduce, second)
     how = {'gather': gather, 'reduce': reduce, 'second': second and f'{len(second.mesh)} ranks',
-           'weights': None if streamed is None else f'{streamed.checkpoint.identity:08x}'}
+           'weights': None if streamed is None else f'{streamed.origin:08x}'}
     sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed, '' if frozen == 'state' else frozen,
                       ''.join(f', {name}={value}' for name, value in how.items() if value is not None))
     sharded.values.streamed = streamed

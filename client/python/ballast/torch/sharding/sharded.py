@@ -187,6 +187,23 @@ class Sharded(Model, Feature):
                         'optimizer all of model.named_parameters(), not only those that want gradients, or add the rest by '
                         'add_param_group(). Of a frozen parameter servers keep only the value, and no step changes it', 'BAD_SPEC')
 
+    @property
+    def origin(self) -> int:
+        return 0 if self.values.streamed is None else self.values.streamed.origin
+
+    def goes_on(self, job: OpenJob) -> str:
+        """Tells that shard(weights=) is not read, and refuses another checkpoint than the job began with."""
+        streamed, began = self.values.streamed, job.progress.origins
+        if streamed is None:
+            return ''
+        path = streamed.checkpoint.path
+        if began.isdisjoint((0, streamed.origin)):
+            raise Error(f"job '{job.options.job}' goes on after step {job.progress.steps} and began with another checkpoint than "
+                        f"shard(weights='{path}'): its digest is {min(began):08x}, this one's is {streamed.origin:08x}. A job that is "
+                        'there keeps its own values. Give weights= the checkpoint that it began with, or leave weights= out, or give a '
+                        'new job another name', 'BAD_SPEC')
+        return f"; it has its own values, and parameters were not read from weights='{path}'"
+
     def opened(self, job: OpenJob, for_step: bool) -> None:
         """Takes up the job's current session and members."""
         if self._session is not job.session:

@@ -14,6 +14,7 @@ from torch import nn
 from ballast import _native
 from ballast.errors import Error
 from ballast.torch.job.naming import unwrapped
+from ballast.torch.job.progress import origin_of
 from ballast.torch.tensors.kinds import DTYPES
 from ballast.torch.tensors.remote import Part
 from ballast.torch.weights import buffers, names, tensors
@@ -43,6 +44,7 @@ class Streamed:
         Errors: BAD_CONFIG without a checkpoint, CHECKSUM for a damaged one, BAD_SPEC for names, shapes or dtypes that do not fit."""
         given = checked(weights)
         self.checkpoint = Checkpoint(given.path)
+        self.origin = origin_of(self.checkpoint.identity)
         self.bytes = 0  # read of it by this rank so far
         wanted = {whole.name: whole for whole in tensors.wholes(model)}
         own = {tensor: unwrapped(name) for name, tensor in (*model.named_buffers(), *model.named_parameters())}
@@ -140,8 +142,6 @@ class Streamed:
         return found
 
 
-def _is_among(patterns: Iterable[str], *names: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns for name in names)
 def _samples(box: Box, entry: Entry) -> Iterator[Box]:
     """Yields boxes of some rows each, as _SAMPLES says."""
     if not box:
@@ -153,6 +153,8 @@ def _samples(box: Box, entry: Entry) -> Iterator[Box]:
         yield [(begin, min(begin + count, last)), *box[1:]]
 
 
+def _is_among(patterns: Iterable[str], *names: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns for name in names)
 
 
 def _check(wanted: Whole, entry: Entry) -> None:

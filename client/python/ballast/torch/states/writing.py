@@ -10,7 +10,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.agreement.agree import Collected, agree, check_loaded, check_values
-from ballast.torch.job import edits, progress, registration, spec
+from ballast.torch.job import edits, registration, spec
 from ballast.torch.job.fit import lines
 from ballast.torch.job.job import Job
 from ballast.torch.job.moments import MASTER, Array, read_part
@@ -172,7 +172,7 @@ class _Load:
         """COLLECTIVE."""
         session = self._opened.session
         values = self._values(write)
-        sealed = progress.pack(self._steps, self._blob) if is_last else progress.pack_under_way()
+        sealed = self._job.progress.pack(self._steps, self._blob) if is_last else self._job.progress.pack_under_way()
         before = session.version
         try:
             session.commit_state(write.array.name, [member.name + write.array.suffix for member in write.batch], values,

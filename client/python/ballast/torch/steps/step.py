@@ -10,7 +10,6 @@ import torch
 from ballast import _native
 from ballast.errors import Error, warn
 from ballast.torch.agreement.agree import Collected
-from ballast.torch.job import progress
 from ballast.torch.job.features import Feature
 from ballast.torch.job.opened import OpenJob
 from ballast.torch.job.progress import Progress
@@ -96,7 +95,7 @@ class Step:
                 ready = self._land_unit
             self._report = self._session.step(
                 memory.gradients, memory.parameters, collected.groups, 1.0 if self._scale is None else self._scale, self._results.max_norm,
-                blob=progress.pack(self._job.progress.steps + 1, self._blob), ready=ready)
+                blob=self._job.progress.pack(self._job.progress.steps + 1, self._blob), ready=ready)
         except BaseException:
             self.give_up()
             raise

@@ -90,9 +90,9 @@ class Memory:
             self._host.copy(parameter, written)
 
 
-def give_values(session: _native.Session, members: Sequence[Member], memory: Memory) -> None:
+def give_values(session: _native.Session, members: Sequence[Member], memory: Memory, blob: bytes = b'') -> None:
     """Gives tensors without values on the servers the values of their parameters. A parameter without memory gets those of
-    Member.initial(), one after another. COLLECTIVE. memory: of the members."""
+    Member.initial(), one after another. COLLECTIVE. memory: of the members. blob: the job's; b'': it stays as it is."""
     failed: list[BaseException] = []
 
     def initial(i: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def give_values(session: _native.Session, members: Sequence[Member], memory: Mem
             failed.append(error)
             raise
     try:
-        session.initialise(memory.parameters, initial)
+        session.initialise(memory.parameters, initial, blob)
     except BaseException:
         if failed:
             raise failed[0] from None
