@@ -115,6 +115,42 @@ def test_accumulation_goes_with_the_last(job, two_servers):
     assert same(model, twin)
 
 
+class Routed(nn.Module):
+    """Experts, of which each micro-batch reaches those that it names; and a layer that some leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.skipped = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, reached, skips):
+        x = self.first(torch.ones(2, 4))
+        x = x if skips else self.skipped[0](x)
+        return sum(self.experts[i](x) for i in reached).square().mean()
+
+
+@pytest.mark.filterwarnings('error')
+def test_uneven_micro_batches_send_no_gradient_twice(job, two_servers):
+    """Each step has three micro-batches, and each reaches other experts."""
+    torch.manual_seed(7)
+    (model, mine), (twin, theirs) = pair(Routed(), job, two_servers)
+    steps = [([0], [0, 1], [0, 1, 2]), ([0, 1], [1], [1, 2]), ([2], [2, 1], [2, 0, 1]), ([0], [0, 1], [0, 2]), ([1, 2], [1, 2], [1, 2, 0])]
+    counts = []
+    for number, micro_batches in enumerate(steps):
+        pushed, dropped = mine.job.opened.session.pushed, mine.job.opened.session.dropped
+        for each, optimizer in ((model, mine), (twin, theirs)):
+            for i, reached in enumerate(micro_batches):
+                each(reached, skips=number == 1 and i == 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append((mine.job.opened.session.pushed - pushed, mine.job.opened.session.dropped - dropped))
+    assert same(model, twin)
+    # The first step does not know of the micro-batches: two layers go, and are taken back. The third expects two gradients of the layer
+    # that one left out. Of the other steps, each unit goes once: the layers and the one expert, or two, that all three reach.
+    assert counts[1] == (2, 0) and counts[3:] == [(3, 0), (4, 0)], counts
+    assert counts[0][1] == counts[2][1] == 1, counts
+
+
 def test_zero_grad_takes_it_back(job, two_servers):
     (model, mine), (twin, theirs) = pair(mlp(), job, two_servers)
     for i, batch in enumerate(batches(9)):

@@ -230,11 +230,24 @@ def unit_of(name: str) -> str:
     >>> unit_of('layers.3.mlp.shared_experts.0.up.weight')
     'layers.3'
     """
+    return _expert_of(name) or block_of(name)
+
+
+def is_expert(name: str) -> bool:
+    """Tells whether the parameter is in a unit of its expert.
+
+    >>> is_expert('experts.17.up.weight'), is_expert('layers.3.mlp.router.weight')
+    (True, False)
+    """
+    return _expert_of(name) is not None
+
+
+def _expert_of(name: str) -> str | None:
     parts = name.split('.')
     for i, part in enumerate(parts[1:-1], 1):
         if 'expert' in parts[i - 1] and 'shared' not in parts[i - 1] and part.removeprefix('expert_').isdigit():
             return '.'.join(parts[: i + 1])
-    return block_of(name)
+    return None
 
 
 def block_of(name: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from ballast import _native
 from ballast.errors import Error, warn
 from ballast.torch.job.features import Feature, Gone
-from ballast.torch.job.naming import Parameters
+from ballast.torch.job.naming import Parameters, is_expert
 from ballast.torch.job.opened import OpenJob
 from ballast.torch.ranks.groups import Group
 from ballast.torch.steps import background
@@ -71,6 +71,10 @@ class Early(Feature):
         self._hooked = Hooked(self)
         self._fired: list[int] = []  # by member: gradients accumulated since the last step
         self._usual: list[int] = []  # as many as the last step had
+        self._most = 1  # of these
+        # Units that some micro-batches leave out, as experts without tokens. Only the most of all members tells that no more comes.
+        self._uneven: set[int] = set()
+        self._overran: set[int] = set()  # units with a gradient behind the one that went, in this step
         self._sent: dict[int, _Sent] = {}  # by unit
         self._spoilt = False  # what went does not stand: all goes in the step, and nothing before it
         self._warned = False
@@ -100,6 +104,7 @@ class Early(Feature):
         if self._hooked.follow(session, members, lambda _: True):
             self._fired = [0] * len(members)
             self._usual += [1] * (len(members) - len(self._usual))
+            self._uneven |= {unit for unit, tensors in enumerate(self._hooked.units) if any(is_expert(members[i].name) for i in tensors)}
 
     def accumulated(self, i: int) -> None:
         with self._lock:
@@ -107,8 +112,13 @@ class Early(Feature):
             unit = self._hooked.unit_of[i]
             if unit in self._sent:
                 self._spoilt = True  # there was more to come
-            if not self._spoilt and all(self._fired[j] >= self._usual[j] for j in self._hooked.units[unit]):
+                self._overran.add(unit)
+            if not self._spoilt and all(self._fired[j] >= self._expected(j) for j in self._hooked.units[unit]):
                 self._send(unit)
+
+    def _expected(self, i: int) -> int:
+        """How many gradients a member gets in this step, by index."""
+        return self._most if self._hooked.unit_of[i] in self._uneven else self._usual[i]
 
     def _send(self, unit: int) -> None:
         members, session, host = [self._hooked.members[i] for i in self._hooked.units[unit]], self.session, self._host
@@ -174,6 +184,10 @@ class Early(Feature):
     def take(self) -> Gone:
         """Returns what went. It must stay in memory until the step is over."""
         self._usual = [fired or usual for fired, usual in zip(self._fired, self._usual)]
+        most = max(self._fired, default=0) or self._most
+        if most <= self._most:  # else a step has more micro-batches than before
+            self._uneven |= self._overran
+        self._most = most
         gone = Gone(self.there, self._sent)
         self._begin()
         return gone
@@ -181,12 +195,13 @@ class Early(Feature):
     def _begin(self) -> None:
         self._sent = {}
         self._fired = [0] * len(self._hooked.members)
+        self._overran = set()
         self._spoilt = False
 
     def _forget(self) -> None:
         """Forgets what another session had."""
         self._hooked.forget()
-        self._usual = []
+        self._usual, self._most, self._uneven = [], 1, set()
         self._begin()
 
     def left(self) -> None:
