@@ -1,5 +1,6 @@
 """A mixture of experts on the servers: only experts that tokens reach are pulled, pushed and updated, on one rank and on several."""
 import copy
+import io
 import os
 import re
 import subprocess
@@ -160,6 +161,34 @@ def test_a_state_of_fused_experts():
     state['model.layers.0.mlp.experts.down_proj'] = torch.zeros(3, 24, 16)
     with pytest.raises(RuntimeError, match=r'(?s)Missing key.*experts.0.down_proj.*Unexpected key.*experts.down_proj'):
         split.load_state_dict(state)
+
+
+@pytest.mark.parametrize('copied', ['pickle', 'deepcopy', 'twice'])
+def test_a_copy_of_a_split_model(copied):
+    def copy_of(model):
+        if copied == 'deepcopy':
+            return copy.deepcopy(model)
+        memory = io.BytesIO()
+        torch.save(model, memory)
+        memory.seek(0)
+        return torch.load(memory, weights_only=False)
+    split = bt.split_experts(of_transformers('GptOss'))
+    made = copy_of(copy_of(split) if copied == 'twice' else split)
+    experts, theirs = made.model.layers[0].mlp.experts, split.model.layers[0].mlp.experts
+    assert type(experts) is type(theirs) and experts is not theirs
+    assert not {p.data_ptr() for p in made.parameters()} & {p.data_ptr() for p in split.parameters()}
+    tokens = torch.arange(3)[None]
+    loss, expected = (each(input_ids=tokens, labels=tokens, use_cache=False).loss for each in (made, split))
+    assert loss == expected
+    loss.backward()
+    assert [name for name, p in made.named_parameters() if p.grad is None] and all(p.grad is None for p in split.parameters())
+    # The copy's own hooks: its state_dict() is the fused one, and it loads one, of its own values.
+    state = made.state_dict()
+    assert state.keys() == of_transformers('GptOss').state_dict().keys()
+    with torch.no_grad():
+        experts.get_submodule('3').down_proj.fill_(2)
+    assert made.state_dict()['model.layers.0.mlp.experts.down_proj'][3].eq(2).all() and not theirs.down_proj.eq(2).any()
+    assert made.load_state_dict(state).missing_keys == [] and torch.equal(experts.down_proj, theirs.down_proj)
 
 
 def test_experts_on_the_meta_device():

@@ -15,6 +15,7 @@ from ballast.torch.tensors.remote import part_of
 
 # What transformers' decorator use_experts_implementation tells of a class.
 _TOLD = 'has_gate', 'has_bias', 'is_transposed', 'num_experts'
+_classes: dict[type[nn.Module], type[Split]] = {}  # of split modules, by their own class
 
 
 class Expert(nn.Module):
@@ -46,6 +47,7 @@ class Split(nn.Module):
     """Base of the classes that split_experts() gives to fused modules. They compute as their own class, but with tokens of one expert at a
     time, and only with experts that tokens reach. Threads: as their own class."""
 
+    own_class: type[nn.Module]
     # Of the module's own class.
     num_experts: int
     has_gate: bool
@@ -62,6 +64,12 @@ class Split(nn.Module):
         hooks: Any = self  # torch gives their methods no types
         hooks.register_state_dict_post_hook(_stack)
         hooks.register_load_state_dict_pre_hook(_slice)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickles and copies: no module has the class that split_class() makes."""
+        if type(self) is not split_class(self.own_class):  # fully_shard has made a class of this one
+            return super().__reduce_ex__(protocol)
+        return _empty, (self.own_class,), self.__dict__
 
     def __getattr__(self, name: str) -> Any:
         """Returns a copy of a fused tensor, for whoever looks for the names of state_dict(), as Distributed Checkpoint does. If experts are
@@ -97,6 +105,20 @@ class Split(nn.Module):
         return self._apply_gate(x) if self.has_gate else self.act_fn(x)
 
 
+def split_class(kind: type[nn.Module]) -> type[Split]:
+    """Returns the class of split modules that were of class `kind`: one for each."""
+    made = _classes.get(kind)
+    if made is None:
+        made = _classes[kind] = type(f'Split{kind.__name__}', (Split, kind), {'own_class': kind})
+    return made
+
+
+def _empty(kind: type[nn.Module]) -> Split:
+    """Returns a split module without anything in it, which a pickle or a copy fills."""
+    made = split_class(kind)
+    return made.__new__(made)
+
+
 def split_experts(model: nn.Module) -> nn.Module:
     """Splits the fused experts of a transformers model, whose layers have one tensor for all experts, into a module for each expert. Call
     it before shard(), and then give the optimizer model.named_parameters(). Returns `model`.
@@ -123,9 +145,9 @@ def split_experts(model: nn.Module) -> nn.Module:
             for expert, part in zip(made, fused.detach().unbind()):
                 expert.register_parameter(leaf, nn.Parameter(part.clone(), requires_grad=fused.requires_grad))
             del module._parameters[leaf]
-        kind = type(module)
-        module.__class__ = type(f'Split{kind.__name__}', (Split, kind), {})
-        module._split(made, its)
+        module.__class__ = split_class(type(module))
+        if isinstance(module, Split):
+            module._split(made, its)
     return model
 
 
