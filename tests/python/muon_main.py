@@ -20,6 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / 'client/pyt
 from transformer import Transformer, batch, loss_of
 
 import ballast.torch as bt
+from ballast.torch.steps import assisted
 
 STEPS = 200 if os.environ.get('TEST_ROUNDS') == 'full' else 12
 MUON = {'lr': 2e-3, 'weight_decay': 0.1, 'momentum': 0.9, 'adjust_lr_fn': 'match_rms_adamw'}
@@ -149,6 +150,107 @@ def lopsided(**more):
     except Exception as error:
         return str(error), found
     return 'no error', found
+
+
+class Failing:
+    """A rule that raises at one of its updates."""
+
+    def __init__(self, rule, at):
+        self._rule, self._at, self.calls = rule, at, 0
+
+    def __getattr__(self, name):
+        return getattr(self._rule, name)
+
+    def update(self, group, direction):
+        self.calls += 1
+        if self.calls == self._at:
+            raise RuntimeError('amid a wave')
+        return self._rule.update(group, direction)
+
+
+def in_waves(model, optimizer, fails_at):
+    """Gives each matrix a wave of its own. fails_at: an update of rank 1. Returns the feature, and sizes of what waves pushed."""
+    assisted.WAVE_BYTES = 1
+    feature = next(each for each in optimizer.job.features if isinstance(each, assisted.Assisted))
+    if dist.get_rank() == 1:
+        feature._rule = Failing(feature._rule, fails_at)
+    pushed, push = [], feature._push
+
+    def counted(job, ready, units):
+        push(job, ready, units)
+        pushed.append(len(feature._went))
+    feature._push = counted
+    return feature, pushed
+
+
+def again(call, said):
+    """A call that is made once more if it raises."""
+    def twice(*arguments, **more):
+        try:
+            return call(*arguments, **more)
+        except Exception as error:
+            said.append(str(error))
+            return call(*arguments, **more)
+    return twice
+
+
+def waves(**more):
+    """A step amid which one rank fails, when updates have gone to the servers, is made again. Beside beside_torch(): what was told; how
+    many waves there are; the most members that went before a step."""
+    model = made()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer, said = ours(model, name='waves', **more), []
+    feature, pushed = in_waves(model, optimizer, fails_at=30)
+    optimizer.step = again(optimizer.step, said)
+    found = beside_torch(model, optimizer, dist.get_rank(), dist.get_world_size())
+    return found, said, len(feature._waves[1]), max(pushed)
+
+
+def sharded_waves(**more):
+    """As waves(), of parameters on the servers, whose other gradients went in backward: the step is refused until they are made again."""
+    results = []
+    for fails_at in (0, 30):
+        model = bt.shard(made())
+        optimizer, said, losses = ours(model, name=f'sharded_waves{fails_at}', **more), [], []
+        in_waves(model, optimizer, fails_at)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        for step in range(6):
+            tokens = batch(step, 0, size=ROWS)[rank * ROWS // ranks:(rank + 1) * ROWS // ranks]
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+                loss.backward()
+                try:
+                    again(optimizer.step, said)()
+                    break
+                except Exception as error:
+                    said.append(str(error))
+            losses.append(loss.item())
+        with bt.gathered(model):
+            results.append((losses, full(model), said))
+        dist.barrier()
+        optimizer.close()
+    return results
+
+
+def options(**more):
+    """What is told at the opening if ranks differ, by option; and a job that opens with values of other types."""
+    rank, said = dist.get_rank(), []
+    for number, other in enumerate(({'momentum': 0.95}, {'nesterov': False}, {'use_muon': False})):
+        optimizer = bt.Muon(nn.Linear(8, 8, bias=False).named_parameters(), **{**MUON, **(other if rank else {})}, dram='128MiB',
+                            name=f'options{number}', **more)
+        try:
+            optimizer.resume()
+            said.append('no error')
+        except Exception as error:
+            said.append(str(error))
+        optimizer.close()
+    torch.manual_seed(1)
+    alike = {'eps': 1, 'ns_coefficients': [3.0, -4.0, 2.0]} if rank else {'eps': 1.0, 'ns_coefficients': (3, -4, 2)}
+    optimizer = bt.Muon(nn.Linear(8, 8, bias=False).named_parameters(), **MUON, **alike, dram='128MiB', name='alike', **more)
+    return said, optimizer.resume().step
 
 
 def max_norm(**more):

@@ -6,7 +6,9 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 import urllib.request
+import weakref
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from own_process import Process, free_port
 import ballast
 import ballast.torch as bt
 from ballast import programs
+from ballast.torch.steps import assisted
 
 HERE = pathlib.Path(__file__).parent
 CLOSE = {'rtol': 1e-5, 'atol': 1e-5}
@@ -79,14 +82,83 @@ def check(found):
 
 
 def test_two_ranks(tmp_path):
-    found = run(2, 'ddp,fsdp2,lopsided,max_norm,sharded', tmp_path)
+    found = run(2, 'ddp,fsdp2,lopsided,max_norm,sharded,options', tmp_path)
     (told, momentum), (_, other) = found.pop('lopsided')
-    assert 'other options on rank 1 than on rank 0' in told and "'ns_steps', 4" in told, told
+    assert told.startswith('ns_steps of param_groups[0], which Muon updates, is 5 on rank 0 and 4 on rank 1; expected the same'), told
+    for rank in range(2):
+        said, opened = found['options'][rank]
+        assert said == [
+            'momentum of param_groups[0], which Muon updates, is 0.9 on rank 0 and 0.95 on rank 1; expected the same on all ranks '
+            '[RANKS_DIFFER]',
+            'nesterov of param_groups[0], which Muon updates, is True on rank 0 and False on rank 1; expected the same on all ranks '
+            '[RANKS_DIFFER]',
+            'rank 0 has adjust_lr_fn of param_groups[0], which Muon updates, and 5 more, but rank 1 has not; expected the same on all '
+            'ranks [RANKS_DIFFER]'], said
+        assert opened == 0
+    del found['options']
     torch.testing.assert_close(momentum, other, rtol=0, atol=0)
     assert momentum[:16].any()
     norms = {way: [norm for norm, _ in found.pop(way)] for way in ('max_norm', 'sharded')}
     check(found)
     assert all(len(set(each)) == 1 and each[0] > 0 for each in norms.values()), norms
+
+
+def test_a_wave_that_fails_leaves_nothing_behind(tmp_path):
+    """Each matrix is computed in a wave of its own, and the updates of a wave go to the servers as the next begins."""
+    found = run(2, 'waves,sharded_waves', tmp_path)
+    for (worst, of_momenta, _), said, waves, went in found['waves']:
+        assert worst < 1e-6 and of_momenta < 1e-6, found
+        assert [each.endswith('amid a wave') for each in said] == [True], said
+        assert waves == 24 and went >= 20, found
+    for (expected, values, nothing), (losses, came, said) in found['sharded_waves']:
+        assert nothing == [] and losses == expected
+        torch.testing.assert_close(came, values, rtol=0, atol=0)
+        assert said[0].endswith('amid a wave') and len(said) == 2, said
+        assert 'went to the servers for a step that was not made; run forward and backward again' in said[1]
+
+
+def test_updates_of_a_wave_are_let_go(job, two_servers, monkeypatch):
+    """Bytes of updates that the trainer has, once servers have taken those of the waves before."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=i % 2 == 0) for i in range(8)))
+    optimizer = bt.Muon(bt.muon_groups(model), servers=two_servers, name=job['name'])
+    monkeypatch.setattr(assisted, 'WAVE_BYTES', 4 * 2 * 64 * 64)  # directions and updates of two matrices
+    updates, most = [], []
+    compute = assisted.Assisted._compute
+
+    def counted(self, job, ready, matrices, factor, done):
+        compute(self, job, ready, matrices, factor, done)
+        updates.extend(weakref.ref(ready.gradients[matrix.at]) for matrix in matrices)
+        deadline = time.monotonic() + 20
+        while True:
+            most.append(sum(update().nbytes for update in updates if update() is not None))
+            if most[-1] <= 2 * 4 * 64 * 64 or time.monotonic() > deadline:
+                break
+            del most[-1]
+            time.sleep(0.01)
+    monkeypatch.setattr(assisted.Assisted, '_compute', counted)
+    for _ in range(2):
+        model(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert most == [2 * 4 * 64 * 64] * 8 and len(updates) == 2 * 8
+
+
+def test_an_export_goes_into_another_job(job, tmp_path):
+    """Momenta, masters and steps, of matrices and of the rest."""
+    models = [made(torch.bfloat16) for _ in range(2)]
+    first, second = (ours(model, **{**job, 'name': f'{job["name"]}{i}'}) for i, model in enumerate(models))
+    train(models[0], first, steps=3, clip=False)
+    bt.export_state(first, tmp_path / 'state')
+    models[1].load_state_dict(models[0].state_dict())
+    bt.import_state(second, tmp_path / 'state')
+    for a, b in zip(*(model.parameters() for model in models)):
+        assert first.state[a].keys() == second.state[b].keys()
+        torch.testing.assert_close(dict(second.state[b]), dict(first.state[a]), rtol=0, atol=0)
+    query = models[0].blocks[0].query.weight
+    assert list(first.state[query]) == ['step', 'momentum_buffer', 'master'] and first.state[query]['momentum_buffer'].any()
+    assert train(models[1], second, steps=6, start=3, clip=False) == train(models[0], first, steps=6, start=3, clip=False)
+    with pytest.raises(ballast.Error, match='the export is of muon, but this optimizer is adamw'):
+        bt.import_state(bt.AdamW(made(torch.bfloat16).named_parameters(), **{**job, 'name': f'{job["name"]}adamw'}), tmp_path / 'state')
 
 
 def test_four_ranks_over_two_servers(tmp_path):

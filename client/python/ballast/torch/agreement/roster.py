@@ -72,6 +72,10 @@ class Roster:
         # A rank without an element has nothing to compare, so it shares a box with no other rank.
         return box if all(begin < end for begin, end in box) else ((-1, place.rank),)
 
+    def divided(self, places: Sequence[Place]) -> int:
+        """Returns how many different parts of a parameter these ranks have. places: all of the parameter's."""
+        return len(self._classes(list(places)))
+
     @property
     def places(self) -> bool:
         """Ranks have parts of parameters, or different parameters. Otherwise each rank has all of them whole."""

@@ -80,17 +80,18 @@ class Connection:
         self._apart = self._budgets['directory']
         embedded.want_apart(self, self._apart)
 
-    def open(self, group: Group, options: _native.OpenOptions, look: Callable[[], Fit], apart: bool) -> tuple[_native.Session, Fit, Roster]:
+    def open(self, group: Group, options: _native.OpenOptions, look: Callable[[], Fit], entries: Callable[[], list[tuple[str, str]]],
+             apart: bool) -> tuple[_native.Session, Fit, Roster]:
         """Returns the session, the tensors that the job has, and those of all ranks of the group. Starts a server if none is named. look()
-        returns a Fit. If it raises, all ranks get its error before they ask any server. apart: the trainer has no parameters, so the server
-        keeps them."""
+        returns a Fit. If it raises, all ranks get its error before they ask any server. entries(): more that ranks must have alike. apart:
+        the trainer has no parameters, so the server keeps them."""
         private, self.was_used = None, False
         embed: contextlib.AbstractContextManager[embedded.Use | None] = contextlib.nullcontext()
         options.rank, options.world_size = group.rank, group.world_size
         options.servers, options.access = self._servers, self._access
         timeout, option = max((options.step_timeout, 'step_timeout'), (options.open_timeout, 'open_timeout'))
         exchange = group.exchange('the opening of a job', timeout, option)
-        fit = alike(exchange, look, lambda _: self._entries(options))
+        fit = alike(exchange, look, lambda _: [*self._entries(options), *entries()])
         roster = fit.agree(exchange)
         if group.several:
             places = hosts.meet(group, exchange, self._host)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -38,13 +38,13 @@ class Feature:
 
     lives_apart = False  # parameters are on the servers alone
 
+    def entries(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """Returns what all ranks must have alike, and its value, as texts. The opening of a job compares it. groups: the param_groups."""
+        return []
+
     def opening(self, parameters: Parameters, group: Group) -> None:
         """The job is about to open. Raises an error if this rank must not open it."""
 
-    def opened(self, job: OpenJob, for_step: bool) -> None:
-        """A call uses the open job, whose session and members may have changed since the last call. for_step: the call is a step."""
-
-    def before_step(self, parameters: Parameters) -> None:
     @property
     def origin(self) -> int:
         """What a new job's first values come from, see progress.Progress. 0: nothing that has a digest."""
@@ -54,6 +54,10 @@ class Feature:
         """The job was there before this optimizer opened it. May refuse it. Returns what to add to the line that tells so, or ''."""
         return ''
 
+    def opened(self, job: OpenJob, for_step: bool) -> None:
+        """A call uses the open job, whose session and members may have changed since the last call. for_step: the call is a step."""
+
+    def before_step(self, parameters: Parameters) -> None:
         """May refuse a step before anybody looks at gradients. The job may not be open yet."""
 
     def gathers(self, group: Group) -> Mapping[tuple[int, ...], Order]:
@@ -76,6 +80,10 @@ class Feature:
 
     def prepare(self, job: OpenJob, ready: Ready) -> None:
         """All members are registered, and the step is about to begin. May replace gradients, by member. COLLECTIVE."""
+
+    def unprepare(self) -> None:
+        """The step that prepare() was called for does not begin: what prepare() sent to the servers does not count. The other ranks follow
+        at the next step."""
 
     def take(self) -> Gone | None:
         """The step begins. Returns the gradients that went before it."""

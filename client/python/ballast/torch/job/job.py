@@ -176,7 +176,8 @@ class Job:
 
     def _connect(self, trained: Iterable[str]) -> OpenJob:
         group = self.group
-        session, fit, roster = self.connection.open(group, self.options, lambda: self._look(group, trained), apart=self.lives_apart)
+        session, fit, roster = self.connection.open(group, self.options, lambda: self._look(group, trained), self._entries,
+                                                    apart=self.lives_apart)
         self.opened = opened = OpenJob(session, fit.members, roster, group, options=self.options, parameters=self.parameters,
                                        connection=self.connection, progress=self.progress)
         try:
@@ -185,6 +186,9 @@ class Job:
             self.leave()
             raise
         return opened
+
+    def _entries(self) -> list[tuple[str, str]]:
+        return [entry for feature in self.features for entry in feature.entries(self.param_groups)]
 
     def _look(self, group: groups.Group, trained: Iterable[str]) -> Fit:
         """Completes the options, and finds the tensors to open the job with. An error here is an error on all ranks."""
@@ -213,16 +217,16 @@ class Job:
         if opened.lends_masters and not opened.unpulled:
             self.connection.hold_masters()
         opened.found = opened.session.version if opened.unpulled else None
-        if self.options.rank == 0:
-            self._say_where_it_is(opened, more)
-
-    def _warn_of_surprises(self, fit: Fit) -> None:
         exchange, more = opened.exchange('the beginning of a job'), ''
         if opened.found is None:
             self.progress.origin = next(filter(None, (feature.origin for feature in self.features)), 0)
         else:
             more = together(exchange, lambda: ''.join(feature.goes_on(opened) for feature in self.features))
         opened.give_values(exchange)
+        if self.options.rank == 0:
+            self._say_where_it_is(opened, more)
+
+    def _warn_of_surprises(self, fit: Fit) -> None:
         if self.connection.was_used:
             warn(f"job '{self.options.job}' was open in another optimizer of this process, which can make no more steps from now on. If "
                  'both train, give each a name of its own')

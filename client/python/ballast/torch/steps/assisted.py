@@ -21,23 +21,29 @@ import torch
 import torch.distributed as dist
 
 from ballast.errors import Error
-from ballast.torch.job.features import Feature
+from ballast.torch.job.features import Feature, Gone
 from ballast.torch.job.moments import read_part
 from ballast.torch.ranks.groups import Within
-from ballast.torch.ranks.together import everyone, together
+from ballast.torch.ranks.together import alike, everyone, together
 from ballast.torch.tensors import placement
 from ballast.torch.tensors.kinds import DTYPES, local
 from ballast.torch.tensors.members import STATE_SUFFIX, Member, StateMember
-from ballast.torch.tensors.remote import gone_of
+from ballast.torch.tensors.memory import in_host
+from ballast.torch.tensors.remote import GoneGradient, Remote, gone_of
 
 if TYPE_CHECKING:
+    from ballast import _native
     from ballast.torch.agreement.roster import Place, Roster
     from ballast.torch.job.features import Ready
     from ballast.torch.job.opened import OpenJob
     from ballast.torch.ranks.groups import Group
 
 # States on their way at once, in bytes; at least one.
-_AHEAD_BYTES = 64 << 20
+AHEAD_BYTES = 64 << 20
+# Directions and updates that a rank has at once, in bytes; at least those of one matrix. Less would leave ranks without a matrix of theirs
+# in a wave.
+WAVE_BYTES = 512 << 20
+WIDTH = 2  # of a direction's element, and of an update's
 
 Box = tuple[tuple[int, int], ...]
 
@@ -75,12 +81,26 @@ class _Matrix(NamedTuple):
         return self.owner if self.owner in ranks else ranks[0]
 
 
+class _Wave(NamedTuple):
+    """Matrices whose updates are computed together. Ranks have as many waves, though not all have matrices in each."""
+    matrices: list[_Matrix]
+    units: list[int]  # of the session: their last assisted tensor is in this wave
+
+
 class Assisted(Feature):
     """Threads: the training loop's."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._matrices: tuple[Roster | None, list[_Matrix]] = None, []
+        self._waves: tuple[Roster | None, list[_Wave]] = None, []
+        self._session: _native.Session | None = None
+        self._went: set[int] = set()  # members, by index, that went to the servers amid prepare()
+
+    def entries(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """What the update of a matrix depends on, and servers do not compare."""
+        return [(f"{key} of param_groups[{g}], which Muon updates,", repr(_plain(group[key])))
+                for g, group in enumerate(groups) if group.get('use_muon')
+                for key in sorted(group) if key.startswith(('ns_', 'adjust_')) or key in ('nesterov', 'momentum', 'eps')]
 
     def complete(self, members: Sequence[Member], gradients: list[torch.Tensor | None]) -> None:
         """A state's gradient is its parameter's."""
@@ -90,35 +110,50 @@ class Assisted(Feature):
                 gradients[i] = gradients[place[id(member.of)]]
 
     def left(self) -> None:
-        self._matrices = None, []
+        self._waves = None, []
+        self._session, self._went = None, set()
+
+    def take(self) -> Gone:
+        went, self._went = self._went, set()
+        return Gone(frozenset(went), None)
+
+    def unprepare(self) -> None:
+        if self._went and self._session is not None:
+            with contextlib.suppress(Error):  # the session is over
+                self._session.drop()
+        self._went = set()
 
     @torch.no_grad()
     def prepare(self, job: OpenJob, ready: Ready) -> None:
-        """Replaces gradients of assisted parameters by updates. COLLECTIVE."""
-        if self._matrices[0] is None:
+        """Replaces gradients of assisted parameters by updates, wave by wave. The updates of a wave go to the servers as the next wave
+        begins, so that the trainer has those of two waves at most. COLLECTIVE."""
+        if self._waves[0] is None:
             _meet(job.group, ready.gradients)
-        matrices = [matrix for matrix in self._all(job, ready.roster) if ready.present[matrix.at]]
-        gradients = {matrix.at: _gradient(matrix, ready.gradients[matrix.at]) for matrix in matrices}
+        self._session = job.session
         factor = ready.scale * _clip(job, ready)
+        done: list[int] = []
+        for wave in self._all(job, ready.roster):
+            self._compute(job, ready, [matrix for matrix in wave.matrices if ready.present[matrix.at]], factor, done)
+            done = wave.units
+
+    def _compute(self, job: OpenJob, ready: Ready, matrices: Sequence[_Matrix], factor: float, done: Sequence[int]) -> None:
+        """matrices: of one wave. factor: of gradients. done: units to push."""
+        gradients = {matrix.at: _gradient(matrix, ready.gradients[matrix.at]) for matrix in matrices}
         directions, updates = _Parts(job.group, matrices), _Parts(job.group, matrices)
 
-        def direct() -> bytes:
+        def direct() -> None:
+            self._push(job, ready, done)
             for matrix, state in _states(job, [matrix for matrix in matrices if matrix.sender(matrix.box) == job.group.rank]):
                 gradient = gradients[matrix.at]
                 scaled = gradient if factor == 1 else gradient.float() * factor
                 directions.have(matrix, self._rule.direction(_group_of(job, matrix), scaled, state.to(gradient.device)))
-            return repr([sorted(group.items()) for group in _options(job.param_groups)]).encode()
 
         def update() -> None:
             for matrix in matrices:
                 if matrix.owner == job.group.rank:
                     updates.own(matrix, self._rule.update(_group_of(job, matrix), directions.whole(matrix)))
         # An error on one rank is one on all: nobody waits for a part that does not come.
-        _, said = everyone(Within('directions', ready.exchange), direct, bytes)
-        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
-        if other is not None:
-            raise Error(f'param_groups have other options on rank {other} than on rank 0: {said[other].decode()} and {said[0].decode()}; '
-                        'expected the same on all ranks', 'RANKS_DIFFER')
+        alike(Within('directions', ready.exchange), direct, lambda _: self.entries(job.param_groups))
         directions.gather()
         together(Within('updates', ready.exchange), update)
         updates.scatter()
@@ -127,13 +162,38 @@ class Assisted(Feature):
             scale = self._rule.scale(_group_of(job, matrix), matrix.shape)
             ready.gradients[matrix.at] = updates.mine(matrix).to(gradient).mul_(scale)
 
-    def _all(self, job: OpenJob, roster: Roster) -> list[_Matrix]:
-        """Returns this rank's assisted parameters, in an order that is the same on all ranks."""
-        known, found = self._matrices
+    def _push(self, job: OpenJob, ready: Ready, units: Sequence[int]) -> None:
+        """Pushes units ahead of the step, and lets go of their updates."""
+        if not job.session.pushes_gradients:
+            return  # the server reads them where they are
+        tensors_of = job.session.units
+        for unit in units:
+            given = {i: gradient for i in tensors_of[unit] if (gradient := ready.gradients[i]) is not None}
+            memory = {i: in_host(job.host, job.members[i], 'gradient', gradient) for i, gradient in given.items()}
+            for event in job.host.enqueued():
+                event.synchronize()
+            self._went.update(given)
+            job.session.push_early(unit, [memory.get(i) for i in tensors_of[unit]], let_go=True)
+            for i, gradient in given.items():
+                if job.members[i].is_assisted:
+                    gone = GoneGradient(job.members[i].name, None, None)
+                    ready.gradients[i] = Remote(gone, gradient.shape, gradient.dtype, gradient.device)
+
+    def _all(self, job: OpenJob, roster: Roster) -> list[_Wave]:
+        """Returns waves of this rank's assisted parameters, in an order that is the same on all ranks."""
+        known, found = self._waves
         if known is not roster:
-            found = list(_matrices(job, roster))
-            self._matrices = roster, found
+            found = _waves(job, roster)
+            self._waves = roster, found
         return found
+
+
+def _plain(value: Any) -> Any:
+    """An option's value. Ranks may have it as a list or a tuple, and as an integer, a float or a tensor."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(each) for each in value)
+    value = value.item() if isinstance(value, torch.Tensor) else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _meet(group: Group, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -146,12 +206,6 @@ def _meet(group: Group, gradients: Sequence[torch.Tensor | None]) -> None:
 def _gradient(matrix: _Matrix, gradient: torch.Tensor | None) -> torch.Tensor:
     """A part without a gradient counts as zeros if other parts have one, as with every optimizer."""
     return torch.zeros_like(local(matrix.member.parameter)) if gradient is None else gradient
-
-
-def _options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Those that the update of a matrix depends on, and that servers do not compare."""
-    return [{key: value for key, value in group.items() if key.startswith(('ns_', 'adjust_')) or key in ('nesterov', 'momentum', 'eps')}
-            for group in groups if group.get('use_muon')]
 
 
 def _group_of(job: OpenJob, matrix: _Matrix) -> dict[str, Any]:
@@ -183,20 +237,43 @@ def _squares(job: OpenJob, ready: Ready) -> float:
     return mine
 
 
-def _matrices(job: OpenJob, roster: Roster) -> Iterator[_Matrix]:
+def _waves(job: OpenJob, roster: Roster) -> list[_Wave]:
     at = {member.name: i for i, member in enumerate(job.members)}
     names = {name for name, _ in roster.parts}
-    load: collections.Counter[int] = collections.Counter()
     assisted = [(name, places, elements) for (name, places), elements in zip(roster.parts, roster.sizes) if name + STATE_SUFFIX in names]
-    # The largest first: so the loads differ by little.
-    for name, places, elements in sorted(assisted, key=lambda each: -each[2]):
-        owner = min((place.rank for place in places), key=lambda rank: (load[rank], rank))
-        load[owner] += elements
+    owners = _owners(assisted)
+    waves = [_Wave([], [])]
+    taken: collections.Counter[int] = collections.Counter()  # bytes of the wave, by rank
+    wave_of: dict[int, int] = {}  # by member
+    for name, places, elements in assisted:
+        takes = collections.Counter({place.rank: WIDTH * elements // roster.divided(places) for place in places})
+        takes[owners[name]] += WIDTH * elements
+        if taken and max((taken + takes).values()) > WAVE_BYTES:
+            waves.append(_Wave([], []))
+            taken.clear()
+        taken += takes
         if name in at:
             member = job.members[at[name]]
             parts = _by_box(member, places)
             box = next(box for box, ranks in parts.items() if job.group.rank in ranks)
-            yield _Matrix(at[name], member, at[name + STATE_SUFFIX], owner, parts, box)
+            waves[-1].matrices.append(_Matrix(at[name], member, at[name + STATE_SUFFIX], owners[name], parts, box))
+            wave_of[at[name]] = wave_of[at[name + STATE_SUFFIX]] = len(waves) - 1
+    for unit, tensors in enumerate(job.session.units):
+        its = [wave_of[i] for i in tensors if i in wave_of]
+        if its:
+            waves[max(its)].units.append(unit)
+    return waves
+
+
+def _owners(assisted: Sequence[tuple[str, Sequence[Place], int]]) -> dict[str, int]:
+    """assisted: names, ranks and elements."""
+    load: collections.Counter[int] = collections.Counter()
+    owners = {}
+    # The largest first: so the loads differ by little.
+    for name, places, elements in sorted(assisted, key=lambda each: -each[2]):
+        owners[name] = min((place.rank for place in places), key=lambda rank: (load[rank], rank))
+        load[owners[name]] += elements
+    return owners
 
 
 def _by_box(member: Member, places: Sequence[Place]) -> dict[Box, list[int]]:
@@ -213,7 +290,7 @@ def _states(job: OpenJob, matrices: Sequence[_Matrix]) -> Iterator[tuple[_Matrix
     waiting, under_way, ahead = collections.deque(matrices), collections.deque[tuple[_Matrix, torch.Tensor, int]](), 0
     try:
         while waiting or under_way:
-            while waiting and (not under_way or ahead < _AHEAD_BYTES):
+            while waiting and (not under_way or ahead < AHEAD_BYTES):
                 matrix = waiting.popleft()
                 state = torch.empty(job.members[matrix.state].shape, dtype=_working(job), device='cpu')
                 under_way.append((matrix, state, job.session.start_pull([matrix.state], [state.view(-1)])))

@@ -47,14 +47,19 @@ class Results:
 
     def _warn_skipped(self, members: Sequence[Member], gradients: Sequence[torch.Tensor | None]) -> None:
         progress = self._progress
-        names = [member.name for member, gradient in zip(members, gradients)
-                 if gradient is not None and gone_of(gradient) is None and not bool(torch.isfinite(gradient).all())]
+        names = [member.name for member, gradient in zip(members, gradients) if gradient is not None and _is_infinite(member, gradient)]
         progress.skips += 1
         what = f"the gradient of '{names[0]}'" if names else 'a gradient'
         text = f'{what} is not finite: the step was skipped, nothing was updated (step {progress.steps}, {progress.skips} in a row)'
         if progress.skips >= _SKIPS_MAX:
             raise Error(f'{text}; lower the learning rate or look at the data', 'BAD_REQUEST')
         warn(text)
+
+
+def _is_infinite(member: Member, gradient: torch.Tensor) -> bool:
+    """Says whether a gradient that is here has an Inf or a NaN. Of what went before the step, the parameter may still have it."""
+    here = gradient if gone_of(gradient) is None else member.parameter.grad
+    return here is not None and gone_of(here) is None and not bool(torch.isfinite(local(here)).all())
 
 
 class Step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from ballast.errors import Error, warn
 from ballast.torch.agreement import roster as rosters
 from ballast.torch.agreement.agree import Agreed, Collected, agree, check_tied, check_values
@@ -36,8 +38,7 @@ class Stepper:
         exchange = self.job.exchange('step()')
         agreed = self._agreed(opened, exchange)
         self._follow(opened, agreed)
-        self._settle(opened, agreed, exchange)
-        step = Step(opened, self.job.features, self.results, agreed.collected, _changes(opened, agreed), blob)
+        step = self._begin(opened, agreed, exchange, blob)
         if self._overlap is not None:
             self._overlap.start(step)
         else:
@@ -101,6 +102,21 @@ class Stepper:
                 feature.failed()
             raise Error(f'gradients of rank {agreed.torn} went to the servers in a pass that other ranks have dropped, so none count now. '
                         'Call zero_grad(), then run forward and backward again, on all ranks', 'RANKS_DIFFER')
+
+    def _begin(self, opened: OpenJob, agreed: Agreed, exchange: Exchange, blob: bytes) -> Step:
+        """Prepares the step and makes it."""
+        features, attempt = self.job.features, opened.session.attempt
+        try:
+            self._settle(opened, agreed, exchange)
+            return Step(opened, features, self.results, agreed.collected, _changes(opened, agreed), blob)
+        except BaseException:
+            with contextlib.suppress(Error):  # the session is over
+                for feature in features:
+                    feature.unprepare()
+                if opened.session.attempt != attempt:  # nothing counts that went before
+                    for feature in features:
+                        feature.failed()
+            raise
 
     def _settle(self, opened: OpenJob, agreed: Agreed, exchange: Exchange) -> None:
         """Prepares the step: moves gradients to where their parameters are, registers new parameters, and takes edits."""
