@@ -126,10 +126,12 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
   BALLAST_ASSIGN_OR_RETURN(const model::EpochPlan plan, model::EpochPlan::Make(open));
 
   Estimate estimate;
-  uint64_t trained = 0;
+  uint64_t trained = 0, assisted = 0;
   for (const model::Tensor& tensor : layout.tensors()) {
+    if (tensor.assist == v1::ASSIST_STATE) continue;  // no parameter
     estimate.parameters += tensor.range.size();
     if (tensor.frozen == v1::FROZEN_UNSPECIFIED) trained += tensor.range.size();
+    if (tensor.assist == v1::ASSIST_UPDATE) assisted += tensor.range.size();
   }
   const uint64_t working = kernels::ElementBytes(optimizer.working),
                  gradient = kernels::ElementBytes(optimizer.gradient);
@@ -140,7 +142,10 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
   // Without servers an fp32 parameter is its own master.
   kernels::OptimizerSpec plain = optimizer;
   plain.master = plain.working == kernels::Dtype::kF32 ? kernels::MasterFormat::kLent : kernels::MasterFormat::kF32;
-  const uint64_t state = storage::StateLayout(plain).StateBytes(trained), gradients = trained * gradient;
+  // The trainer's optimizer has one fp32 array of an assisted parameter, as Muon's momentum, and its master.
+  const uint64_t of_assisted = assisted * sizeof(float) * (plain.master == kernels::MasterFormat::kLent ? 1 : 2);
+  const uint64_t state = storage::StateLayout(plain).StateBytes(trained - assisted) + of_assisted,
+                 gradients = trained * gradient;
   estimate.whole = {p * working, gradients, 0};
   estimate.sharded = {Share(p * working, ranks), Share(gradients, ranks), 0};
   estimate.zero[0] = {p * working, gradients, state};

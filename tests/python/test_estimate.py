@@ -48,6 +48,28 @@ def test_a_frozen_base(frozen, size):
         ballast.estimate(model, dram='256MiB', frozen='q4')
 
 
+@pytest.mark.parametrize('where, more', [({}, 0), ({'servers': 1, 'durability': 'none'}, 2 + 4)])
+def test_muon(where, more):
+    """Of a matrix servers keep master and momentum, and two tensors take part in a step; of the rest, AdamW's."""
+    model = torch.nn.Sequential(torch.nn.Embedding(128, 512), torch.nn.Linear(512, 2048, bias=False), torch.nn.LayerNorm(2048),
+                                torch.nn.Linear(2048, 512, bias=False)).to(torch.bfloat16)
+    matrices, rest = 2 * 2048 * 512, 128 * 512 + 2 * 2048
+    told = ballast.estimate(model, optimizer='muon', dram='256MiB', **where)
+    expected = 2 * (4 + more) * matrices + (12 + more) * rest
+    assert 0 <= dict(told.tiers)['dram'] - expected <= 0.05 * expected, (dict(told.tiers), expected)
+    assert told.rank_bytes == 4 * (matrices + rest) and f'{matrices + rest} parameters' in told.text
+    # Directions and updates in 16 bits, updates in the gradient's dtype, the iteration on the largest, and momenta.
+    rows = {row.what: row.size for row in told.rows if 'uon' in row.what or 'iteration' in row.what or 'momenta' in row.what}
+    assert rows == {"directions and updates of Muon's matrices": 4 * matrices + 2 * matrices, 'the iteration on a matrix': 4 * matrices,
+                    'momenta pulled ahead': 2 * matrices}
+    groups = [{'params': [('up', model[1].weight)]}, {'params': [('down', model[3].weight), ('norm', model[2].weight)], 'use_muon': False}]
+    told = ballast.estimate(groups, optimizer='muon', dram='256MiB', servers=1, durability='none')
+    expected = 2 * 10 * 2048 * 512 + 18 * (2048 * 512 + 2048)
+    assert 0 <= dict(told.tiers)['dram'] - expected <= 0.05 * expected
+    with pytest.raises(ballast.Error, match=r"'0.bias' has shape \[2048\], but Muon orthogonalises matrices.*muon_groups"):
+        ballast.estimate([('0.bias', model[2].bias)], optimizer='muon', dram='256MiB')
+
+
 def test_what_is_short(model):
     told = ballast.estimate(model, dram='1MiB')
     assert not told.fits and 'nvme budget' in told.text

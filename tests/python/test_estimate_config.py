@@ -66,6 +66,38 @@ def test_the_call_is_the_least_change_that_fits(given, expected, tmp_path, monke
     assert all(f'    {line}' in told.text for line in told.call.splitlines())
 
 
+MIXTRAL = {**SMALL, 'architectures': ['MixtralForCausalLM'], 'model_type': 'mixtral', 'num_local_experts': 64, 'intermediate_size': 256,
+           'torch_dtype': 'float32'}
+
+
+def test_fused_experts_are_split_where_they_do_not_fit(tmp_path):
+    """A block has 64 experts of 192 KiB: a rank gathers one at a time once they are modules of their own."""
+    where = {'card': '4MiB', 'dram': '512MiB'}
+    told = ballast.estimate(write(tmp_path, MIXTRAL), **where)
+    assert told.fits and told.card < 4 << 20, told.text
+    assert told.call.splitlines()[:2] == ['model = ballast.torch.split_experts(model)', 'model = ballast.torch.shard(model)']
+    assert 'Read weights by from_pretrained() before split_experts()' in told.text
+    with torch.device('meta'):
+        model = transformers.MixtralForCausalLM(transformers.AutoConfig.for_model(**MIXTRAL))
+    fused = ballast.estimate(model, **where)
+    assert not fused.fits and 'call ballast.torch.split_experts(model) before estimate() and shard()' in fused.text, fused.text
+    split = ballast.estimate(ballast.torch.split_experts(model), **where)
+    assert split.fits and (split.card, split.rows, split.tiers) == (told.card, told.rows, told.tiers)
+    # In the memory of one rank alone nothing is split.
+    whole = ballast.estimate(tmp_path, card='1GiB', dram='512MiB')
+    assert whole.fits and 'split' not in whole.text and whole.rank_bytes == split.rank_bytes
+
+
+def test_muon_of_a_configuration(tmp_path):
+    write(tmp_path, LLAMA)
+    told = ballast.estimate(tmp_path, optimizer='muon', card='80GiB', dram='200GiB')
+    assert told.fits and told.call == "optimizer = ballast.torch.Muon(ballast.torch.muon_groups(model), lr=1e-4, dram='200GiB')", told.text
+    hidden, rest = PARAMETERS - 2 * 32000 * 4096 - 65 * 4096, 2 * 32000 * 4096 + 65 * 4096
+    assert 8 * hidden + 12 * rest <= dict(told.tiers)['dram'] <= 1.01 * (8 * hidden + 12 * rest)
+    assert 4 * PARAMETERS + 2 * hidden < told.card < 4 * PARAMETERS + 2 * hidden + (2 << 30)
+    assert not ballast.estimate(tmp_path, optimizer='muon', card='32GiB', dram='200GiB').call.startswith('optimizer')
+
+
 def test_the_call_runs(tmp_path):
     """With tiles: a card has no room for the embedding's layer of outputs."""
     config = {**SMALL, 'vocab_size': 65536, 'torch_dtype': 'float32'}

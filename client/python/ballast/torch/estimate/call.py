@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ballast.torch.estimate.model import Layer, Model, Unit
-from ballast.torch.estimate.processes import in_use
+from ballast.torch.estimate.processes import assisting, in_use
 
 # The part of a card that a call may take: activations need the rest.
 _SHARE = 7 / 8
 _PIECE_MIN = 1 << 20  # elements: smaller tiles would not help, and gathers of them take long
-CLASSES = {'adamw': 'AdamW', 'adam': 'Adam', 'sgd': 'SGD', 'adagrad': 'Adagrad', 'lion': 'Lion',
-            'ademamix': 'AdEMAMix', 'adamw_schedule_free': 'AdamWScheduleFree'}
+CLASSES = {'adamw': 'AdamW', 'adam': 'Adam', 'sgd': 'SGD', 'adagrad': 'Adagrad', 'lion': 'Lion', 'muon': 'Muon',
+           'ademamix': 'AdEMAMix', 'adamw_schedule_free': 'AdamWScheduleFree'}
 
 
 class Way(NamedTuple):
@@ -27,7 +27,7 @@ class Way(NamedTuple):
 
 def way(model: Model, ranks: int, card: int | None, is_sharded: bool) -> Way:
     """is_sharded: shard() is asked for. card: bytes; None: ranks have the host's memory, and any way fits."""
-    whole = (model.elements + model.trained) * model.width
+    whole = (model.elements + model.trained) * model.width + sum(assisting(model, ranks, False, ranks == 1).values())
     head = f'{model.name}: {model.elements} parameters in {model.dtype}, {_gib(model.elements * model.width)}.'
     if card is None:
         return Way(is_sharded, tuple(model.units), {}, '', head)
@@ -61,7 +61,7 @@ def _gib(size: int) -> str:
 
 
 def _used(model: Model, ranks: int) -> int:
-    return sum(in_use(model, ranks).values())
+    return sum(in_use(model, ranks).values()) + sum(assisting(model, ranks, True, ranks == 1).values())
 
 
 def _short(model: Model, units: tuple[Unit, ...], name: str, card: int) -> str:
@@ -111,7 +111,8 @@ def _cut(unit: Unit, tiles: Mapping[str, int]) -> list[Unit]:
 
 def lines(asked: Mapping[str, Any], way: Way) -> str:
     """Returns the Python that makes the job. asked: arguments of estimate()."""
-    made = _cutting(way.tiles) if way.tiles else []
+    made = ['model = ballast.torch.split_experts(model)'] if asked['splits'] else []
+    made += _cutting(way.tiles) if way.tiles else []
     if way.is_sharded:
         arguments = {'weights': None, 'prefetch_bytes': 256 << 20, 'frozen': 'working'}
         made.append(f'model = ballast.torch.shard({", ".join(["model", *_given(asked, arguments)])})')
@@ -130,7 +131,8 @@ def _optimizer(asked: Mapping[str, Any]) -> str:
     else:
         given += _given(asked, dict.fromkeys(('directory', 'dram', 'nvme')))
     given += _given(asked, {'durability': 'step' if lasts else 'none'}) if asked['durability'] else []
-    return f'optimizer = ballast.torch.{kind}(model.named_parameters(), {", ".join(given)})'
+    params = 'ballast.torch.muon_groups(model)' if kind == 'Muon' else 'model.named_parameters()'
+    return f'optimizer = ballast.torch.{kind}({params}, {", ".join(given)})'
 
 
 def _given(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
@@ -158,6 +160,8 @@ def shown(lines: str, asked: Mapping[str, Any], way: Way) -> str:
     if way.is_sharded and asked['weights'] is not None:
         start += ('Make the model within torch.device(\'meta\'): shard() reads its weights, tensor by tensor, from safetensors in this '
                   'folder.\n')
+    if asked['splits']:
+        start += ('Read weights by from_pretrained() before split_experts(): shard(weights=) does not read what transformers stacks.\n')
     if ranks > 1 or way.is_sharded:
         start += ('Start the script by torchrun, and call torch.distributed.init_process_group() first: '
                   f'torchrun --nproc-per-node {ranks} SCRIPT\n')

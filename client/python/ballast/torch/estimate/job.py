@@ -14,6 +14,7 @@ from ballast.torch.estimate import call, config, processes, table
 from ballast.torch.estimate.model import Model, look
 from ballast.torch.estimate.processes import Job, Row
 from ballast.torch.job.spec import own_masters
+from ballast.torch.sharding.experts import has_fused, split_experts
 from ballast.torch.sharding.shard import _PREFETCH_BYTES
 
 if TYPE_CHECKING:
@@ -64,10 +65,11 @@ class _Asked(NamedTuple):
     prefetch_bytes: int
     card: int | None
     weights: str | None  # the folder of a configuration, from which shard() reads its weights
+    splits: bool  # split_experts() comes before shard()
 
 
 def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *,
-             optimizer: Literal['adamw', 'adam', 'sgd', 'adagrad', 'lion', 'ademamix', 'adamw_schedule_free'] = 'adamw',
+             optimizer: Literal['adamw', 'adam', 'sgd', 'adagrad', 'lion', 'muon', 'ademamix', 'adamw_schedule_free'] = 'adamw',
              moments: Literal['f32', 'bf16', 'i8', 'f8'] | None = None, master: Literal['f32', 'remainder'] = 'f32', ranks: int = 1,
              servers: int = 0, dram: int | str | None = None, nvme: int | str | None = None,
              directory: str | os.PathLike[str] | None = None, threads: int | None = None,
@@ -80,6 +82,7 @@ def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *
 
     params: a model, which may be on the device 'meta', or what an optimizer takes. Or the path of a Hugging Face config.json or of its
         folder, or a configuration of transformers: the model is then made without weights, on the device 'meta'.
+    optimizer: 'muon' takes a model's groups from muon_groups(); groups that you give may say use_muon=False.
     moments: None: 'f32', or 'i8' if a call is chosen and only that fits.
     servers: how many state servers there are, all alike. 0: the server inside the trainer, or the one that several ranks share.
     momentum: SGD keeps a buffer.
@@ -95,16 +98,16 @@ def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *
     directory = None if directory is None else os.fspath(directory)
     asked = _Asked(optimizer, moments or 'f32', master, ranks, servers, dram, nvme, directory, threads or place.processors(), durability,
                    pin_interval, chunk_elements, profile, amsgrad, momentum, frozen, prefetch_bytes, place.parse_bytes('card', card),
-                   config.folder_of(params))
+                   config.folder_of(params), False)
     _check(asked)
     if config.is_config(params):
-        return _chosen(config.model_of(params, dtype), asked, moments is None)
+        return _chosen(config.model_of(params, dtype), asked, moments is None, is_ours=True)
     if dtype is not None:
         raise Error(f'dtype={dtype!r}: the model has one; give dtype with a configuration only', 'BAD_CONFIG')
     # Looked at twice, if a call is chosen.
     listed = params if isinstance(params, (torch.nn.Module, torch.Tensor, dict)) else list(cast('Iterable[Any]', params))
     given = cast('torch.nn.Module | ParamsT', listed)
-    return _told(look(given, frozen), asked) if card is None else _chosen(given, asked, moments is None)
+    return _told(look(given, frozen, optimizer), asked) if card is None else _chosen(given, asked, moments is None, is_ours=False)
 
 
 def _check(asked: _Asked) -> None:
@@ -116,14 +119,18 @@ def _check(asked: _Asked) -> None:
         raise Error(f"card={asked.card}: expected the memory of a rank's accelerator, such as '24GiB', or None for CPUs", 'BAD_CONFIG')
 
 
-def _chosen(source: Any, asked: _Asked, may_choose_moments: bool) -> Estimate:
-    """Chooses the first call that fits."""
-    model = look(source, asked.frozen)
+def _chosen(source: Any, asked: _Asked, may_choose_moments: bool, is_ours: bool) -> Estimate:
+    """Chooses the first call that fits. is_ours: the model was made here, and may be changed."""
+    model = look(source, asked.frozen, asked.optimizer)
     way = call.way(model, asked.ranks, asked.card, asked.frozen is not None)
     if way.is_sharded:
         asked = asked._replace(frozen=asked.frozen or 'working')
-        model = look(source, asked.frozen)
+        note = ''
+        if isinstance(source, torch.nn.Module) and has_fused(source):
+            asked, note = _split(source, asked, is_ours)
+        model = look(source, asked.frozen, asked.optimizer)
         way = call.way(model, asked.ranks, asked.card, True)
+        way = way._replace(text=way.text + note)
         model = model._replace(needs_values=model.needs_values and asked.weights is None)
     if asked.nvme is not None and asked.directory is None and asked.servers == 0:
         asked = asked._replace(directory='state')
@@ -136,6 +143,19 @@ def _chosen(source: Any, asked: _Asked, may_choose_moments: bool) -> Estimate:
             return dataclasses.replace(told, call=lines, text=f'{way.text}\n{call.shown(lines, given, way)}\n{told.text}')
         tried.append(told)
     return dataclasses.replace(tried[0], fits=False, text='\n'.join(filter(None, (way.text, way.short, tried[0].text))))
+
+
+def _split(model: torch.nn.Module, asked: _Asked, is_ours: bool) -> tuple[_Asked, str]:
+    """Splits fused experts, if it may. Returns what is asked then, and what to say."""
+    asked = asked._replace(weights=None)  # of which transformers stacks most, and shard(weights=) reads no stacked ones
+    whole = '\nThe model has fused experts, which a rank gathers with their block, all of them'
+    if not is_ours:
+        return asked, f'{whole}. To gather one at a time, call ballast.torch.split_experts(model) before estimate() and shard().'
+    try:
+        split_experts(model)
+    except Error as error:
+        return asked, f'{whole}: {error}'
+    return asked._replace(splits=True), '\nIts experts are split, so that a rank gathers one at a time, and only those that tokens reach.'
 
 
 def _candidates(asked: _Asked, may_choose_moments: bool) -> list[_Asked]:
@@ -164,14 +184,16 @@ def _told(model: Model, asked: _Asked) -> Estimate:
 def _options(model: Model, asked: _Asked) -> tuple[bool, _native.OpenOptions]:
     """Returns whether servers keep parameters, and the job's options."""
     options, spec = _native.OpenOptions(), _native.Optimizer()
-    spec.kind, spec.moments, spec.master, spec.amsgrad, spec.momentum = asked[:3] + (asked.amsgrad, asked.momentum)
+    assists = asked.optimizer == 'muon'
+    spec.kind = 'adamw' if assists else asked.optimizer
+    spec.moments, spec.master, spec.amsgrad, spec.momentum = asked.moments, asked.master, asked.amsgrad, asked.momentum
     spec.gradient = spec.working = model.dtype
     options.group_count, options.world_size = model.group_count, asked.ranks
     options.chunk_elements, options.pin_interval = asked.chunk_elements, asked.pin_interval
     options.durability = asked.durability or ('step' if asked.directory is not None or asked.servers > 0 else 'none')
     # All do, but for the one inside a trainer that has them.
     keeps = asked.servers > 0 or asked.ranks > 1 or asked.frozen is not None
-    if not keeps and options.durability == 'none' and asked.card is None and own_masters(spec, model.parameters):
+    if not keeps and not assists and options.durability == 'none' and asked.card is None and own_masters(spec, model.parameters):
         spec.master = 'lent'
     options.optimizer = spec
     return keeps, options

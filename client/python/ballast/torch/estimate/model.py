@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ballast import _native
+from ballast.torch.algorithms import state_group
+from ballast.torch.job.fit import check_matrix, state_tensor
 from ballast.torch.job.naming import UnitsBySize, positional_name, split_named, unit_of, unwrapped
+from ballast.torch.muon import muon_groups
 from ballast.torch.ranks.groups import world
 from ballast.torch.sharding import blocks
 from ballast.torch.tensors.kinds import DTYPES
@@ -60,19 +63,34 @@ class Model(NamedTuple):
     @property
     def server_units(self) -> dict[str, int]:
         """Elements of the units that servers keep, by name."""
-        sizes: dict[str, int] = {}
-        for tensor in self.tensors:
-            sizes[tensor.unit] = sizes.get(tensor.unit, 0) + math.prod(tensor.shape)
-        return sizes
+        return _sizes(self.tensors)
+
+    @property
+    def assisted(self) -> list[int]:
+        """Elements of each matrix whose updates the trainer computes, as Muon's."""
+        return [math.prod(tensor.shape) for tensor in self.tensors if tensor.assist == 'update']
 
 
-def look(params: torch.nn.Module | ParamsT, frozen: str | None) -> Model:
-    """params, frozen: as for estimate()."""
+def _sizes(tensors: Iterable[_native.Tensor]) -> dict[str, int]:
+    """Returns elements by unit."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        sizes[tensor.unit] = sizes.get(tensor.unit, 0) + math.prod(tensor.shape)
+    return sizes
+
+
+def look(params: torch.nn.Module | ParamsT, frozen: str | None, optimizer: str) -> Model:
+    """params, frozen, optimizer: as for estimate(). With 'muon', a model's groups are those of muon_groups()."""
     module = params if isinstance(params, torch.nn.Module) else None
-    groups, names = split_named(params if module is None else list(module.named_parameters()))
+    assists = optimizer == 'muon'
+    given = params if module is None else muon_groups(module) if assists else list(module.named_parameters())
+    groups, names = split_named(given)
     parameters = [parameter for group in groups for parameter in group['params']]
     needs_values = any(not parameter.is_meta for parameter in parameters) or (module is not None and not _resets(module))
-    made = Model('the model' if module is None else type(module).__name__, list(_tensors(groups, names, frozen)), parameters, len(groups),
+    tensors = list(_tensors(groups, names, frozen))
+    if assists:
+        tensors += _assisted(tensors, groups)
+    made = Model('the model' if module is None else type(module).__name__, tensors, parameters, len(groups) * (1 + assists),
                  _dtype(parameters), [], needs_values)
     made.units.extend(_named_units(made) if module is None else _units(module))
     return made
@@ -95,6 +113,17 @@ def _tensors(groups: Sequence[dict[str, Any]], names: Sequence[Sequence[str | No
                 yield _tensor(name, unit, parameter, g, frozen)
 
 
+def _assisted(tensors: Iterable[_native.Tensor], groups: Sequence[dict[str, Any]]) -> list[_native.Tensor]:
+    """Marks the tensors whose updates the trainer computes, and returns those of their states."""
+    states = []
+    for tensor in tensors:
+        if groups[tensor.group].get('use_muon', True) and not tensor.frozen:
+            check_matrix(tensor.name, tensor.shape)
+            tensor.assist = 'update'
+            states.append(state_tensor(tensor, state_group(tensor.group, 2 * len(groups))))
+    return states
+
+
 def _tensor(name: str, unit: str, parameter: torch.Tensor, group: int, frozen: str | None) -> _native.Tensor:
     tensor = _native.Tensor(name, unit, list(parameter.shape) or [1], group)
     tensor.frozen = '' if parameter.requires_grad or frozen == 'state' else frozen or ''
@@ -108,7 +137,8 @@ def _resets(module: torch.nn.Module) -> bool:
 
 def _named_units(model: Model) -> list[Unit]:
     """Without modules: by name, as servers have them."""
-    return [Unit(name, elements, elements, ()) for name, elements in model.server_units.items()]
+    sizes = _sizes(tensor for tensor in model.tensors if tensor.assist != 'state')
+    return [Unit(name, elements, elements, ()) for name, elements in sizes.items()]
 
 
 def _units(model: torch.nn.Module) -> list[Unit]:

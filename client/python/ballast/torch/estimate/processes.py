@@ -9,6 +9,9 @@ from typing import NamedTuple
 from ballast import _native
 from ballast.torch.estimate.model import Model, Unit
 from ballast.torch.sharding.memory import held
+from ballast.torch.steps.assisted import AHEAD_BYTES as _MOMENTA
+from ballast.torch.steps.assisted import WAVE_BYTES as _WAVE_BYTES
+from ballast.torch.steps.assisted import WIDTH as _WIDTH
 
 _MIB = 1 << 20
 # Bytes of pushes, and of pulls, that a trainer has on their way (client/session_types.h, inflight_bytes_max), and of the memory that it
@@ -22,6 +25,7 @@ _SLAB, _IN_SLABS = 256 * _MIB, 2 * _MIB
 _VALUE_BYTES = 4  # a new job's values are float32 on their way
 _VALUES = 16 * _MIB  # client/transfers/values.h: 4 slices of them, each of up to 4 MiB
 _PLACE_BYTES = 64 * _MIB  # tensors/host_memory.py: smaller tensors share such places
+_ITERATION = 4  # matrices in bf16 that an iteration of Newton-Schulz has at once
 
 
 class Row(NamedTuple):
@@ -146,12 +150,42 @@ def _own(model: Model, job: Job) -> Iterable[Row]:
     yield Row('trainer', 'gradients', where, model.trained * model.width)
     if job.on_card:
         sizes = [parameter.numel() * model.width for parameter in model.parameters if parameter.requires_grad]
-        yield Row('trainer', 'page-locked parameters and gradients', 'memory', _pinned([*sizes, *sizes]))
+        matrices = [elements * model.width for elements in model.assisted]  # whose gradients go beside their updates
+        yield Row('trainer', 'page-locked parameters and gradients', 'memory', _pinned([*sizes, *sizes, *matrices]))
+
+
+def _muons(model: Model, job: Job) -> Iterable[Row]:
+    """What a trainer computes Muon's updates with, see steps/assisted.py."""
+    where = 'card' if job.on_card else 'memory'
+    for what, size in assisting(model, job.ranks, job.is_sharded, job.is_inside).items():
+        yield Row('trainer', what, where, size)
+    if job.on_card and job.is_sharded:
+        parts = [-(-elements // job.ranks) * model.width for elements in model.assisted]
+        yield Row('trainer', "page-locked gradients and updates of Muon's matrices", 'memory', _pinned([*parts, *parts]))
+    ahead = sum(model.assisted) * model.width // job.ranks
+    yield Row('trainer', 'momenta pulled ahead', 'memory', min(_MOMENTA, ahead) if model.assisted else 0)
+
+
+def assisting(model: Model, ranks: int, is_sharded: bool, is_inside: bool) -> dict[str, int]:
+    """Returns bytes where a rank computes Muon's updates, by what they are."""
+    if not model.assisted:
+        return {}
+    share = sum(model.assisted) // (ranks if is_sharded else 1)
+    wave = min(_WAVE_BYTES, _WIDTH * (share + sum(model.assisted) // ranks))
+    # Those of two waves, unless the server reads them where they are.
+    updates = share if is_inside else min(share, wave // _WIDTH)
+    largest = max(model.assisted)
+    found = {"directions and updates of Muon's matrices": max(wave, 2 * _WIDTH * largest) + updates * model.width,
+             'the iteration on a matrix': _ITERATION * _WIDTH * largest}
+    if is_sharded:
+        found["gradients of Muon's matrices, until the step"] = share * model.width
+    return found
 
 
 def _whole(model: Model, job: Job) -> Iterable[Row]:
     """A trainer that has the parameters, in a step."""
     yield from _own(model, job)
+    yield from _muons(model, job)
     if job.ranks > 1:
         largest = max(model.server_units.values()) * model.width
         yield Row('trainer', 'units pulled', 'memory', min(max(_IN_FLIGHT, largest), model.elements * model.width))
@@ -185,6 +219,7 @@ def _sharded(model: Model, job: Job) -> Iterable[Row]:
     where = 'card' if job.on_card else 'memory'
     for what, size in in_use(model, job.ranks).items():
         yield Row('trainer', what, where, size)
+    yield from _muons(model, job)
     yield Row('trainer', 'parts of units, pulled ahead or pushed', 'memory', _parts(model, job))
     if not job.is_inside:
         yield from _shared(job)

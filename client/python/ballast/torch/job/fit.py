@@ -94,16 +94,26 @@ def _fresh(parameters: Parameters, group: Group, name: str, unit: str, g: int, p
 def _state_of(assisted: Fresh, group: int) -> Fresh:
     """Makes the tensor one whose updates the trainer computes. Returns that of its state."""
     member, parameter, tensor = assisted
-    if parameter.dim() != 2:
-        raise Error(f"parameter '{member.name}' has shape {list(parameter.shape)}, but Muon orthogonalises matrices. Give it to AdamW, in "
-                    "a param_group with use_muon=False; ballast.torch.muon_groups(model) makes such groups", 'BAD_SPEC')
+    check_matrix(member.name, parameter.shape)
     tensor.assist = 'update'
     member.is_assisted = True
     state = StateMember(member)
+    return Fresh(state, state.parameter, state_tensor(tensor, group))
+
+
+def check_matrix(name: str, shape: Sequence[int]) -> None:
+    """Refuses a parameter of Muon that is no matrix."""
+    if len(shape) != 2:
+        raise Error(f"parameter '{name}' has shape {list(shape)}, but Muon orthogonalises matrices. Give it to AdamW, in "
+                    "a param_group with use_muon=False; ballast.torch.muon_groups(model) makes such groups", 'BAD_SPEC')
+
+
+def state_tensor(tensor: _native.Tensor, group: int) -> _native.Tensor:
+    """The state of a tensor whose updates the trainer computes. group: of the job, for such states."""
     # In a unit of its own: a gather of the parameter's unit does not want it.
-    of_state = _native.Tensor(state.name, tensor.unit + STATE_SUFFIX, tensor.shape, group)
-    of_state.placement, of_state.parts, of_state.assist = tensor.placement, tensor.parts, 'state'
-    return Fresh(state, state.parameter, of_state)
+    state = _native.Tensor(tensor.name + STATE_SUFFIX, tensor.unit + STATE_SUFFIX, tensor.shape, group)
+    state.placement, state.parts, state.assist = tensor.placement, tensor.parts, 'state'
+    return state
 
 
 def lines(parameters: Parameters, members: Iterable[Member]) -> list[Line]:

@@ -151,6 +151,11 @@ def split_experts(model: nn.Module) -> nn.Module:
     return model
 
 
+def has_fused(model: nn.Module) -> bool:
+    """Says whether split_experts() finds something in the model."""
+    return any(_is_fused(module) for module in model.modules())
+
+
 def _is_fused(module: nn.Module) -> bool:
     return not isinstance(module, Split) and 'Experts' in type(module).__name__ and any(p.ndim == 3 for p in module._parameters.values()
                                                                                         if p is not None)
