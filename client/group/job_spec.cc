@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ballast/proto/base/status.h"
@@ -42,6 +43,18 @@ absl::Status CheckSameNames(const std::vector<std::string>& missing, const std::
   if (!missing.empty()) model::SetDetail(model::kMissing, absl::StrJoin(missing, kBetween), &status);
   if (!unknown.empty()) model::SetDetail(model::kUnknown, absl::StrJoin(unknown, kBetween), &status);
   return status;
+}
+
+// What to do if only the tensors' units differ, as those of experts do in jobs of earlier versions; "" if more differs.
+std::string WayOut(const v1::TensorSpec& given, const v1::TensorSpec& job) {
+  v1::TensorSpec same = given;
+  same.set_unit(job.unit());
+  if (Show(same) != Show(job) || !absl::StartsWith(given.unit(), absl::StrCat(job.unit(), "."))) return "";
+  return absl::StrCat(
+      ". A job keeps its units, and an earlier version of Ballast had experts in the units of their layers: export the "
+      "job's state and the model's by the version that made it (export_state, state_dict), and load both into a new "
+      "job "
+      "(load_state_dict, import_state)");
 }
 
 }  // namespace
@@ -125,7 +138,7 @@ absl::Status CheckSameSpec(const v1::JobSpec& given, const v1::JobSpec& job) {
       }
       if (Show(tensor) != Show(*it->second)) {
         return BadSpec(absl::StrCat("tensor '", tensor.name(), "' differs: the job has ", Show(*it->second),
-                                    ", this session gives ", Show(tensor)));
+                                    ", this session gives ", Show(tensor), WayOut(tensor, *it->second)));
       }
       live.erase(it);
     }

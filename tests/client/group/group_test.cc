@@ -285,6 +285,27 @@ TEST_F(SameSpecTest, EachDifferenceIsNamed) {
                 "tensor 'b' differs: the job has unit 'u', shape [2, 3]");
 }
 
+TEST_F(SameSpecTest, AJobWhoseExpertsAreInTheirLayersUnitHasAWayOut) {
+  TensorSpec tensor = Tensor("layers.3.experts.7.up", {2, 3});
+  tensor.unit = "layers.3";
+  job_ = MakeSpec(options_, {tensor});
+  tensor.unit = "layers.3.experts.7";
+  ExpectDiffers(
+      MakeSpec(options_, {tensor}),
+      "this session gives unit 'layers.3.experts.7', shape [2, 3], group 0, aliases []. A job keeps its units, "
+      "and an earlier version of Ballast had experts in the units of their layers: export the job's state "
+      "and the model's by the version that made it (export_state, state_dict), and load both into a new job "
+      "(load_state_dict, import_state)");
+  // Another unit, or another shape too, has no way out.
+  for (const auto& [unit, shape] :
+       {std::pair<std::string, std::vector<uint64_t>>{"layers.33", {2, 3}}, {"layers.3.experts.7", {3, 2}}}) {
+    tensor.unit = unit;
+    tensor.shape = shape;
+    EXPECT_THAT(std::string(CheckSameSpec(MakeSpec(options_, {tensor}), job_).message()),
+                testing::Not(testing::HasSubstr("export_state")));
+  }
+}
+
 TEST_F(SameSpecTest, NamesThatDifferAreToldOnBothSides) {
   const absl::Status status = CheckSameSpec(MakeSpec(options_, {Tensor("b", {2, 3}), Tensor("c"), Tensor("d")}), job_);
   EXPECT_EQ(model::ReasonOf(status), model::kTensorsDiffer) << status;
