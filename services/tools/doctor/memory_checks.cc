@@ -128,17 +128,21 @@ Check CheckGroup(const Subject& subject, uint64_t budget) {
   return {verdict, "memory limit", allowance.found, allowance.wanted, allowance.mend};
 }
 
-// Without a configuration: the limit that an embedded server runs under, too.
+// Without a configuration: the limit that an embedded server runs under, too. Each container has one; it is worth a
+// note if it is below what any server needs beside its budget.
 Check CheckGroup(const Subject& subject) {
-  Check check{Verdict::kOk, "memory limit", "no control group limits it", "more than the budgets for DRAM"};
+  Check check{Verdict::kOk, "memory limit", "no control group limits it",
+              absl::StrCat("the budgets for DRAM and ", ShowBytes(kBesideBudgetBytes))};
   const std::optional<GroupLimit> limit = MemoryLimit(subject.root);
   if (!limit.has_value()) return check;
-  check.verdict = Verdict::kNote;
   check.found = absl::StrCat(ShowBytes(static_cast<uint64_t>(limit->amount)), " by ", limit->file,
                              "; the kernel kills what goes beyond");
+  if (limit->amount >= static_cast<double>(kBesideBudgetBytes)) return check;
+  check.verdict = Verdict::kNote;
   check.mend =
-      "budgets for DRAM below it; or raise it: podman, docker: --memory, systemd: MemoryMax=, Kubernetes: "
-      "resources.limits.memory";
+      "raise it: podman, docker: --memory, systemd: MemoryMax=, Kubernetes: resources.limits.memory; and keep the "
+      "budgets "
+      "for DRAM below it";
   return check;
 }
 

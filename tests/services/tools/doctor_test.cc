@@ -9,6 +9,7 @@
 
 #include "ballast/proto/model/protocol.h"
 #include "ballast/services/daemon/machine_files.h"
+#include "ballast/services/daemon/memory_room.h"
 #include "ballast/services/tools/doctor/doctor_command.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/daemon.h"
@@ -211,10 +212,18 @@ TEST_F(DoctorTest, LimitOfAControlGroupWithoutAConfiguration) {
   Write("/proc/self/cgroup", "0::/\n");
   Write("/proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n");
   EXPECT_EQ(Find(CheckMemory(subject), "memory limit").verdict, Verdict::kOk);
+  // As a healthy container has it.
   Write("/sys/fs/cgroup/memory.max", "4294967296\n");
+  const Check healthy = Find(CheckMemory(subject), "memory limit");
+  EXPECT_EQ(healthy.verdict, Verdict::kOk);
+  EXPECT_THAT(healthy.found, HasSubstr("4.00 GiB by "));
+  EXPECT_THAT(healthy.wanted, HasSubstr("1.38 GiB"));
+  EXPECT_EQ(healthy.mend, "");
+  Write("/sys/fs/cgroup/memory.max", std::to_string(kBesideBudgetBytes) + "\n");
+  EXPECT_EQ(Find(CheckMemory(subject), "memory limit").verdict, Verdict::kOk);
+  Write("/sys/fs/cgroup/memory.max", std::to_string(kBesideBudgetBytes - 1) + "\n");
   const Check limit = Find(CheckMemory(subject), "memory limit");
   EXPECT_EQ(limit.verdict, Verdict::kNote);
-  EXPECT_THAT(limit.found, HasSubstr("4.00 GiB by "));
   EXPECT_THAT(limit.mend, HasSubstr("docker: --memory"));
 }
 
