@@ -143,6 +143,30 @@ def test_updates_of_a_wave_are_let_go(job, two_servers, monkeypatch):
     assert most == [2 * 4 * 64 * 64] * 8 and len(updates) == 2 * 8
 
 
+@pytest.mark.parametrize('how', [{}, {'push_early': True}, {'overlap': True, 'push_early': True}])
+def test_waves_change_no_bit(how, job, two_servers, monkeypatch):
+    """Nor what is told of a gradient that is not finite, whose update has gone."""
+    losses, models = [], [made(), made()]
+    for model, waves in zip(models, (1, 24)):
+        more = {key: model if key == 'overlap' else value for key, value in how.items()} if waves > 1 else {}
+        with contextlib.closing(ours(model, name=f'{job["name"]}-{waves}', servers=two_servers, **more)) as optimizer:
+            losses.append(train(model, optimizer, steps=4, clip=False))
+            optimizer.wait()
+            feature = next(each for each in optimizer.job.features if isinstance(each, assisted.Assisted))
+            assert len(feature._waves[1]) == waves
+            before = full(model)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            model.blocks[0].query.weight.grad[3, 5] = float('inf')
+            with pytest.warns(UserWarning, match="gradient of 'blocks.0.query.weight' is not finite"):
+                optimizer.step()
+                optimizer.wait()
+            torch.testing.assert_close(full(model), before, rtol=0, atol=0)
+        monkeypatch.setattr(assisted, 'WAVE_BYTES', 1)
+    assert losses[0] == losses[1]
+    torch.testing.assert_close(full(models[1]), full(models[0]), rtol=0, atol=0)
+
+
 def test_an_export_goes_into_another_job(job, tmp_path):
     """Momenta, masters and steps, of matrices and of the rest."""
     models = [made(torch.bfloat16) for _ in range(2)]

@@ -94,6 +94,28 @@ TEST(SessionBoundary, ANameThatIsAnAliasIsRefused) {
             absl::OkStatus());
 }
 
+TEST(SessionBoundary, ABlobComesWithTheFirstValues) {
+  SessionFixture servers;
+  const auto fill = [](absl::string_view tensor, uint64_t first, absl::Span<float> values) {
+    for (size_t i = 0; i < values.size(); ++i) values[i] = InitialValue(tensor, first + i);
+  };
+  EXPECT_EQ(OnRanks(2,
+                    [&](Collective* collective) -> absl::Status {
+                      BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, TestOptions(), TestTensors()));
+                      return session->Initialise(fill, absl::StrCat("origin of ", session->rank()));
+                    }),
+            absl::OkStatus());
+  EXPECT_EQ(OnRanks(2,
+                    [&](Collective* collective) -> absl::Status {
+                      SessionOptions options = TestOptions();
+                      options.resume = Resume::kMust;
+                      BALLAST_ASSIGN_OR_RETURN(auto session, servers.Open(collective, options, TestTensors()));
+                      EXPECT_THAT(session->resumed_blobs(), ::testing::ElementsAre("origin of 0", "origin of 1"));
+                      return absl::OkStatus();
+                    }),
+            absl::OkStatus());
+}
+
 TEST(SessionBoundary, BlobsOutliveTransactionsOfValues) {
   SessionFixture servers;
   EXPECT_EQ(OnRanks(2,
