@@ -38,11 +38,13 @@ class Progress:
 
     def pack(self, steps: int, blob: bytes = b'') -> bytes:
         """The job's blob after `steps` steps. blob: the caller's part of it."""
+        if steps >= _UNDER_WAY:
+            raise Error(f'{steps} steps: a job counts at most {_UNDER_WAY - 1}; give a state with fewer', 'BAD_REQUEST')
         return _HEAD.pack(steps, self.origin) + blob
 
     def pack_under_way(self) -> bytes:
         """The job's blob amid a load."""
-        return self.pack(_UNDER_WAY)
+        return _HEAD.pack(_UNDER_WAY, self.origin)
 
     def take(self, blobs: Sequence[bytes], rank: int) -> None:
         """Takes the position from the blobs of a version, one for each rank that made it. This is the rank's own blob, or rank 0's if this

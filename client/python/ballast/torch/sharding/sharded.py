@@ -198,10 +198,9 @@ class Sharded(Model, Feature):
             return ''
         path = streamed.checkpoint.path
         if began.isdisjoint((0, streamed.origin)):
-            raise Error(f"job '{job.options.job}' goes on after step {job.progress.steps} and began with another checkpoint than "
-                        f"shard(weights='{path}'): its digest is {min(began):08x}, this one's is {streamed.origin:08x}. A job that is "
-                        'there keeps its own values. Give weights= the checkpoint that it began with, or leave weights= out, or give a '
-                        'new job another name', 'BAD_SPEC')
+            raise Error(f"job '{job.options.job}' exists and began with another checkpoint than shard(weights='{path}'): its digest is "
+                        f"{min(began):08x}, this one's is {streamed.origin:08x}. A job that exists keeps its own values. Give weights= the "
+                        'checkpoint that it began with, or leave weights= out, or give a new job another name', 'BAD_SPEC')
         return f"; it has its own values, and parameters were not read from weights='{path}'"
 
     def opened(self, job: OpenJob, for_step: bool) -> None:
