@@ -13,8 +13,16 @@ namespace ballast::kernels {
 
 // kE4m3, kE5m2: OCP 8-bit Floating Point Specification 1.0 (2023); overflow of e4m3, which has no Inf, gives NaN, as in
 // torch.float8_e4m3fn.
-enum class Dtype : uint8_t { kF32, kBf16, kF16, kE4m3, kE5m2 };
+// kE4m3Blocks: blocks of kE4m3Block elements, each e4m3 codes and then an fp32 scale, which the codes' values are times
+// (kernels.h: FromF32). It has no bytes of an element; an array of it begins at a block.
+enum class Dtype : uint8_t { kF32, kBf16, kF16, kE4m3, kE5m2, kE4m3Blocks };
 
+inline constexpr uint64_t kE4m3Block = 256;
+inline constexpr uint64_t kE4m3BlockBytes = kE4m3Block + sizeof(float);
+// The largest magnitude in a block becomes e4m3's largest.
+inline constexpr float kE4m3Largest = 448;
+
+// 0 for kE4m3Blocks, of which BytesOf tells.
 constexpr size_t ElementBytes(Dtype dtype) {
   switch (dtype) {
     case Dtype::kF32:
@@ -25,9 +33,19 @@ constexpr size_t ElementBytes(Dtype dtype) {
     case Dtype::kE4m3:
     case Dtype::kE5m2:
       return 1;
+    case Dtype::kE4m3Blocks:
+      return 0;
   }
   return 0;
 }
+
+// Bytes of the first `n` elements of an array: of kE4m3Blocks whole blocks, as the last one has its scale behind it.
+constexpr uint64_t BytesOf(Dtype dtype, uint64_t n) {
+  if (dtype != Dtype::kE4m3Blocks) return n * ElementBytes(dtype);
+  return (n + kE4m3Block - 1) / kE4m3Block * kE4m3BlockBytes;
+}
+// Elements of the array can only be addressed from multiples of this many on.
+constexpr uint64_t GrainOf(Dtype dtype) { return dtype == Dtype::kE4m3Blocks ? kE4m3Block : 1; }
 
 using bf16 = uint16_t;  // bits, not a value
 

@@ -6,8 +6,8 @@
 // floating-point mode (ieee_mode.h); all functions are pure. Alignment: the element's own, 64 bytes is fastest. Spans
 // must not overlap, and hold equal counts.
 //
-// Typed by Dtype where several are taken: `from` and `to` then hold ElementBytes(dtype) per element. A dtype
-// that a function does not list ends the process. On GPUs: cuda/cuda_kernels.h has all of them but CRC32C.
+// Typed by Dtype where several are taken: `from` and `to` then hold BytesOf(dtype, n). A dtype that a function does not
+// list ends the process. On GPUs: cuda/cuda_kernels.h has all of them but CRC32C.
 #pragma once
 
 #include <cstddef>
@@ -30,6 +30,10 @@ NormResult SquaredNorm(Dtype dtype, const std::byte* gradient, uint64_t n);
 NormResult SquaredNorm(absl::Span<const bf16> gradient);
 
 // FromF32 rounds to nearest even, as in float_formats.h; ToF32 widens exactly. Dtype: any.
+// kE4m3Blocks: scale = largest magnitude of the block times fp32(1 / 448); code = e4m3(x times fp32(1 / scale)), which
+// never overflows; value = code times scale, rounded once to fp32. |x - value| <= (1 + 2^-13) x the larger of |x| / 16
+// and scale / 1024. A block with Inf or NaN comes back as NaN; a block whose scale would be below 2^-126 comes
+// back as zeros. FromF32 writes the last block whole, as if zeros followed.
 void FromF32(absl::Span<const float> from, Dtype dtype, std::byte* to);
 void ToF32(Dtype dtype, const std::byte* from, absl::Span<float> to);
 void Bf16FromF32(absl::Span<const float> from, absl::Span<bf16> to);

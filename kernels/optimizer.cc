@@ -36,7 +36,9 @@ std::string UnsupportedMaster(const OptimizerSpec& spec) {
 std::string Unsupported(const OptimizerSpec& spec) {
   const auto listed = [](Dtype dtype) { return dtype == Dtype::kF32 || dtype == Dtype::kBf16 || dtype == Dtype::kF16; };
   if (!listed(spec.gradient)) return "gradients may be fp32, bf16 or fp16";
-  if (!listed(spec.working)) return "working parameters may be fp32, bf16 or fp16";
+  if (!listed(spec.working) && spec.working != Dtype::kE4m3Blocks) {
+    return "working parameters may be fp32, bf16, fp16 or blocks of e4m3";
+  }
   const bool adam = spec.kind == OptimizerKind::kAdamw || spec.kind == OptimizerKind::kAdam;
   if (spec.amsgrad && !adam) return "amsgrad is AdamW's and Adam's";
   if (spec.momentum && spec.kind != OptimizerKind::kSgd) return "a momentum buffer is SGD's";

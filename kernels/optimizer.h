@@ -65,7 +65,7 @@ struct OptimizerSpec {
   MomentFormat moments = MomentFormat::kF32;
   MasterFormat master = MasterFormat::kF32;
   Dtype gradient = Dtype::kBf16;  // kF32, kBf16, kF16
-  Dtype working = Dtype::kBf16;   // kF32, kBf16, kF16
+  Dtype working = Dtype::kBf16;   // kF32, kBf16, kF16, kE4m3Blocks
   friend bool operator==(const OptimizerSpec&, const OptimizerSpec&) = default;
 };
 

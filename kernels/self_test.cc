@@ -53,7 +53,7 @@ uint32_t Add(const std::vector<T>& values, uint32_t crc) {
 // working parameters miss the alignment needed for stores past the caches.
 uint32_t UpdateDigest(const Processor& processor, const OptimizerSpec& spec, size_t shift, uint32_t crc) {
   std::vector<float> master(kUpdateElements), scales[kMomentsMax];
-  const uint64_t working_bytes = kUpdateElements * ElementBytes(spec.working);
+  const uint64_t working_bytes = BytesOf(spec.working, kUpdateElements);
   std::vector<std::byte> memory(working_bytes + 128), values[kMomentsMax];
   std::byte* const working = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) + shift;
   for (uint64_t i = 0; i < kUpdateElements; ++i) master[i] = Input(1, i);
@@ -122,21 +122,25 @@ void AddUpdates(const Processor& processor, std::vector<Digest>* digests) {
           {std::string("adamw/f32 ") + gradient_name + " to " + working_name, UpdateDigest(processor, spec)});
     }
   }
+  digests->push_back({"adamw/f32 bf16 to f8", UpdateDigest(processor, {.working = Dtype::kE4m3Blocks})});
 }
 
 void AddConversions(const Processor& processor, std::vector<Digest>* digests) {
   std::vector<float> x(kElements);
   for (uint64_t i = 0; i < kElements; ++i) x[i] = Input(7, i);
-  for (const auto& [name, dtype] :
-       {std::pair{"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}, {"e4m3", Dtype::kE4m3}, {"e5m2", Dtype::kE5m2}}) {
-    std::vector<std::byte> narrow(kElements * ElementBytes(dtype));
+  for (const auto& [name, dtype] : {std::pair{"bf16", Dtype::kBf16},
+                                    {"f16", Dtype::kF16},
+                                    {"e4m3", Dtype::kE4m3},
+                                    {"e5m2", Dtype::kE5m2},
+                                    {"e4m3_blocks", Dtype::kE4m3Blocks}}) {
+    std::vector<std::byte> narrow(BytesOf(dtype, kElements));
     FromF32(x, dtype, narrow.data());
     if (processor.to_f32) {
       std::vector<float> wide(kElements);
       processor.to_f32(dtype, narrow.data(), absl::MakeSpan(wide));
       digests->push_back({std::string("to_f32/") + name, Add(wide, 0)});
     }
-    if (processor.add_into) {
+    if (processor.add_into && dtype != Dtype::kE4m3Blocks) {
       std::vector<float> sum(x.rbegin(), x.rend());
       processor.add_into(dtype, narrow.data(), absl::MakeSpan(sum));
       digests->push_back({std::string("add_into/") + name, Add(sum, 0)});

@@ -1,5 +1,6 @@
 // Conversions between fp32 and smaller formats, and fp32 sums.
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
 
 #include "ballast/kernels/cpu/highway_targets.h"
@@ -76,6 +77,25 @@ void Add(const std::byte* HWY_RESTRICT addend, float* HWY_RESTRICT sum, size_t n
   std::memcpy(sum + i, last_sum, (n - i) * sizeof(float));
 }
 
+// A last, short block goes through memory of a whole one.
+void EncodeBlocks(const float* from, std::byte* to, size_t n) {
+  size_t i = 0;
+  for (; i + kE4m3Block <= n; i += kE4m3Block, to += kE4m3BlockBytes) EncodeE4m3Block<L>(from + i, to);
+  if (i == n) return;
+  alignas(64) float last[kE4m3Block] = {};
+  std::memcpy(last, from + i, (n - i) * sizeof(float));
+  EncodeE4m3Block<L>(last, to);
+}
+
+void DecodeBlocks(const std::byte* from, float* to, size_t n) {
+  size_t i = 0;
+  for (; i + kE4m3Block <= n; i += kE4m3Block, from += kE4m3BlockBytes) DecodeE4m3Block<L>(from, to + i);
+  if (i == n) return;
+  alignas(64) float last[kE4m3Block];
+  DecodeE4m3Block<L>(from, last);
+  std::memcpy(to + i, last, (n - i) * sizeof(float));
+}
+
 }  // namespace
 
 void FromF32Loop(const float* from_floats, Dtype dtype, std::byte* to, size_t n) {
@@ -91,6 +111,8 @@ void FromF32Loop(const float* from_floats, Dtype dtype, std::byte* to, size_t n)
       return Convert<Dtype::kF32, Dtype::kE4m3>(from, to, n);
     case Dtype::kE5m2:
       return Convert<Dtype::kF32, Dtype::kE5m2>(from, to, n);
+    case Dtype::kE4m3Blocks:
+      return EncodeBlocks(from_floats, to, n);
   }
 }
 
@@ -107,6 +129,8 @@ void ToF32Loop(Dtype dtype, const std::byte* from, float* to_floats, size_t n) {
       return Convert<Dtype::kE4m3, Dtype::kF32>(from, to, n);
     case Dtype::kE5m2:
       return Convert<Dtype::kE5m2, Dtype::kF32>(from, to, n);
+    case Dtype::kE4m3Blocks:
+      return DecodeBlocks(from, to_floats, n);
   }
 }
 
@@ -122,6 +146,8 @@ void AddLoop(Dtype dtype, const std::byte* addend, float* sum, size_t n) {
       return Add<Dtype::kE4m3>(addend, sum, n);
     case Dtype::kE5m2:
       return Add<Dtype::kE5m2>(addend, sum, n);
+    case Dtype::kE4m3Blocks:
+      std::abort();  // a caller's bug: no gradient has scales
   }
 }
 

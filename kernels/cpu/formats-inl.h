@@ -6,6 +6,8 @@
 #define BALLAST_KERNELS_CPU_FORMATS_INL_H_
 #endif
 
+#include <cstring>
+
 #include "ballast/kernels/cpu/lanes-inl.h"
 #include "ballast/kernels/float_formats.h"
 
@@ -155,6 +157,39 @@ inline BlockScale ScaleOf(uint32_t largest_bits, float code_largest) {
   const float scale = std::bit_cast<float>(largest_bits) * (1 / code_largest);
   if (std::bit_cast<uint32_t>(scale) < 0x00800000u) return {0, 0};
   return {scale, 1 / scale};
+}
+
+// A block of kE4m3Blocks.
+template <class L>
+HWY_INLINE void EncodeE4m3Block(const float* from, std::byte* to) {
+  static_assert(kE4m3Block % (4 * L::kWidth) == 0);
+  typename L::U largest = L::SetU(0);
+  for (size_t i = 0; i < kE4m3Block; i += L::kWidth) {
+    largest = L::MaxU(largest, Magnitude<L>(L::Bits(L::Load(from + i))));
+  }
+  const BlockScale s = ScaleOf(L::MaxOfLanes(largest), kE4m3Largest);
+  std::memcpy(to + kE4m3Block, &s.scale, sizeof(s.scale));
+  if (s.inverse == 0) {
+    std::memset(to, 0, kE4m3Block);
+    return;
+  }
+  const typename L::F inverse = L::Set(s.inverse);
+  auto* const codes = reinterpret_cast<uint8_t*>(to);
+  const auto code = [&](size_t i) HWY_ATTR { return NarrowE4m3<L>(L::Mul(L::Load(from + i), inverse)); };
+  for (size_t i = 0; i < kE4m3Block; i += 4 * L::kWidth) {
+    L::Store8x4(code(i), code(i + L::kWidth), code(i + 2 * L::kWidth), code(i + 3 * L::kWidth), codes + i);
+  }
+}
+
+template <class L>
+HWY_INLINE void DecodeE4m3Block(const std::byte* from, float* to) {
+  float scale = 0;
+  std::memcpy(&scale, from + kE4m3Block, sizeof(scale));
+  const typename L::F factor = L::Set(scale);
+  const auto* const codes = reinterpret_cast<const uint8_t*>(from);
+  for (size_t i = 0; i < kE4m3Block; i += L::kWidth) {
+    L::Store(L::OneNan(L::Mul(WidenE4m3<L>(L::Load8(codes + i)), factor)), to + i);
+  }
 }
 
 }  // namespace ballast::kernels::HWY_NAMESPACE

@@ -202,6 +202,8 @@ struct Pass {
         return NarrowBlock<Dtype::kF32>(master, working);
       case Dtype::kF16:
         return NarrowBlock<Dtype::kF16>(master, working);
+      case Dtype::kE4m3Blocks:
+        return EncodeE4m3Block<L>(master, working);
       default:
         return NarrowBlock<Dtype::kBf16>(master, working);
     }
@@ -211,7 +213,8 @@ struct Pass {
 // Copies the last, short block into a whole block, so that all elements take the same path.
 void ShortBlock(const Pass& pass, const UpdateSpan& span, const MomentSpan* moment, uint64_t begin) {
   const uint64_t n = span.n - begin, width = MomentBytes(pass.spec.moments, 1);
-  const uint64_t gradient_bytes = ElementBytes(pass.spec.gradient), working_bytes = ElementBytes(pass.spec.working);
+  const uint64_t gradient_bytes = ElementBytes(pass.spec.gradient);
+  const Dtype dtype = pass.spec.working;
   alignas(64) std::byte gradient[kBlock * sizeof(float)] = {};
   alignas(64) std::byte working_memory[kBlock * sizeof(float) + 4];
   std::byte* const working = working_memory + 4;  // not aligned for stores past the caches
@@ -226,8 +229,12 @@ void ShortBlock(const Pass& pass, const UpdateSpan& span, const MomentSpan* mome
   }
   pass.Block(kBlock, gradient, master, whole, working, pass.key.first_element + begin);
   std::memcpy(span.master + begin, master, n * sizeof(float));
+  if (dtype == Dtype::kE4m3Blocks) {  // whose scale is of the span's elements alone
+    std::fill(master + n, master + kBlock, 0.0f);
+    EncodeE4m3Block<L>(master, working);
+  }
   if (pass.spec.master != MasterFormat::kLent)
-    std::memcpy(span.working + begin * working_bytes, working, n * working_bytes);
+    std::memcpy(span.working + BytesOf(dtype, begin), working, BytesOf(dtype, n));
   for (int i = 0; i < pass.moments; ++i) std::memcpy(moment[i].values, values[i], n * width);
 }
 
@@ -242,7 +249,7 @@ void UpdateLoop(const OptimizerSpec& spec, const Coefficients& c, const RandomKe
                   .wide = BlockRuleOf<Ends::kF32>(rule, spec.moments),
                   .bf16 = BlockRuleOf<Ends::kBf16>(rule, spec.moments),
                   .streamed = BlockRuleOf<Ends::kBf16Stream>(rule, spec.moments)};
-  const uint64_t gradient_bytes = ElementBytes(spec.gradient), working_bytes = ElementBytes(spec.working);
+  const uint64_t gradient_bytes = ElementBytes(spec.gradient);
   for (uint64_t begin = 0, n = 0; begin < span.n; begin += n) {
     n = std::min<uint64_t>(pass.RunMax(), (span.n - begin) / kBlock * kBlock);
     MomentSpan moment[kMomentsMax];
@@ -256,7 +263,7 @@ void UpdateLoop(const OptimizerSpec& spec, const Coefficients& c, const RandomKe
       break;
     }
     pass.Block(n, span.gradient + begin * gradient_bytes, span.master + begin, moment,
-               spec.master == MasterFormat::kLent ? nullptr : span.working + begin * working_bytes,
+               spec.master == MasterFormat::kLent ? nullptr : span.working + BytesOf(spec.working, begin),
                key.first_element + begin);
   }
   L::FlushStream();

@@ -75,6 +75,36 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+__global__ void __launch_bounds__(kThreads) EncodeBlocksKernel(const std::byte* from, std::byte* to, uint64_t n) {
+  ForBlocks(n, [&](uint64_t block, uint64_t i, unsigned count) {
+    float x[kEach];
+    LoadAs(Dtype::kF32, from, i, count, x);
+    uint32_t largest = 0;
+#pragma unroll
+    for (unsigned k = 0; k < kEach; ++k) largest = max(largest, __float_as_uint(x[k]) & 0x7fffffffu);
+    const BlockScale s = WarpScaleOf(largest, 1 / kE4m3Largest);
+    // Blocks begin at multiples of four bytes. Lanes without elements write the block's zeros.
+    auto* const words = reinterpret_cast<uint32_t*>(E4m3BlockAt(to, block)) + threadIdx.x % kWarp * 2;
+    words[0] = E4m3Codes(x, s.inverse);
+    words[1] = E4m3Codes(x + 4, s.inverse);
+    if (threadIdx.x % kWarp == 0) *E4m3ScaleAt(to, block) = s.scale;
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) DecodeBlocksKernel(const std::byte* from, std::byte* to, uint64_t n) {
+  ForBlocks(n, [&](uint64_t block, uint64_t i, unsigned count) {
+    auto* const base = const_cast<std::byte*>(from);
+    const float scale = *E4m3ScaleAt(base, block);
+    const auto* const words = reinterpret_cast<const uint32_t*>(E4m3BlockAt(base, block)) + threadIdx.x % kWarp * 2;
+    float x[kEach];
+#pragma unroll
+    for (unsigned k = 0; k < kEach; ++k) {
+      x[k] = OneNan(__fmul_rn(FromE4m3(static_cast<uint8_t>(words[k / 4] >> 8 * (k % 4))), scale));
+    }
+    StoreAs(Dtype::kF32, x, to, i, count);
+  });
+}
+
 __global__ void __launch_bounds__(kThreads)
     AddKernel(Dtype dtype, const std::byte* addend, std::byte* sum, uint64_t n) {
   ForBlocks(n, [&](uint64_t, uint64_t i, unsigned count) {
@@ -163,6 +193,12 @@ __global__ void __launch_bounds__(kThreads)
 absl::Status Convert(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to, uint64_t n,
                      CUstream_st* stream) {
   if (n == 0) return absl::OkStatus();
+  if (to_dtype == Dtype::kE4m3Blocks) {
+    return Launch("an encoding", EncodeBlocksKernel, GridOfBlocks(n), kThreads, stream, from, to, n);
+  }
+  if (from_dtype == Dtype::kE4m3Blocks) {
+    return Launch("a decoding", DecodeBlocksKernel, GridOfBlocks(n), kThreads, stream, from, to, n);
+  }
   return Launch("a conversion", ConvertKernel, GridOfBlocks(n), kThreads, stream, from_dtype, from, to_dtype, to, n);
 }
 

@@ -69,7 +69,7 @@ UpdatePart PartOf(const OptimizerSpec& spec, const UpdatePart& whole, uint64_t b
   part.span.n = end - begin;
   part.span.gradient += begin * ElementBytes(spec.gradient);
   part.span.master += begin;
-  part.span.working += begin * ElementBytes(spec.working);
+  part.span.working += BytesOf(spec.working, begin);
   for (size_t k = 0; k < static_cast<size_t>(MomentCount(spec)); ++k) {
     part.span.moments[k].values += MomentBytes(spec.moments, begin);
     if (MomentScaleBytes(spec.moments, begin) > 0) part.span.moments[k].scales += begin / kMomentBlock;
@@ -96,7 +96,7 @@ Processor DeviceProcessor(absl::Status* status) {
                     .gradient = static_cast<std::byte*>(call.In(gradient, host.n * ElementBytes(spec.gradient))),
                     .master = static_cast<float*>(call.InOut(host.master, host.n * sizeof(float))),
                     .moments = {},
-                    .working = static_cast<std::byte*>(call.InOut(host.working, host.n * ElementBytes(spec.working)))};
+                    .working = static_cast<std::byte*>(call.InOut(host.working, BytesOf(spec.working, host.n)))};
     for (size_t k = 0; k < static_cast<size_t>(MomentCount(spec)); ++k) {
       const MomentSpan& from = host.moments[k];
       span.moments[k].values = static_cast<std::byte*>(call.InOut(from.values, MomentBytes(spec.moments, host.n)));
@@ -117,12 +117,12 @@ Processor DeviceProcessor(absl::Status* status) {
   processor.from_f32 = [status](absl::Span<const float> from, Dtype dtype, std::byte* to) {
     Call call(status);
     const auto* source = static_cast<const float*>(call.In(from.data(), from.size() * sizeof(float)));
-    auto* target = static_cast<std::byte*>(call.InOut(to, from.size() * ElementBytes(dtype)));
+    auto* target = static_cast<std::byte*>(call.InOut(to, BytesOf(dtype, from.size())));
     if (call.ok()) call.Finish(FromF32(source, dtype, target, from.size(), nullptr));
   };
   processor.to_f32 = [status](Dtype dtype, const std::byte* from, absl::Span<float> to) {
     Call call(status);
-    const auto* source = static_cast<const std::byte*>(call.In(from, to.size() * ElementBytes(dtype)));
+    const auto* source = static_cast<const std::byte*>(call.In(from, BytesOf(dtype, to.size())));
     auto* target = static_cast<float*>(call.InOut(to.data(), to.size() * sizeof(float)));
     if (call.ok()) call.Finish(ToF32(dtype, source, target, to.size(), nullptr));
   };

@@ -127,6 +127,35 @@ __device__ inline void StoreAs(Dtype dtype, const float (&x)[kEach], std::byte* 
   StoreRaw<2>(raw, base, i, count);
 }
 
+// The scale of a block, for codes up to `code_largest`, from the largest bits of a magnitude that any lane of the warp
+// has; and its inverse. Inverse 0: the block is stored as zeros.
+struct BlockScale {
+  float scale, inverse;
+};
+__device__ inline BlockScale WarpScaleOf(uint32_t largest, float inverse_of_largest_code) {
+  largest = __reduce_max_sync(0xffffffffu, largest);
+  if (largest >= 0x7f800000u) return {__uint_as_float(kNanBits), 0};
+  const float scale = __fmul_rn(__uint_as_float(largest), inverse_of_largest_code);
+  if (__float_as_uint(scale) < 0x00800000u) return {0, 0};
+  return {scale, __fdiv_rn(1.0f, scale)};
+}
+
+// The place of a block of kE4m3Blocks, and of its scale.
+__device__ inline std::byte* E4m3BlockAt(std::byte* base, uint64_t block) { return base + block * kE4m3BlockBytes; }
+__device__ inline float* E4m3ScaleAt(std::byte* base, uint64_t block) {
+  return reinterpret_cast<float*>(E4m3BlockAt(base, block) + kE4m3Block);
+}
+
+// Four codes, the first in the lowest byte.
+__device__ inline uint32_t E4m3Codes(const float* x, float inverse) {
+  uint32_t word = 0;
+#pragma unroll
+  for (unsigned k = 0; k < 4; ++k) {
+    word |= (inverse == 0 ? 0u : uint32_t{ToE4m3(__fmul_rn(x[k], inverse))}) << 8 * k;
+  }
+  return word;
+}
+
 // A quad: four neighbouring elements of kBytes each, as they lie in memory.
 constexpr unsigned kQuad = 4;
 template <unsigned kBytes>

@@ -193,6 +193,24 @@ __device__ inline void StoreAny(Dtype dtype, const float (&x)[kEach], std::byte*
   StoreShare(raw, base, share);
 }
 
+// Working parameters. All lanes of the warp, those without elements too. kE4m3Blocks: a quad is a word of the block.
+__device__ inline void StoreWorking(Dtype dtype, float (&x)[kEach], std::byte* base, uint64_t block,
+                                    const Share& share) {
+  if (dtype != Dtype::kE4m3Blocks) return StoreAny(dtype, x, base, share);
+  uint32_t largest = 0;
+#pragma unroll
+  for (unsigned k = 0; k < kEach; ++k) {
+    if (k % kQuad >= share.count[k / kQuad]) x[k] = 0;
+    largest = max(largest, __float_as_uint(x[k]) & 0x7fffffffu);
+  }
+  const BlockScale s = WarpScaleOf(largest, 1 / kE4m3Largest);
+  const unsigned lane = threadIdx.x % kWarp;
+  auto* const words = reinterpret_cast<uint32_t*>(E4m3BlockAt(base, block));
+#pragma unroll
+  for (unsigned q = 0; q < kQuads; ++q) words[q * kWarp + lane] = E4m3Codes(x + q * kQuad, s.inverse);
+  if (lane == 0) *E4m3ScaleAt(base, block) = s.scale;
+}
+
 // ---- moments in memory
 
 constexpr unsigned BytesOf(MomentFormat format) {
@@ -312,7 +330,7 @@ __device__ inline void UpdateShare(Dtype gradient, Dtype working, const UpdatePa
     p[k] = OneNan(p[k]);
   }
   StoreShare(RawF32(p), master, share);
-  StoreAny(working, p, span.working, share);
+  StoreWorking(working, p, span.working, block, share);
   // The scale is stored when all lanes have loaded it: the reduction of the largest value lies between.
   if constexpr (kMoments > 0) StoreMoment<kFormat, kFirst>(part.key, 0, a, span.moments[0], block, share);
   if constexpr (kMoments > 1) StoreMoment<kFormat, false>(part.key, 1, b, span.moments[1], block, share);

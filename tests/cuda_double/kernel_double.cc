@@ -61,7 +61,7 @@ UpdateSpan Reached(const OptimizerSpec& spec, const UpdateSpan& span, const Reac
   UpdateSpan host = span;
   host.gradient = At(reach, span.gradient, span.n * ElementBytes(spec.gradient));
   host.master = At(reach, span.master, span.n);
-  host.working = At(reach, span.working, span.n * ElementBytes(spec.working));
+  host.working = At(reach, span.working, BytesOf(spec.working, span.n));
   for (size_t k = 0; k < static_cast<size_t>(MomentCount(spec)); ++k) {
     host.moments[k].values = At(reach, span.moments[k].values, MomentBytes(spec.moments, span.n));
     const uint64_t scales = MomentScaleBytes(spec.moments, span.n) / sizeof(float);
@@ -94,6 +94,17 @@ std::function<void()> ConvertCalled(void** a, const Reach& reach) {
     std::byte* const y = At(reach, target, n * ElementBytes(to));
     if (from == Dtype::kF32) return FromF32({reinterpret_cast<const float*>(x), n}, to, y);
     ToF32(from, x, {reinterpret_cast<float*>(y), n});
+  };
+}
+
+std::function<void()> BlocksCalled(bool encodes, void** a, const Reach& reach) {
+  return [=, source = Argument<const std::byte*>(a, 0), target = Argument<std::byte*>(a, 1),
+          n = Argument<uint64_t>(a, 2)] {
+    const uint64_t coded = BytesOf(Dtype::kE4m3Blocks, n), wide = n * sizeof(float);
+    const std::byte* const x = At(reach, source, encodes ? wide : coded);
+    std::byte* const y = At(reach, target, encodes ? coded : wide);
+    if (encodes) return FromF32({reinterpret_cast<const float*>(x), n}, Dtype::kE4m3Blocks, y);
+    ToF32(Dtype::kE4m3Blocks, x, {reinterpret_cast<float*>(y), n});
   };
 }
 
@@ -148,6 +159,8 @@ std::function<void()> KernelCalled(const std::string& name, void** arguments, co
   const auto is = [&](const char* kernel) { return name.find(kernel) != std::string::npos; };
   if (is("12UpdateKernel")) return UpdateCalled(name, arguments, reach);
   if (is("13ConvertKernel")) return ConvertCalled(arguments, reach);
+  if (is("18EncodeBlocksKernel")) return BlocksCalled(true, arguments, reach);
+  if (is("18DecodeBlocksKernel")) return BlocksCalled(false, arguments, reach);
   if (is("9AddKernel")) return AddCalled(arguments, reach);
   if (is("14QuantizeKernel")) return QuantizeCalled(arguments, reach);
   if (is("16DequantizeKernel")) return DequantizeCalled(arguments, reach);

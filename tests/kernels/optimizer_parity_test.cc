@@ -59,7 +59,7 @@ TEST_F(OptimizerParityTest, EveryRuleAndMomentFormat) {
 TEST_F(OptimizerParityTest, EveryGradientAndWorkingDtype) {
   for (NamedSpec rule : Rules()) {
     for (const Dtype gradient : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
-      for (const Dtype working : {Dtype::kF32, Dtype::kBf16, Dtype::kF16}) {
+      for (const Dtype working : {Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kE4m3Blocks}) {
         for (const MomentFormat format : FormatsOf(rule.spec)) {
           rule.spec.gradient = gradient, rule.spec.working = working, rule.spec.moments = format;
           SCOPED_TRACE(testing::Message()
@@ -75,6 +75,7 @@ TEST_F(OptimizerParityTest, EverySizeAroundABlock) {
   for (NamedSpec rule : Rules()) {
     for (const MomentFormat format : FormatsOf(rule.spec)) {
       rule.spec.moments = format;
+      rule.spec.working = rounds_ % 2 == 0 ? Dtype::kBf16 : Dtype::kE4m3Blocks;
       for (const uint64_t n : {0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 63, 255, 256, 257, 511, 512, 513, 1023}) {
         for (int round = 0; round < 3; ++round) ASSERT_NO_FATAL_FAILURE(Compare(rule, n));
       }
@@ -92,6 +93,7 @@ TEST_P(OptimizerSplitTest, AnySplitGivesTheSameBits) {
   for (NamedSpec rule : Rules()) {
     for (const MomentFormat format : FormatsOf(rule.spec)) {
       rule.spec.moments = format;
+      rule.spec.working = format == MomentFormat::kF32 ? Dtype::kE4m3Blocks : Dtype::kBf16;
       const OptimizerSpec& spec = rule.spec;
       constexpr uint64_t kElements = 4099;
       UpdateArrays whole(spec, kElements);
@@ -107,7 +109,7 @@ TEST_P(OptimizerSplitTest, AnySplitGivesTheSameBits) {
                          .gradient = all.gradient + begin * ElementBytes(spec.gradient),
                          .master = all.master + begin,
                          .moments = {},
-                         .working = all.working + begin * ElementBytes(spec.working)};
+                         .working = all.working + BytesOf(spec.working, begin)};
         for (size_t k = 0; k < kMomentsMax; ++k) {
           piece.moments[k] = {all.moments[k].values + MomentBytes(format, begin),
                               all.moments[k].scales + begin / kMomentBlock};

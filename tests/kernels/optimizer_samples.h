@@ -43,7 +43,7 @@ class UpdateArrays {
   UpdateArrays(const OptimizerSpec& spec, uint64_t n, size_t shift = 0) : spec_(spec), n_(n), shift_(shift) {
     gradient_.resize(n * ElementBytes(spec.gradient) + kGuard, std::byte{0xa5});
     master_.resize(n + kGuard, -1.5f);
-    working_.resize(n * ElementBytes(spec.working) + kGuard, std::byte{0xa5});
+    working_.resize(BytesOf(spec.working, n) + kGuard, std::byte{0xa5});
     for (auto& values : values_) values.resize(MomentBytes(spec.moments, n) + kGuard, std::byte{0xa5});
     for (auto& scales : scales_) scales.resize(MomentScaleBytes(spec.moments, n) / sizeof(float) + kGuard, -1.5f);
   }

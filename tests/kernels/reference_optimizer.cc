@@ -10,6 +10,7 @@
 #include "ballast/kernels/dynamic_map.h"
 #include "ballast/kernels/moment_formats.h"
 #include "ballast/kernels/philox.h"
+#include "ballast/tests/kernels/block_reference.h"
 
 namespace ballast::kernels {
 namespace {
@@ -236,7 +237,11 @@ void ReferenceUpdate(const OptimizerSpec& job, const Coefficients& c, const Rand
     UpdateElement(spec, c, ReadAs(spec.gradient, span.gradient, i), &e);
     span.master[i] = e.p;
     moments[0][i] = e.a, moments[1][i] = e.b, moments[2][i] = e.x;
-    WriteAs(spec.working, e.p, span.working, i);
+    if (spec.working != Dtype::kE4m3Blocks) WriteAs(spec.working, e.p, span.working, i);
+  }
+  if (spec.working == Dtype::kE4m3Blocks) {
+    const std::vector<std::byte> coded = ReferenceBlocks({span.master, span.n});
+    std::copy(coded.begin(), coded.end(), span.working);
   }
   for (int k = 0; k < count; ++k) {
     WriteMoment(spec, first(k), static_cast<uint32_t>(k), key, moments[k], span.moments[static_cast<size_t>(k)]);
