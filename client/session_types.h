@@ -199,7 +199,8 @@ struct UnitRange {
 // Runs of a tensor with so few elements between them are read together: a call of its own costs more.
 inline constexpr uint64_t kGapElementsMax = 8192;
 
-// Elements of a unit, and the place for them: as many elements of the job's working dtype.
+// Elements of a unit, and the place for them: as many elements of the job's working dtype. Of kE4m3Blocks the range
+// begins at a multiple of kernels::kE4m3Block, and whole blocks come.
 struct PullRun {
   UnitRange range;
   absl::Span<std::byte> to;

@@ -91,9 +91,13 @@ class Tensors {
   absl::Status Pull(absl::Span<const TensorMemory> memory, const Ready& ready = {});
   // Starts pulling some tensors, by index, at the session's version. `boxes`: the part of each tensor to pull; if
   // empty, this rank's parts. `to`: for each, memory for that part in the job's working dtype, borrowed until all
-  // returned pulls were awaited. Never blocks.
+  // returned pulls were awaited. Never blocks. Of kE4m3Blocks, PullBytes: all blocks that have elements of the part, so
+  // the part begins amid the first one, at its place in the tensor; UNIMPLEMENTED (UNSUPPORTED) for a part that is
+  // several runs of the tensor.
   absl::StatusOr<std::vector<PendingPull>> StartPull(absl::Span<const size_t> which, absl::Span<std::byte* const> to,
                                                      absl::Span<const model::Box> boxes = {});
+  // Bytes that StartPull writes of this rank's part of tensor `index`.
+  uint64_t PullBytes(size_t index) const;
 
  private:
   // The part of a tensor that this rank has.
@@ -137,6 +141,8 @@ class Tensors {
   absl::Status CheckCurrent() const;
   // BAD_REQUEST for a gradient of a frozen tensor.
   absl::Status CheckGradients(absl::Span<const TensorMemory> memory) const;
+  // UNIMPLEMENTED (UNSUPPORTED) for parameters in the trainer's memory in a job of coded ones.
+  absl::Status CheckParameters(absl::Span<const TensorMemory> memory) const;
   absl::Status LendValues(absl::Span<const TensorMemory> memory, const std::string& blob);
   absl::Status PushValues(absl::Span<const TensorMemory> memory, const Source& source, const std::string& blob);
   // Gives the session the step's gradients, and the places for parameters if the session takes loans.

@@ -20,7 +20,7 @@ LocalSource::LocalSource(model::Layout layout, const kernels::OptimizerSpec& opt
       state.moments[k].resize(MomentBytes(optimizer_.moments, unit.elements));
       state.scales[k].resize(MomentScaleBytes(optimizer_.moments, unit.elements) / sizeof(float));
     }
-    state.working.resize(unit.elements * ElementBytes(optimizer_.working));
+    state.working.resize(kernels::BytesOf(optimizer_.working, unit.elements));
     state.gradient.resize(unit.elements * ElementBytes(optimizer_.gradient));
   }
 }
@@ -109,7 +109,7 @@ void LocalSource::Update(const model::Chunk& chunk, const v1::StepHeader& header
                              .gradient = unit.gradient.data() + begin * ElementBytes(optimizer_.gradient),
                              .master = unit.master.data() + begin,
                              .moments = {},
-                             .working = unit.working.data() + begin * ElementBytes(optimizer_.working)};
+                             .working = unit.working.data() + kernels::BytesOf(optimizer_.working, begin)};
     for (size_t k = 0; k < static_cast<size_t>(MomentCount(optimizer_)); ++k) {
       span.moments[k] = {.values = unit.moments[k].data() + MomentBytes(optimizer_.moments, begin),
                          .scales = unit.scales[k].data() + MomentScaleBytes(optimizer_.moments, begin) / sizeof(float)};

@@ -126,6 +126,8 @@ void AddOptimizerFlags(CLI::App& app, Flags& flags) {
     app.add_option_function<std::string>(flag, parse, what)->default_str(initial)->check(CLI::IsMember(choices));
   };
   const std::map<std::string, Dtype> dtypes = {{"bf16", Dtype::kBf16}, {"f16", Dtype::kF16}, {"f32", Dtype::kF32}};
+  std::map<std::string, Dtype> working = dtypes;
+  working["f8"] = Dtype::kE4m3Blocks;
   named("--optimizer", &o.kind,
         std::map<std::string, OptimizerKind>{{"adamw", OptimizerKind::kAdamw},
                                              {"adam", OptimizerKind::kAdam},
@@ -144,7 +146,7 @@ void AddOptimizerFlags(CLI::App& app, Flags& flags) {
         std::map<std::string, MasterFormat>{{"f32", MasterFormat::kF32}, {"remainder", MasterFormat::kRemainder}},
         "Format of fp32 masters on servers; remainder needs bf16 working copies");
   named("--gradient-dtype", &o.gradient, dtypes, "Dtype of gradients sent to the servers");
-  named("--working-dtype", &o.working, dtypes, "Dtype of parameters that servers send");
+  named("--working-dtype", &o.working, working, "Dtype of parameters that servers send");
   app.add_flag("--amsgrad", o.amsgrad, "AdamW and Adam: keep the largest second moment");
   app.add_flag("--momentum", o.momentum, "SGD: keep a momentum buffer; --beta1 is the momentum");
   app.add_flag("--nesterov", o.nesterov, "SGD with momentum: Nesterov's");

@@ -14,6 +14,7 @@
 #include "ballast/client/reading/pulls.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/names.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/step_header.h"
 
 namespace ballast::client {
@@ -106,6 +107,11 @@ absl::StatusOr<TakenVersion> ReaderCore::Take(absl::Time deadline) {
 
 absl::Status ReaderCore::Read(absl::Span<const Reader::Place> places, bool masters) {
   const model::Layout& layout = plan->layout();
+  if (!masters && kernels::GrainOf(working) > 1) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        absl::StrCat("job '", options.job, "' has ", model::NameOf(working), " working parameters, ",
+                                     "which readers do not decode; read its masters"));
+  }
   const uint64_t width = kernels::ElementBytes(masters ? kernels::Dtype::kF32 : working);
   WholePulls pulls(&router, &hold, plan, masters ? v1::CONTENT_MASTER : v1::CONTENT_WORKING, options.timeout);
   for (const Reader::Place& place : places) {

@@ -1,5 +1,6 @@
 #include "ballast/client/reads.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <utility>
@@ -33,6 +34,7 @@ v1::Content ToProto(Content content) {
 
 void RequireWidth(uint64_t width, uint64_t element_bytes, const char* instead) {
   if (width == element_bytes) return;
+  if (element_bytes == 0) instead = "kernels::ToF32 of bytes(), since they are blocks with scales";
   std::fprintf(stderr, "UnitLease: working parameters have %d bytes an element; use %s\n",
                static_cast<int>(element_bytes), instead);
   std::abort();
@@ -52,9 +54,9 @@ absl::StatusOr<UnitLease> Reads::Acquire(uint32_t unit) {
     if (core_->job.group()->world_size() > 1) core_->job.End(buffer.status());
     return core_->job.Conclude(buffer.status());
   }
-  const uint64_t width = core_->job.seat().working_bytes();
-  const absl::Span<const std::byte> bytes((*buffer)->data.get(), core_->job.seat().units->unit(unit).elements * width);
-  return UnitLease(core_, buffer->release(), bytes, width);
+  const Seat& seat = core_->job.seat();
+  const absl::Span<const std::byte> bytes((*buffer)->data.get(), seat.WorkingBytes(seat.units->unit(unit).elements));
+  return UnitLease(core_, buffer->release(), bytes, kernels::ElementBytes(seat.optimizer.working));
 }
 
 absl::StatusOr<PendingPull> Reads::StartPull(uint32_t unit, absl::Span<const PullRun> runs) {
@@ -85,24 +87,29 @@ absl::Status Reads::Read(absl::string_view tensor, Content content, int64_t vers
     return Precondition(absl::StrCat("version ", version, " is not decided yet; this session is at ", seat.version));
   }
   const kernels::Dtype dtype = content == Content::kWorking ? seat.optimizer.working : kernels::Dtype::kF32;
-  const uint64_t width = kernels::ElementBytes(dtype);
+  const uint64_t grain = kernels::GrainOf(dtype);
   std::vector<std::byte> read;
+  std::vector<float> wide;
   for (const model::RunGroup& group : model::GroupRuns(runs, kGapElementsMax)) {
-    const model::Range range{found.range.begin + group.range.begin, found.range.begin + group.range.end};
+    const uint64_t first = group.range.begin / grain * grain;  // tensors begin at blocks
+    const model::Range range{found.range.begin + first, found.range.begin + group.range.end};
     const bool direct = group.first + 1 == group.last && dtype == kernels::Dtype::kF32;
     absl::Span<std::byte> place;
     if (direct) {
       const absl::Span<float> part = to.subspan(runs[group.first].in_box, range.size());
-      place = {reinterpret_cast<std::byte*>(part.data()), part.size() * width};
+      place = {reinterpret_cast<std::byte*>(part.data()), part.size() * sizeof(float)};
     } else {
-      read.resize(range.size() * width);
+      read.resize(kernels::BytesOf(dtype, range.size()));
       place = absl::MakeSpan(read);
     }
     BALLAST_RETURN_IF_ERROR(
         core_->job.Conclude(core_->parameters.Read(found.unit, range, ToProto(content), version, place)));
-    for (size_t i = group.first; i < group.last && !direct; ++i) {
-      kernels::ToF32(dtype, place.data() + (runs[i].in_tensor - group.range.begin) * width,
-                     to.subspan(runs[i].in_box, runs[i].count));
+    if (direct) continue;
+    wide.resize(range.size());
+    kernels::ToF32(dtype, place.data(), absl::MakeSpan(wide));
+    for (size_t i = group.first; i < group.last; ++i) {
+      std::copy_n(wide.begin() + static_cast<std::ptrdiff_t>(runs[i].in_tensor - first), runs[i].count,
+                  to.begin() + static_cast<std::ptrdiff_t>(runs[i].in_box));
     }
   }
   return absl::OkStatus();

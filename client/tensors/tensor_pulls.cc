@@ -5,9 +5,11 @@
 #include <map>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "ballast/client/tensors.h"
 #include "ballast/client/tensors/convert.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/optimizer.h"
 
 namespace ballast::client {
 namespace {
@@ -26,6 +28,7 @@ struct Tensors::Fetching {
 
 absl::Status Tensors::Pull(absl::Span<const TensorMemory> memory, const Ready& ready) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent());
+  BALLAST_RETURN_IF_ERROR(CheckParameters(memory));
   if (session_->lends_masters()) return session_->AwaitApplied();
   if (gathers_) return Gather(memory, ready);
   std::deque<Fetching> under_way;  // each ends its pull before its memory goes
@@ -125,19 +128,50 @@ void Tensors::Scatter(const std::vector<Run>& runs, absl::Span<const std::byte> 
   }
 }
 
+uint64_t Tensors::PullBytes(size_t index) const {
+  const Dtype dtype = session_->optimizer().working;
+  const Part& part = parts_[index];
+  if (part.elements == 0) return 0;
+  const uint64_t amid = part.runs[0].in_tensor % kernels::GrainOf(dtype);
+  return kernels::BytesOf(dtype, amid + part.elements);
+}
+
+absl::Status Tensors::CheckParameters(absl::Span<const TensorMemory> memory) const {
+  const Dtype dtype = session_->optimizer().working;
+  if (kernels::GrainOf(dtype) == 1) return absl::OkStatus();
+  for (size_t i = 0; i < memory.size(); ++i) {
+    if (memory[i].parameter == nullptr || parts_[i].elements == 0) continue;
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        absl::StrCat("parameter '", names_[i], "' is in the trainer's memory, and this job's are ",
+                                     model::NameOf(dtype), ", which nothing decodes there: keep parameters on the ",
+                                     "servers, or take another working dtype"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::vector<PendingPull>> Tensors::StartPull(absl::Span<const size_t> which,
                                                             absl::Span<std::byte* const> to,
                                                             absl::Span<const model::Box> boxes) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent());
-  const uint64_t width = ElementBytes(session_->optimizer().working);
+  const Dtype dtype = session_->optimizer().working;
+  const uint64_t grain = kernels::GrainOf(dtype);
   std::map<uint32_t, std::vector<PullRun>> runs;  // by unit of the session
   for (size_t i = 0; i < which.size(); ++i) {
     const Part& part = parts_[which[i]];
     if (boxes.empty() && part.elements == 0) continue;
     BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session_->Locate(names_[which[i]]));
-    for (const model::BoxRun& run : boxes.empty() ? part.runs : session_->RunsOf(part.index, boxes[i])) {
-      const uint64_t begin = part.begin + run.in_tensor;
-      runs[at.unit].push_back({{begin, begin + run.count}, {to[i] + run.in_box * width, run.count * width}});
+    const std::vector<model::BoxRun> of_part = boxes.empty() ? part.runs : session_->RunsOf(part.index, boxes[i]);
+    if (grain > 1 && of_part.size() > 1) {
+      return model::Error(
+          absl::StatusCode::kUnimplemented, model::kUnsupported,
+          absl::StrCat("tensor '", names_[which[i]], "' is wanted in ", of_part.size(), " runs, and its ", "blocks of ",
+                       grain, " elements have one scale: divide it by rows alone"));
+    }
+    for (const model::BoxRun& run : of_part) {
+      const uint64_t begin = (part.begin + run.in_tensor) / grain * grain;  // tensors begin at blocks
+      const uint64_t end = part.begin + run.in_tensor + run.count;
+      std::byte* const place = to[i] + run.in_box * ElementBytes(dtype);
+      runs[at.unit].push_back({{begin, end}, {place, kernels::BytesOf(dtype, end - begin)}});
     }
   }
   std::vector<PendingPull> pulls;

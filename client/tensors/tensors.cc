@@ -211,6 +211,7 @@ absl::StatusOr<TensorsReport> Tensors::Step(absl::Span<const TensorMemory> memor
 
 absl::Status Tensors::Give(absl::Span<const TensorMemory> memory) {
   BALLAST_RETURN_IF_ERROR(CheckCurrent());
+  BALLAST_RETURN_IF_ERROR(CheckParameters(memory));
   BALLAST_RETURN_IF_ERROR(CheckGradients(memory));
   if (!session_->takes_loans() || !session_->takes_gradients()) BALLAST_RETURN_IF_ERROR(Push(memory));
   if (!session_->takes_loans()) return absl::OkStatus();

@@ -9,16 +9,17 @@
 
 namespace ballast::client {
 
-LeasedParts::LeasedParts(std::shared_ptr<Leases> leases, int64_t version, std::vector<UnitRange> ranges, uint64_t width)
+LeasedParts::LeasedParts(std::shared_ptr<Leases> leases, int64_t version, std::vector<UnitRange> ranges,
+                         kernels::Dtype dtype)
     : of_session_(std::move(leases)),
       version_(version),
       ranges_(std::move(ranges)),
-      width_(width),
+      dtype_(dtype),
       since_(absl::Now()),
       held_(ranges_.size()) {
   for (const UnitRange& range : ranges_) {
     parts_.push_back({.range = range, .bytes = {}});
-    bytes_ += (range.end - range.begin) * width_;
+    bytes_ += BytesOf(range);
   }
 }
 
@@ -28,7 +29,7 @@ LeasedParts::~LeasedParts() {
 }
 
 bool LeasedParts::Come(size_t i, model::LeasedBytes leased) {
-  if (leased.held == nullptr || leased.bytes.size() != (ranges_[i].end - ranges_[i].begin) * width_) return false;
+  if (leased.held == nullptr || leased.bytes.size() != BytesOf(ranges_[i])) return false;
   absl::MutexLock lock(&mutex_);
   if (ended_) return true;
   of_session_->leased_bytes_ += leased.bytes.size();
@@ -42,8 +43,8 @@ absl::Span<std::byte> LeasedParts::RoomFor(size_t i) {
   if (ended_) return {};
   if (copies_ == nullptr) copies_ = of_session_->pool_->Take(bytes_);
   uint64_t at = 0;
-  for (size_t before = 0; before < i; ++before) at += (ranges_[before].end - ranges_[before].begin) * width_;
-  const absl::Span<std::byte> room(copies_->data.get() + at, (ranges_[i].end - ranges_[i].begin) * width_);
+  for (size_t before = 0; before < i; ++before) at += BytesOf(ranges_[before]);
+  const absl::Span<std::byte> room(copies_->data.get() + at, BytesOf(ranges_[i]));
   if (admitted_) leasing_ -= room.size();
   parts_[i].bytes = room;
   of_session_->copied_bytes_ += room.size();
@@ -69,8 +70,9 @@ absl::StatusOr<absl::Span<const LeasedPart>> LeasedParts::parts() const {
 }
 
 absl::StatusOr<std::shared_ptr<LeasedParts>> Leases::Begin(int64_t version, std::vector<UnitRange> ranges,
-                                                           uint64_t width, uint64_t bytes_max, absl::Duration age_max) {
-  std::shared_ptr<LeasedParts> parts(new LeasedParts(shared_from_this(), version, std::move(ranges), width));
+                                                           kernels::Dtype dtype, uint64_t bytes_max,
+                                                           absl::Duration age_max) {
+  std::shared_ptr<LeasedParts> parts(new LeasedParts(shared_from_this(), version, std::move(ranges), dtype));
   absl::MutexLock lock(&mutex_);
   uint64_t abandoned = 0;
   std::erase_if(ended_, [&](const std::weak_ptr<LeasedParts>& ended) {

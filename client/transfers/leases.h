@@ -15,6 +15,7 @@
 #include "ballast/client/session_types.h"
 #include "ballast/client/transfers/unit_buffers.h"
 #include "ballast/client/transport/tally.h"
+#include "ballast/kernels/float_formats.h"
 #include "ballast/proto/base/lent_memory.h"
 
 namespace ballast::client {
@@ -46,12 +47,14 @@ class LeasedParts {
 
  private:
   friend class Leases;
-  LeasedParts(std::shared_ptr<Leases> leases, int64_t version, std::vector<UnitRange> ranges, uint64_t width);
+  LeasedParts(std::shared_ptr<Leases> leases, int64_t version, std::vector<UnitRange> ranges, kernels::Dtype dtype);
+
+  uint64_t BytesOf(const UnitRange& range) const { return kernels::BytesOf(dtype_, range.end - range.begin); }
 
   const std::shared_ptr<Leases> of_session_;
   const int64_t version_;
   const std::vector<UnitRange> ranges_;
-  const uint64_t width_;  // of an element
+  const kernels::Dtype dtype_;
   const absl::Time since_;
   uint64_t bytes_ = 0;                // of all parts
   bool admitted_ = false;             // set before anybody else has the object
@@ -72,8 +75,8 @@ class Leases : public std::enable_shared_from_this<Leases> {
   // A lease of `ranges`, whose calls are still to be made. All leases together have at most `bytes_max` bytes, but a
   // larger one goes alone; and none begins beside one older than `age_max`. A lease beyond that has copies. UNAVAILABLE
   // (BUSY) while leases of more than `bytes_max` that were given back early have parts on their way.
-  absl::StatusOr<std::shared_ptr<LeasedParts>> Begin(int64_t version, std::vector<UnitRange> ranges, uint64_t width,
-                                                     uint64_t bytes_max, absl::Duration age_max)
+  absl::StatusOr<std::shared_ptr<LeasedParts>> Begin(int64_t version, std::vector<UnitRange> ranges,
+                                                     kernels::Dtype dtype, uint64_t bytes_max, absl::Duration age_max)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // Afterwards no lease is held, whoever has the objects.
   void EndAll() ABSL_LOCKS_EXCLUDED(mutex_);

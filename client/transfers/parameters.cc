@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/kernels/float_formats.h"
 #include "ballast/proto/base/status.h"
 
 namespace ballast::client {
@@ -71,14 +72,26 @@ v1::PullRequest Parameters::Request(uint32_t unit) const {
   return request;
 }
 
-absl::Status Parameters::PullRange(const UnitMap& units, v1::PullRequest request, const PullRun& run, uint64_t width,
-                                   PullOne pull) {
+absl::Status Parameters::PullRange(const UnitMap& units, v1::PullRequest request, const PullRun& run,
+                                   kernels::Dtype dtype, PullOne pull) {
+  const uint64_t grain = kernels::GrainOf(dtype), elements = run.range.end - run.range.begin;
+  if (run.range.begin % grain != 0) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRange,
+                        absl::StrCat("a pull of elements from ", run.range.begin, " on begins amid a block: expected ",
+                                     "a multiple of ", grain, ", since these have a scale"));
+  }
+  if (run.to.size() != kernels::BytesOf(dtype, elements)) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadLength,
+                        absl::StrCat("a pull of ", elements, " elements has room for ", run.to.size(),
+                                     " bytes; expected ", kernels::BytesOf(dtype, elements)));
+  }
   BALLAST_ASSIGN_OR_RETURN(const auto pieces, units.layout().Cut(request.unit(), {run.range.begin, run.range.end}));
   for (const model::Layout::Piece& piece : pieces) {
     request.set_begin(piece.range.begin);
     request.set_end(piece.range.end);
     pull(units.SourceOf(piece.chunk), request,
-         run.to.subspan((piece.range.begin - run.range.begin) * width, piece.range.size() * width));
+         run.to.subspan(kernels::BytesOf(dtype, piece.range.begin - run.range.begin),
+                        kernels::BytesOf(dtype, piece.range.size())));
   }
   return absl::OkStatus();
 }
@@ -95,17 +108,17 @@ void Parameters::Start(const std::shared_ptr<Tally>& tally, List list) {
 
 Parameters::Pulling Parameters::StartOwned(uint32_t unit) {
   const UnitView& view = seat_->units->unit(unit);
-  const uint64_t width = seat_->working_bytes();
-  Pulling pulling{pool_->Take(view.elements * width), seat_->version, std::make_shared<Tally>()};
+  const kernels::Dtype dtype = seat_->optimizer.working;
+  Pulling pulling{pool_->Take(seat_->WorkingBytes(view.elements)), seat_->version, std::make_shared<Tally>()};
   for (const UnitRange& gap : view.gaps) Zero(Part(*pulling.buffer, gap));
-  for (const OwnedSlice& owned : view.slices) pulled_bytes_ += owned.slice.range.size() * width;
+  for (const OwnedSlice& owned : view.slices) pulled_bytes_ += seat_->WorkingBytes(owned.slice.range.size());
   Start(pulling.tally, [units = seat_->units, unit, request = Request(unit), to = pulling.buffer->data.get(),
-                        width](PullOne pull) mutable {
+                        dtype](PullOne pull) mutable {
     for (const OwnedSlice& owned : units->unit(unit).slices) {
       request.set_begin(owned.slice.range.begin);
       request.set_end(owned.slice.range.end);
       pull(units->SourceOf(owned.slice.chunk), request,
-           {to + request.begin() * width, owned.slice.range.size() * width});
+           {to + kernels::BytesOf(dtype, request.begin()), kernels::BytesOf(dtype, owned.slice.range.size())});
     }
     return absl::OkStatus();
   });
@@ -115,10 +128,10 @@ Parameters::Pulling Parameters::StartOwned(uint32_t unit) {
 std::shared_ptr<Tally> Parameters::StartPull(uint32_t unit, absl::Span<const PullRun> runs) {
   auto tally = std::make_shared<Tally>();
   for (const PullRun& run : runs) pulled_bytes_ += run.to.size();
-  Start(tally, [units = seat_->units, request = Request(unit), width = seat_->working_bytes(),
+  Start(tally, [units = seat_->units, request = Request(unit), dtype = seat_->optimizer.working,
                 runs = std::vector<PullRun>(runs.begin(), runs.end())](PullOne pull) {
     absl::Status status;
-    for (const PullRun& run : runs) status.Update(PullRange(*units, request, run, width, pull));
+    for (const PullRun& run : runs) status.Update(PullRange(*units, request, run, dtype, pull));
     return status;
   });
   return tally;
@@ -134,7 +147,7 @@ absl::StatusOr<std::shared_ptr<LeasedParts>> Parameters::StartLease(uint32_t uni
       servers.push_back(seat_->units->SourceOf(piece.chunk));
     }
   }
-  BALLAST_ASSIGN_OR_RETURN(const auto lease, leases_->Begin(seat_->version, std::move(parts), seat_->working_bytes(),
+  BALLAST_ASSIGN_OR_RETURN(const auto lease, leases_->Begin(seat_->version, std::move(parts), seat_->optimizer.working,
                                                             seat_->inflight_bytes_max, seat_->step_timeout));
   lease->tally().Start(static_cast<int>(servers.size()));
   seat_->router->HandOver([calls = std::make_shared<LeaseCalls>(seat_->router, std::move(servers), Request(unit),
@@ -184,13 +197,27 @@ absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::TakeOwned(uint32_t unit)
   return std::move(pulling.buffer);
 }
 
+absl::Status Parameters::CheckGathers(uint32_t unit) const {
+  const uint64_t grain = kernels::GrainOf(seat_->optimizer.working);
+  for (const std::vector<UnitRange>& of_rank : seat_->units->unit(unit).ranges) {
+    for (const UnitRange& range : of_rank) {
+      if (range.begin % grain == 0) continue;
+      return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                          absl::StrCat("a rank's elements of unit ", unit, " begin at ", range.begin, ", amid a block ",
+                                       "of ", grain, " that has one scale: gather with Split::kEven, or pull runs"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::unique_ptr<UnitBuffer>> Parameters::Acquire(uint32_t unit) {
+  BALLAST_RETURN_IF_ERROR(CheckGathers(unit));
   BALLAST_ASSIGN_OR_RETURN(auto buffer, TakeOwned(unit));
   if (group_->world_size() == 1) return buffer;
   const absl::Time start = absl::Now();
   for (const GatherRound& round : seat_->units->unit(unit).rounds) {
     std::vector<uint64_t> offsets = round.offsets;
-    for (uint64_t& offset : offsets) offset *= seat_->working_bytes();
+    for (uint64_t& offset : offsets) offset = seat_->WorkingBytes(offset);
     const auto part = Part(*buffer, round);
     if (absl::Status status = group_->collective()->AllGather(offsets, part); !status.ok()) {
       pool_->Return(std::move(buffer));
@@ -210,9 +237,10 @@ absl::Status Parameters::Read(uint32_t unit, model::Range range, v1::Content con
   request.set_version(version);
   pulled_bytes_ += to.size();
   auto tally = std::make_shared<Tally>();
-  Start(tally,
-        [units = seat_->units, request, run = PullRun{{range.begin, range.end}, to},
-         width = to.size() / range.size()](PullOne pull) { return PullRange(*units, request, run, width, pull); });
+  const kernels::Dtype dtype = content == v1::CONTENT_WORKING ? seat_->optimizer.working : kernels::Dtype::kF32;
+  Start(tally, [units = seat_->units, request, run = PullRun{{range.begin, range.end}, to}, dtype](PullOne pull) {
+    return PullRange(*units, request, run, dtype, pull);
+  });
   return Wait(*tally);
 }
 

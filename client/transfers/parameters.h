@@ -65,17 +65,20 @@ class Parameters {
   using List = std::function<absl::Status(PullOne pull)>;
   // Has the pulls of `list` started, maybe on another thread: it borrows nothing but the pulls' places.
   void Start(const std::shared_ptr<Tally>& tally, List list);
-  // Pulls a run chunk by chunk. `request`: but for its range; `width`: bytes of an element.
-  static absl::Status PullRange(const UnitMap& units, v1::PullRequest request, const PullRun& run, uint64_t width,
+  // Pulls a run chunk by chunk. `request`: but for its range; `dtype`: of what it asks for. INVALID_ARGUMENT
+  // (BAD_RANGE, BAD_LENGTH) for a run that begins amid a block of the dtype, or has other room than its elements need.
+  static absl::Status PullRange(const UnitMap& units, v1::PullRequest request, const PullRun& run, kernels::Dtype dtype,
                                 PullOne pull);
+  // UNIMPLEMENTED (UNSUPPORTED) if blocks of the working dtype have elements of several ranks.
+  absl::Status CheckGathers(uint32_t unit) const;
   // Of the unit at the seat's version; without a range.
   v1::PullRequest Request(uint32_t unit) const;
   Pulling StartOwned(uint32_t unit);
   // A range of elements in a buffer of the unit.
   template <typename Range>
   absl::Span<std::byte> Part(const UnitBuffer& buffer, const Range& range) const {
-    const uint64_t width = seat_->working_bytes();
-    return {buffer.data.get() + range.begin * width, (range.end - range.begin) * width};
+    const uint64_t begin = seat_->WorkingBytes(range.begin);
+    return {buffer.data.get() + begin, seat_->WorkingBytes(range.end) - begin};
   }
   // Waits for the prefetch of `unit` at version(); starts it if there is none.
   absl::StatusOr<std::unique_ptr<UnitBuffer>> TakeOwned(uint32_t unit);

@@ -23,7 +23,8 @@ struct Seat {
   uint64_t inflight_bytes_max = 0;  // of pulls, and of leases
 
   uint64_t gradient_bytes() const { return kernels::ElementBytes(optimizer.gradient); }
-  uint64_t working_bytes() const { return kernels::ElementBytes(optimizer.working); }
+  // Bytes of `elements` working parameters, from a multiple of the dtype's grain on.
+  uint64_t WorkingBytes(uint64_t elements) const { return kernels::BytesOf(optimizer.working, elements); }
   const v1::Epoch& epoch() const { return units->plan().open().epoch(); }
   uint32_t rank() const { return static_cast<uint32_t>(units->rank()); }
   absl::Time Deadline() const { return absl::Now() + step_timeout; }

@@ -118,6 +118,11 @@ absl::Status CheckTensor(const v1::TensorSpec& spec, const v1::JobSpec& job) {
     return BadSpec(absl::StrCat("tensor '", spec.name(), "' is to be frozen as ", static_cast<int>(spec.frozen()),
                                 ": expected nothing, FROZEN_WORKING or FROZEN_Q8"));
   }
+  if (spec.frozen() != v1::FROZEN_UNSPECIFIED && job.working_dtype() == v1::DTYPE_F8_E4M3) {
+    return BadSpec(absl::StrCat("tensor '", spec.name(), "' is ", v1::Frozen_Name(spec.frozen()), " in a job whose ",
+                                "working parameters are DTYPE_F8_E4M3, which frozen values cannot be: keep its state ",
+                                "(no `frozen`), or take a 16-bit working dtype"));
+  }
   BALLAST_RETURN_IF_ERROR(CheckAssist(spec, job));
   if (spec.dtype() != v1::DTYPE_UNSPECIFIED && spec.dtype() != job.working_dtype()) {
     return Error(absl::StatusCode::kInvalidArgument, kBadDtype,

@@ -30,13 +30,16 @@ constexpr Named<v1::MasterFormat, MasterFormat> kMasters[] = {
     {v1::MASTER_FORMAT_UNSPECIFIED, MasterFormat::kF32, "f32"},
     {v1::MASTER_FORMAT_REMAINDER, MasterFormat::kRemainder, "remainder"},
     {v1::MASTER_FORMAT_LENT, MasterFormat::kLent, "lent"}};
-constexpr Named<v1::Dtype, Dtype> kDtypes[] = {
-    {v1::DTYPE_F32, Dtype::kF32, "f32"}, {v1::DTYPE_BF16, Dtype::kBf16, "bf16"}, {v1::DTYPE_F16, Dtype::kF16, "f16"}};
+constexpr Named<v1::Dtype, Dtype> kDtypes[] = {{v1::DTYPE_F32, Dtype::kF32, "f32"},
+                                               {v1::DTYPE_BF16, Dtype::kBf16, "bf16"},
+                                               {v1::DTYPE_F16, Dtype::kF16, "f16"},
+                                               {v1::DTYPE_F8_E4M3, Dtype::kE4m3Blocks, "f8"}};
 
 absl::StatusOr<Dtype> DtypeOf(v1::Dtype proto, const char* what) {
   if (const auto* const row = Find(kDtypes, proto)) return row->value;
   return Error(absl::StatusCode::kInvalidArgument, kBadDtype,
-               absl::StrCat(what, " must be DTYPE_F32, DTYPE_BF16 or DTYPE_F16, got ", static_cast<int>(proto)));
+               absl::StrCat(what, " must be DTYPE_F32, DTYPE_BF16, DTYPE_F16 or, working parameters alone, ",
+                            "DTYPE_F8_E4M3, got ", static_cast<int>(proto)));
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ kernels::Hyper HyperOf(const v1::GroupHyper& group);
 absl::StatusOr<kernels::OptimizerKind> OptimizerNamed(const std::string& name);
 absl::StatusOr<kernels::MomentFormat> MomentsNamed(const std::string& name);  // f32, bf16, i8, f8
 absl::StatusOr<kernels::MasterFormat> MasterNamed(const std::string& name);   // f32, remainder, lent
-absl::StatusOr<kernels::Dtype> DtypeNamed(const std::string& name);           // f32, bf16, f16
+absl::StatusOr<kernels::Dtype> DtypeNamed(const std::string& name);           // f32, bf16, f16, f8
 // The reverse; "unknown" for a value without a name.
 absl::string_view NameOf(kernels::OptimizerKind kind);
 absl::string_view NameOf(kernels::MomentFormat format);

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/services/job_state/job_core.h"
 
 namespace ballast::services {
@@ -104,6 +105,10 @@ absl::Status Loans::Check(const model::LoanRequest& request) const {
                           "a gradient was lent without its parameter, which is its own master in this job");
     }
     const kernels::Dtype working = core_->state.store()->layout().optimizer().working;
+    if (tensor.working != nullptr && kernels::GrainOf(working) > 1) {
+      return Unsupported(absl::StrCat(model::NameOf(working), " working parameters are pulled: updates do not write ",
+                                      "them to the trainer's memory. Lend gradients and values alone"));
+    }
     if (tensor.value != nullptr && tensor.value_dtype != kernels::Dtype::kF32 && tensor.value_dtype != working) {
       return model::Error(absl::StatusCode::kInvalidArgument, model::kBadDtype,
                           "lent values are neither fp32 nor of the job's working dtype");

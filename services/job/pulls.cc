@@ -72,6 +72,14 @@ absl::StatusOr<Pulls::Plan> Pulls::PlanOf(const v1::PullRequest& request) const 
                                 " tensors, which have no moments; pull WORKING or MASTER"));
   }
   const uint64_t start = chunk->layout().range.begin;
+  const kernels::Dtype dtype = core_->state.store()->layout().optimizer().working;
+  const uint64_t grain = request.content() == v1::CONTENT_WORKING ? kernels::GrainOf(dtype) : 1;
+  if ((request.begin() - start) % grain != 0) {
+    return BadPull(model::kBadRange,
+                   absl::StrCat("[", request.begin(), ", ", request.end(), ") of unit ", request.unit(),
+                                " begins amid a block: ", model::NameOf(dtype), " working parameters have a scale for ",
+                                "each ", grain, " elements; begin at a multiple of that, the answer has whole blocks"));
+  }
   return Plan{chunk,
               core_->state.store(),
               request.content(),
@@ -188,7 +196,7 @@ model::LeasedBytes Pulls::LeaseOf(const Plan& plan, Copy copy) {
   std::shared_ptr<const void> held = core_->leases->Take(plan.chunk, plan.store);
   const absl::Span<const std::byte> whole = plan.store->working_copy(plan.chunk->store_index);
   if (held == nullptr || whole.empty()) return {};
-  return {whole.subspan(plan.range.begin * plan.element_bytes(), plan.bytes()), std::move(held)};
+  return {whole.subspan(plan.BytesOf(plan.range.begin), plan.bytes()), std::move(held)};
 }
 
 absl::Status Pulls::PostRead(const RequestPtr& pull, Copy copy) {

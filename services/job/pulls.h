@@ -48,8 +48,11 @@ class Pulls {
     model::Range range;  // in the chunk
 
     bool working() const { return content == v1::CONTENT_WORKING; }
-    uint64_t element_bytes() const { return working() ? store->layout().working_element_bytes() : sizeof(float); }
-    uint64_t bytes() const { return range.size() * element_bytes(); }
+    // Of the first `elements` elements of the chunk.
+    uint64_t BytesOf(uint64_t elements) const {
+      return working() ? store->layout().ParameterBytes(elements) : elements * sizeof(float);
+    }
+    uint64_t bytes() const { return BytesOf(range.size()); }
     absl::Status Read(bool pinned, absl::Span<std::byte> to) const;
   };
   // A pull on its way, and where its answer goes.

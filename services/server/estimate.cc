@@ -133,7 +133,9 @@ absl::StatusOr<Estimate> EstimateJob(const EstimateRequest& request) {
     if (tensor.frozen == v1::FROZEN_UNSPECIFIED) trained += tensor.range.size();
     if (tensor.assist == v1::ASSIST_UPDATE) assisted += tensor.range.size();
   }
-  const uint64_t working = kernels::ElementBytes(optimizer.working),
+  // Trainers decode blocks of f8 to bf16.
+  const bool decodes = kernels::GrainOf(optimizer.working) > 1;
+  const uint64_t working = kernels::ElementBytes(decodes ? kernels::Dtype::kBf16 : optimizer.working),
                  gradient = kernels::ElementBytes(optimizer.gradient);
   for (const model::Unit& unit : layout.units()) {
     estimate.largest_unit_bytes = std::max(estimate.largest_unit_bytes, unit.elements * working);

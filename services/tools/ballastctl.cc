@@ -150,7 +150,7 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
   plan->add_option("--master", to->master, "f32, or remainder: only the bits that bf16 working copies lack")
       ->capture_default_str();
   plan->add_option("--gradient-dtype", to->gradient, "bf16, f16 or f32")->capture_default_str();
-  plan->add_option("--working-dtype", to->working, "bf16, f16 or f32")->capture_default_str();
+  plan->add_option("--working-dtype", to->working, "bf16, f16, f32 or f8")->capture_default_str();
   plan->add_option("--durability", to->durability, "step, every-K or none")->capture_default_str();
   plan->add_option("--pin-interval", to->pin_interval, "the K of every-K, in steps");
   plan->add_option("--log-steps", to->log_steps, "steps that the gradient log holds, like the server's log_steps")

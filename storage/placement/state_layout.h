@@ -84,9 +84,9 @@ class StateLayout {
 
   // A chunk's bytes in a tier: for its state with the label, and for its working copy.
   uint64_t StateBytes(uint64_t elements) const { return LabelAt(elements) + kLabelBytes; }
-  uint64_t WorkingBytes(uint64_t elements) const {
-    return working_copies() ? Pad(elements * working_element_bytes()) : 0;
-  }
+  uint64_t WorkingBytes(uint64_t elements) const { return working_copies() ? Pad(ParameterBytes(elements)) : 0; }
+  // Bytes of `elements` working parameters, from a multiple of the dtype's grain on.
+  uint64_t ParameterBytes(uint64_t elements) const { return kernels::BytesOf(optimizer_.working, elements); }
   // True if the chunk has a working copy in addition to its state.
   bool working_copies() const { return has_working_copies_ && !IsFrozen(form_); }
   // Is the master its working copy and a remainder?
@@ -98,6 +98,7 @@ class StateLayout {
   static constexpr uint64_t kLabelBytes = 4096;
 
   uint64_t gradient_element_bytes() const { return kernels::ElementBytes(optimizer_.gradient); }
+  // REQUIRES: the working dtype has no scales. Chunks with frozen values have none.
   uint64_t working_element_bytes() const { return kernels::ElementBytes(optimizer_.working); }
 
  private:

@@ -30,8 +30,9 @@ double UpdateBytes(const kernels::OptimizerSpec& optimizer) {
   const auto moments =
       static_cast<uint64_t>(kernels::MomentCount(optimizer)) *
       (kernels::MomentBytes(optimizer.moments, kElements) + kernels::MomentScaleBytes(optimizer.moments, kElements));
-  return 2 * (sizeof(float) + static_cast<double>(moments) / kElements) +
-         static_cast<double>(kernels::ElementBytes(optimizer.gradient) + kernels::ElementBytes(optimizer.working));
+  const uint64_t passing =
+      kernels::BytesOf(optimizer.gradient, kElements) + kernels::BytesOf(optimizer.working, kElements);
+  return 2 * sizeof(float) + static_cast<double>(2 * moments + passing) / kElements;
 }
 
 // Elements per second of the job's optimizer. AdamW was measured; other optimizers move their bytes at the same rate.
@@ -112,7 +113,7 @@ ChunkWork Prediction::WorkOf(const PlacedChunk& chunk) {
       digested += flushed;
       link = Seconds(gradient, static_cast<double>(m.gpu_in_bytes_per_s), kLink);
       const bool copied = chunk.placement.working != TierKind::kHbm;
-      const double out = flushed + (copied ? elements * static_cast<double>(layout_.working_element_bytes()) : 0);
+      const double out = flushed + (copied ? static_cast<double>(layout_.ParameterBytes(chunk.elements)) : 0);
       link += Seconds(out, static_cast<double>(m.gpu_out_bytes_per_s), kLink);
       Seconds(elements, 0, "the optimizer on the GPU");
       break;
@@ -159,7 +160,7 @@ void Prediction::CountPulls(const PlacedChunk& chunk) {
     out_.pulls += Seconds(read, static_cast<double>(m.disk_read_bytes_per_s), kReads);
   }
   if (frozen) return;
-  const double written = shape_.passes * static_cast<double>(chunk.elements * layout.working_element_bytes());
+  const double written = shape_.passes * static_cast<double>(layout.ParameterBytes(chunk.elements));
   // A copy reads and writes the bytes that it counts once.
   out_.pulls += Seconds((read + written) / 2, static_cast<double>(m.dram_copy_bytes_per_s.one_thread), kRounding);
 }

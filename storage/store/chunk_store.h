@@ -129,10 +129,11 @@ class ChunkStore {
                    const ReadBack& read_back = {}, Interrupt interrupt = Uninterrupted,
                    RunStageObserver observer = UnobservedStage);
 
-  // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype; for a chunk without a
-  // working copy it rounds the master, and values of a frozen chunk come from its tier. ReadState reads a state array
-  // as fp32; kMaster of a frozen chunk are its values. INVALID_ARGUMENT outside the chunk, and for a moment that the
-  // optimizer lacks; DATA_LOSS (CHECKSUM) if the tier returned something else than was written.
+  // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype, of kE4m3Blocks whole
+  // blocks; for a chunk without a working copy it rounds the master, and values of a frozen chunk come from its tier.
+  // ReadState reads a state array as fp32; kMaster of a frozen chunk are its values. INVALID_ARGUMENT outside the
+  // chunk, amid a block, and for a moment that the optimizer lacks; DATA_LOSS (CHECKSUM) if the tier returned something
+  // else than was written.
   absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
   absl::Status ReadState(uint64_t chunk, StateArray array, uint64_t begin, absl::Span<float> to) const;
 

@@ -11,9 +11,7 @@ namespace ballast::storage {
 absl::Status QueueUpdate(const ChunkUpdate& update, const StoredChunk& chunk, HbmQueue& queue) {
   const StateView state = chunk.View(chunk.memory.state());
   const kernels::OptimizerSpec& optimizer = chunk.layout.optimizer();
-  const auto working = [&](uint64_t at) {
-    return chunk.memory.WorkingOfDevice(at * chunk.layout.working_element_bytes());
-  };
+  const auto working = [&](uint64_t at) { return chunk.memory.WorkingOfDevice(chunk.layout.ParameterBytes(at)); };
   for (const ChunkUpdate::Values& values : update.values) {
     const auto* from = reinterpret_cast<const std::byte*>(values.values.data());
     auto* to = reinterpret_cast<std::byte*>(state.master() + values.begin);

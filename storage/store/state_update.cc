@@ -118,6 +118,14 @@ template <typename Function>  // (absl::Span<float> master)
   SetRemainder(master, at, state);
 }
 
+// Rounds the working copy's blocks that have elements of [begin, end): their other elements are in the scale too.
+void RoundWhole(const StateView& state, uint64_t begin, uint64_t end, std::byte* working) {
+  const kernels::Dtype dtype = state.layout->optimizer().working;
+  const uint64_t grain = kernels::GrainOf(dtype), from = begin / grain * grain;
+  const uint64_t to = std::min(state.elements, (end + grain - 1) / grain * grain);
+  kernels::FromF32({state.master() + from, to - from}, dtype, working + state.layout->ParameterBytes(from));
+}
+
 // Overwrites master and working copy.
 void WriteMaster(const ChunkUpdate::Values& values, const StateView& state, std::byte* working) {
   const kernels::Dtype dtype = state.layout->optimizer().working;
@@ -139,7 +147,8 @@ void WriteMaster(const ChunkUpdate::Values& values, const StateView& state, std:
     take(begin, master);
     std::byte* const to = values.working != nullptr ? values.working : working;
     if (to == nullptr || to == values.narrow.data()) return;
-    return kernels::FromF32(master, dtype, to + (values.working != nullptr ? 0 : begin * width));
+    if (values.working != nullptr) return kernels::FromF32(master, dtype, to);
+    return RoundWhole(state, begin, end, working);
   }
   for (uint64_t at = begin / kBlockElements * kBlockElements; at < end; at += kBlockElements) {
     const uint64_t from = std::max(at, begin), to = std::min(at + kBlockElements, end);
@@ -196,10 +205,10 @@ uint32_t DigestBytes(absl::Span<const std::byte> bytes, const Compute& compute) 
 }
 
 void RoundMaster(const StateView& state, std::byte* working, const Compute& compute) {
-  const uint64_t width = state.layout->working_element_bytes();
   ForPieces(PieceCount(state), compute, [&](uint64_t i) {
     const uint64_t at = i * kPieceElements, n = std::min(kPieceElements, state.elements - at);
-    kernels::FromF32({state.master() + at, n}, state.layout->optimizer().working, working + at * width);
+    kernels::FromF32({state.master() + at, n}, state.layout->optimizer().working,
+                     working + state.layout->ParameterBytes(at));
   });
 }
 
@@ -262,7 +271,7 @@ StateUpdate::StateUpdate(const ChunkUpdate& update, const StateView& state, std:
 }
 
 void StateUpdate::UpdateBlock(uint64_t at, uint64_t end, absl::Span<float> master) const {
-  const uint64_t width = state_.layout->working_element_bytes();
+  const StateLayout& layout = *state_.layout;
   const bool lends = state_.layout->lends_master();
   segments_.Meet(at, end, [&](const ChunkUpdate::SegmentUpdate& segment, uint64_t from, uint64_t to) {
     auto* const lent = reinterpret_cast<float*>(segment.working) + (from - segment.begin);
@@ -271,8 +280,8 @@ void StateUpdate::UpdateBlock(uint64_t at, uint64_t end, absl::Span<float> maste
                       SpanOf(update_, segment, state_, lends ? lent : &master[from - at], target, from, to - from));
     };
     if (lends) return run(nullptr);
-    if (segment.working != nullptr) return run(segment.working + (from - segment.begin) * width);
-    working_ != nullptr ? run(working_ + from * width) : WithoutWorking(run);
+    if (segment.working != nullptr) return run(segment.working + layout.ParameterBytes(from - segment.begin));
+    working_ != nullptr ? run(working_ + layout.ParameterBytes(from)) : WithoutWorking(run);
   });
 }
 

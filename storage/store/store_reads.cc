@@ -13,17 +13,30 @@
 namespace ballast::storage {
 namespace {
 
-// `bytes` as whole elements.
-absl::StatusOr<uint64_t> ElementsOf(uint64_t bytes, uint64_t width) {
-  if (bytes % width == 0) return bytes / width;
-  return Bad(model::kBadLength, absl::StrCat("room for ", bytes, " bytes, expected whole elements of ", width));
+// How many working parameters from `begin` on `bytes` have room for. Of a dtype with scales the last block is read
+// whole, and may have fewer elements in the chunk.
+absl::StatusOr<uint64_t> ElementsOf(const StoredChunk& chunk, uint64_t begin, uint64_t bytes) {
+  const kernels::Dtype dtype = chunk.layout.optimizer().working;
+  const uint64_t grain = kernels::GrainOf(dtype), width = kernels::BytesOf(dtype, grain);
+  if (bytes % width != 0) {
+    return Bad(model::kBadLength, absl::StrCat("room for ", bytes, " bytes, expected a multiple of ", width));
+  }
+  if (begin % grain != 0) {
+    return Bad(model::kBadRange,
+               absl::StrCat("elements from ", begin, " of chunk ", chunk.index,
+                            ": working parameters have a scale for each ", grain, "; begin at a multiple of that"));
+  }
+  uint64_t count = bytes / width * grain;
+  if (begin < chunk.elements && count - (chunk.elements - begin) < grain) count = chunk.elements - begin;
+  BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, begin, count));
+  return count;
 }
 
 // Takes bytes of the master, to round them to `to`.
 auto RoundInto(kernels::Dtype dtype, std::byte* to) {
   return [dtype, to](uint64_t at, absl::Span<const std::byte> bytes) {
     const absl::Span<const float> master(reinterpret_cast<const float*>(bytes.data()), bytes.size() / sizeof(float));
-    kernels::FromF32(master, dtype, to + at / sizeof(float) * kernels::ElementBytes(dtype));
+    kernels::FromF32(master, dtype, to + kernels::BytesOf(dtype, at / sizeof(float)));
   };
 }
 
@@ -63,7 +76,11 @@ absl::Status ReadAsWorking(const StoredChunk& chunk, uint64_t begin, uint64_t co
   const kernels::Dtype dtype = chunk.layout.optimizer().working;
   if (chunk.layout.lends_master()) return MasterIsLent(chunk);
   if (IsFrozen(chunk.layout.form())) return ReadFrozenAs(chunk, begin, count, dtype, to, read);
-  return read(begin * sizeof(float), count * sizeof(float), RoundInto(dtype, to));
+  // Of the last block all elements of the chunk are in the scale. Reads come in multiples of 4096 bytes, but for the
+  // last.
+  const uint64_t grain = kernels::GrainOf(dtype);
+  const uint64_t whole = std::min((count + grain - 1) / grain * grain, chunk.elements - begin);
+  return read(begin * sizeof(float), whole * sizeof(float), RoundInto(dtype, to));
 }
 
 // Elements of an array as fp32, from its bytes. A coded moment is read whole, into memory of its own.
@@ -110,26 +127,25 @@ absl::Status StoreCore::ReadRounded(const StoredChunk& chunk, uint64_t begin, ui
     updated_in = chunk.history.updated_in();
     on_disk = chunk.memory.tier() == TierKind::kNvme && updated_in > 0 && chunk.on_disk.staged() == nullptr;
   }
-  const uint64_t width = chunk.layout.working_element_bytes(), bytes = chunk.elements * width;
+  const StateLayout& layout = chunk.layout;
+  const uint64_t bytes = layout.ParameterBytes(chunk.elements);
   if (!on_disk || bytes > buffers.pulled.slot_bytes() || IsFrozen(chunk.layout.form())) {
     return ReadAsWorking(chunk, begin, count, to, read);
   }
   return buffers.pulled.Read(
-      chunk.index, updated_in, bytes, begin * width, {to, count * width},
+      chunk.index, updated_in, bytes, layout.ParameterBytes(begin), {to, layout.ParameterBytes(count)},
       [&](absl::Span<std::byte> copy) { return ReadAsWorking(chunk, 0, chunk.elements, copy.data(), read); });
 }
 
 absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<std::byte> to) const {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->chunks.Find(index));
-  const uint64_t width = core_->layout.working_element_bytes();
-  BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
-  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(*chunk, begin, to.size()));
   {
     absl::ReaderMutexLock lock(&chunk->mutex, chunk->unchanging());
     if (chunk->memory.working() != nullptr) {
       const TierKind tier = *chunk->memory.placement().working;
       core_->tiers->CountTraffic(tier, to.size(), 0);
-      const std::byte* const from = chunk->memory.working() + begin * width;
+      const std::byte* const from = chunk->memory.working() + core_->layout.ParameterBytes(begin);
       if (tier == TierKind::kHbm) return core_->tiers->hbm()->CopyOut(from, to);
       std::copy_n(from, to.size(), to.data());
       return absl::OkStatus();
@@ -218,9 +234,7 @@ absl::Status ChunkStore::ReadPinnedState(int64_t pin, uint64_t index, StateArray
 absl::Status ChunkStore::ReadPinnedWorking(int64_t pin, uint64_t index, uint64_t begin,
                                            absl::Span<std::byte> to) const {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->chunks.Find(index));
-  const uint64_t width = core_->layout.working_element_bytes();
-  BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(to.size(), width));
-  BALLAST_RETURN_IF_ERROR(CheckRange(index, chunk->elements, begin, count));
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(*chunk, begin, to.size()));
   return ReadAsWorking(*chunk, begin, count, to.data(), [&](uint64_t at, uint64_t bytes, ChunkReader::Sink sink) {
     return core_->ReadPinned(pin, *chunk, StateArray::kMaster, at, bytes, sink);
   });

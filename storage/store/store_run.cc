@@ -394,7 +394,7 @@ void StoreRun::CountUpdate(const ChunkUpdate& update, const StoredChunk& chunk) 
   core_.tiers->CountTraffic(memory, state_bytes, state_bytes);
   const std::optional<TierKind> working = chunk.memory.placement().working;
   if (!working.has_value()) return;
-  core_.tiers->CountTraffic(*working, 0, elements * core_.layout.working_element_bytes());
+  core_.tiers->CountTraffic(*working, 0, core_.layout.ParameterBytes(elements));
 }
 
 }  // namespace ballast::storage

@@ -94,14 +94,16 @@ class CudaQueue : public HbmQueue {
     for (const HbmSegment& segment : segments) elements = std::max(elements, at(segment) + segment.span.n);
     BALLAST_RETURN_IF_ERROR(CheckSpan(elements));
     BALLAST_RETURN_IF_ERROR(CopyIn({gradients, elements * gradient_width}, gradient_));
-    const uint64_t width = ElementBytes(optimizer.working);
+    const auto in_working = [&](const HbmSegment& segment) {
+      return working_ + kernels::BytesOf(optimizer.working, at(segment));
+    };
     std::vector<kernels::cuda::UpdatePart> parts;
     parts.reserve(segments.size());
     for (const HbmSegment& segment : segments) {
       parts.push_back({.coefficients = segment.coefficients, .key = segment.random, .span = segment.span});
       kernels::UpdateSpan& span = parts.back().span;
       span.gradient = gradient_ + at(segment) * gradient_width;
-      span.working = segment.working.device != nullptr ? segment.working.device : working_ + at(segment) * width;
+      span.working = segment.working.device != nullptr ? segment.working.device : in_working(segment);
     }
     BALLAST_ASSIGN_OR_RETURN(const uint64_t launches, kernels::cuda::Update(optimizer, parts, stream_));
     counters_->kernels += launches;
@@ -111,7 +113,8 @@ class CudaQueue : public HbmQueue {
       for (next = first; next < segments.size() && at(segments[next]) == at(segments[first]) + n; ++next) {
         n += segments[next].span.n;
       }
-      BALLAST_RETURN_IF_ERROR(Deliver(working_ + at(segments[first]) * width, segments[first].working, n * width));
+      BALLAST_RETURN_IF_ERROR(
+          Deliver(in_working(segments[first]), segments[first].working, kernels::BytesOf(optimizer.working, n)));
     }
     return absl::OkStatus();
   }
@@ -121,7 +124,7 @@ class CudaQueue : public HbmQueue {
     ++counters_->kernels;
     BALLAST_RETURN_IF_ERROR(kernels::cuda::FromF32(master, dtype, working.device != nullptr ? working.device : working_,
                                                    elements, stream_));
-    return Deliver(working_, working, elements * ElementBytes(dtype));
+    return Deliver(working_, working, kernels::BytesOf(dtype, elements));
   }
 
  private:

@@ -85,6 +85,7 @@ TEST(OptimizerTest, EveryOptimizerAndFormatEqualsTheRunWithoutServers) {
       {.gradient = Dtype::kF32, .working = Dtype::kF32},
       {.gradient = Dtype::kF16, .working = Dtype::kF16},
       {.moments = MomentFormat::kI8, .gradient = Dtype::kF32, .working = Dtype::kBf16},
+      {.working = Dtype::kE4m3Blocks},
   };
   std::set<uint32_t> digests = {ReferenceDigest()};
   for (const kernels::OptimizerSpec& spec : specs) {

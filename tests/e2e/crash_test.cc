@@ -45,6 +45,7 @@ class CrashTest : public ::testing::Test {
   std::unique_ptr<services::Process> Rank(int rank, int world_size, const std::string& resume,
                                           const std::string& durability = "step") const {
     std::vector<std::string> command = RankCommand(kSteps, Servers(), scratch_.path() + "/ranks", rank, world_size);
+    command.insert(command.end(), {"--working-dtype", working_});
     command.insert(command.end(), {"--durability", durability, "--resume", resume, "--log-every", "1"});
     return std::make_unique<services::Process>(command);
   }
@@ -68,6 +69,22 @@ class CrashTest : public ::testing::Test {
     return digest;
   }
 
+  // Twice: all ranks and servers die, and the servers come back.
+  void AllDieTwice() {
+    for (const int version : {3, 11}) {
+      const auto rank0 = Rank(0, 2, "auto");
+      const auto rank1 = Rank(1, 2, "auto");
+      ASSERT_NO_FATAL_FAILURE(AwaitStep(*rank0, version));
+      for (const auto& process : {rank0.get(), rank1.get()}) process->Signal(SIGKILL);
+      for (const auto& server : servers_) server->End(SIGKILL);
+      rank0->Wait();
+      rank1->Wait();
+      for (int i = 0; i < 2; ++i) StartServer(i);
+      // A commit is not synced on its own; without it the step is still prepared.
+      EXPECT_GE(VersionOn(Servers()), version - 1);
+    }
+  }
+
   // By what the trainer tells: asking the servers takes a process of its own, and the run goes on meanwhile.
   static void AwaitStep(const services::Process& rank0, int step) {
     while (LastStepIn(rank0.OutputSoFar()) < step && !rank0.ended()) {
@@ -78,6 +95,7 @@ class CrashTest : public ::testing::Test {
 
   ScratchDirectory scratch_;
   std::unique_ptr<services::Daemon> servers_[2];
+  std::string working_ = "bf16";
 };
 
 TEST_F(CrashTest, KilledTrainersLoseNothing) {
@@ -126,19 +144,17 @@ TEST_F(CrashTest, AKilledServerIsWaitedFor) {
 }
 
 TEST_F(CrashTest, AllMayDieAtOnce) {
-  for (const int version : {3, 11}) {
-    const auto rank0 = Rank(0, 2, "auto");
-    const auto rank1 = Rank(1, 2, "auto");
-    ASSERT_NO_FATAL_FAILURE(AwaitStep(*rank0, version));
-    for (const auto& process : {rank0.get(), rank1.get()}) process->Signal(SIGKILL);
-    for (const auto& server : servers_) server->End(SIGKILL);
-    rank0->Wait();
-    rank1->Wait();
-    for (int i = 0; i < 2; ++i) StartServer(i);
-    // A commit is not synced on its own; without it the step is still prepared.
-    EXPECT_GE(VersionOn(Servers()), version - 1);
-  }
+  ASSERT_NO_FATAL_FAILURE(AllDieTwice());
   EXPECT_EQ(TrainToTheEnd(2, "must"), Reference());
+}
+
+// Replay makes the blocks again that the next gradients depend on.
+TEST_F(CrashTest, AllMayDieAtOnceInF8) {
+  working_ = "f8";
+  ASSERT_NO_FATAL_FAILURE(AllDieTwice());
+  const std::string reference = ReferenceDigest(kSteps, {"--working-dtype", "f8"});
+  EXPECT_EQ(TrainToTheEnd(2, "must"), reference);
+  EXPECT_NE(reference, Reference());
 }
 
 TEST_F(CrashTest, AServerThatLostStateSaysSo) {

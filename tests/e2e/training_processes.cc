@@ -52,8 +52,9 @@ int LastStepIn(const std::string& output) {
   return last;
 }
 
-std::string ReferenceDigest(int steps) {
+std::string ReferenceDigest(int steps, const std::vector<std::string>& more) {
   std::vector<std::string> command = TrainerCommand(steps);
+  command.insert(command.end(), more.begin(), more.end());
   command.push_back("--reference");
   return DigestIn(services::RunProcess(command).out);
 }

@@ -16,7 +16,7 @@ std::string DigestIn(const std::string& output);
 // The last step that a trainer with `--log-every 1` has told; -1 before the first.
 int LastStepIn(const std::string& output);
 // The digest of a run without servers and without faults.
-std::string ReferenceDigest(int steps);
+std::string ReferenceDigest(int steps, const std::vector<std::string>& more = {});
 
 // The version of the only job on `servers` by `ballastctl status`, which also gets `access`; -1 before the first.
 int VersionOn(const std::string& servers, const std::vector<std::string>& access = {});

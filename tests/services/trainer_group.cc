@@ -6,6 +6,7 @@
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/step_header.h"
 #include "ballast/proto/model/tiling.h"
@@ -296,8 +297,8 @@ absl::StatusOr<std::vector<float>> TrainerGroup::Read(uint32_t tensor, v1::Conte
     }
     std::vector<float> part(piece.range.size());
     if (content == v1::CONTENT_WORKING) {
-      kernels::F32FromBf16(absl::MakeConstSpan(reinterpret_cast<const kernels::bf16*>(bytes.data()), part.size()),
-                           absl::MakeSpan(part));
+      BALLAST_ASSIGN_OR_RETURN(const kernels::OptimizerSpec optimizer, model::OptimizerOf(spec_));
+      kernels::ToF32(optimizer.working, reinterpret_cast<const std::byte*>(bytes.data()), absl::MakeSpan(part));
     } else {
       std::memcpy(part.data(), bytes.data(), bytes.size());
     }

@@ -64,7 +64,7 @@ class TrainerGroup {
   // Runs transaction 0: pushes all values and commits.
   absl::Status Initialise(const Fill& fill);
 
-  // Pulls a whole tensor from the servers of its chunks. bf16 contents are widened to fp32.
+  // Pulls a whole tensor from the servers of its chunks. Working parameters are widened to fp32.
   absl::StatusOr<std::vector<float>> Read(uint32_t tensor, v1::Content content, int64_t version);
   // Pulls a range within a chunk.
   Answer<uint32_t> Pull(StateServer* server, const v1::PullRequest& request, absl::Time deadline,

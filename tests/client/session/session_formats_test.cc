@@ -94,6 +94,64 @@ TEST_F(SessionFormats, Fp16GradientsAreTakenAsTheyCome) {
   EXPECT_EQ(ran, absl::OkStatus());
 }
 
+// Blocks of e4m3 through every call of a session: gathers, runs, reads and leases; and what is refused.
+TEST_F(SessionFormats, BlocksOfE4m3ThroughEveryCall) {
+  constexpr Dtype kBlocks = Dtype::kE4m3Blocks;
+  const absl::Status ran = Run(Options({.working = kBlocks}), [](Session& session) -> absl::Status {
+    BALLAST_RETURN_IF_ERROR(InitialiseAll(session));
+    BALLAST_RETURN_IF_ERROR(TrainStep(session, 1).status());
+    std::vector<float> master(700 * 100), working(master.size());
+    const int64_t version = session.version();
+    BALLAST_RETURN_IF_ERROR(session.Read("layer.up", Content::kMaster, version, absl::MakeSpan(master)));
+    BALLAST_RETURN_IF_ERROR(session.Read("layer.up", Content::kWorking, version, absl::MakeSpan(working)));
+    std::vector<std::byte> coded(kernels::BytesOf(kBlocks, master.size()));
+    std::vector<float> expected(master.size());
+    kernels::FromF32(master, kBlocks, coded.data());
+    kernels::ToF32(kBlocks, coded.data(), absl::MakeSpan(expected));
+    BALLAST_RETURN_IF_ERROR(Expect(working == expected, "Read of kWorking"));
+
+    BALLAST_ASSIGN_OR_RETURN(const Session::Location at, session.Locate("layer.up"));
+    BALLAST_ASSIGN_OR_RETURN(const UnitLease lease, session.Acquire(at.unit));
+    const uint64_t elements = session.unit_elements(at.unit);
+    BALLAST_RETURN_IF_ERROR(Expect(lease.bytes().size() == kernels::BytesOf(kBlocks, elements), "bytes()"));
+    std::vector<float> unit(elements);
+    kernels::ToF32(kBlocks, lease.bytes().data(), absl::MakeSpan(unit));
+    for (size_t i = 0; i < expected.size(); ++i) {
+      BALLAST_RETURN_IF_ERROR(Expect(unit[at.begin + i] == expected[i], "Acquire"));
+    }
+    EXPECT_DEATH((void)lease.parameters(), "kernels::ToF32");
+
+    // From the second block on, to amid the fourth.
+    std::vector<std::byte> run(kernels::BytesOf(kBlocks, 600));
+    const PullRun wanted{{at.begin + 256, at.begin + 856}, absl::MakeSpan(run)};
+    BALLAST_ASSIGN_OR_RETURN(PendingPull pull, session.StartPull(at.unit, {wanted}));
+    BALLAST_RETURN_IF_ERROR(pull.Await());
+    BALLAST_RETURN_IF_ERROR(Expect(std::equal(run.begin(), run.end(), coded.begin() + 260), "StartPull"));
+    BALLAST_ASSIGN_OR_RETURN(WorkingCopyLease held, session.StartLease(at.unit, {{at.begin + 256, at.begin + 856}}));
+    BALLAST_ASSIGN_OR_RETURN(const auto parts, held.Await());
+    BALLAST_RETURN_IF_ERROR(Expect(parts[0].bytes.size() == run.size(), "size of a lease"));
+    BALLAST_RETURN_IF_ERROR(
+        Expect(std::equal(run.begin(), run.end(), parts[0].bytes.begin(), parts[0].bytes.end()), "StartLease"));
+
+    const PullRun amid{{at.begin + 255, at.begin + 855}, absl::MakeSpan(run)};
+    BALLAST_ASSIGN_OR_RETURN(PendingPull refused, session.StartPull(at.unit, {amid}));
+    BALLAST_RETURN_IF_ERROR(ExpectError(refused.Await(), model::kBadRange, "amid a block"));
+    const PullRun narrow{wanted.range, absl::MakeSpan(run).first(600)};
+    BALLAST_ASSIGN_OR_RETURN(PendingPull small, session.StartPull(at.unit, {narrow}));
+    return ExpectError(small.Await(), model::kBadLength, "expected 780");
+  });
+  EXPECT_EQ(ran, absl::OkStatus());
+}
+
+TEST_F(SessionFormats, FrozenTensorsAreNoBlocks) {
+  SessionOptions options = Options({.working = Dtype::kE4m3Blocks});
+  std::vector<TensorSpec> tensors = TestTensors();
+  tensors[0].frozen = v1::FROZEN_WORKING;
+  const absl::Status ran = SessionFixture::RunRanks(
+      1, [&](Collective* collective) -> absl::Status { return servers_.Open(collective, options, tensors).status(); });
+  EXPECT_EQ(ExpectError(ran, model::kBadSpec, "which frozen values cannot be"), absl::OkStatus());
+}
+
 // Moments in 8 bits read as numbers near those of fp32; AMSGrad's third one is there.
 TEST_F(SessionFormats, CodedMomentsAreReadAsFp32) {
   const kernels::OptimizerSpec spec{.amsgrad = true, .moments = MomentFormat::kF8};

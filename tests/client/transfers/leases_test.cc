@@ -17,7 +17,7 @@ class LeasedPartsTest : public ::testing::Test {
  protected:
   std::shared_ptr<LeasedParts> Begin(std::vector<UnitRange> ranges, uint64_t bytes_max = 100,
                                      absl::Duration age_max = absl::Hours(1)) {
-    return *leases_->Begin(3, std::move(ranges), 2, bytes_max, age_max);
+    return *leases_->Begin(3, std::move(ranges), kernels::Dtype::kBf16, bytes_max, age_max);
   }
   model::LeasedBytes Bytes(size_t count) { return {absl::MakeConstSpan(memory_).subspan(0, count), token_}; }
   // Leases that are held.
@@ -114,10 +114,10 @@ TEST_F(LeasedPartsTest, LeasesThatAreGivenBackEarlyAreBounded) {
     abandoned.back()->End();
   }
   EXPECT_TRUE(leases_->empty());
-  const absl::Status busy = leases_->Begin(3, {{0, 1}}, 2, 100, absl::Hours(1)).status();
+  const absl::Status busy = leases_->Begin(3, {{0, 1}}, kernels::Dtype::kBf16, 100, absl::Hours(1)).status();
   EXPECT_THAT(busy.ToString(), HasSubstr("120 bytes of leases that were given back"));
   abandoned[0]->tally().Finish({});
-  EXPECT_TRUE(leases_->Begin(3, {{0, 1}}, 2, 100, absl::Hours(1)).ok());
+  EXPECT_TRUE(leases_->Begin(3, {{0, 1}}, kernels::Dtype::kBf16, 100, absl::Hours(1)).ok());
   abandoned[1]->tally().Finish({});
   leases_->EndAll();
 }

@@ -40,6 +40,9 @@ ChunkPlacement PlacementOf(uint64_t chunk, const OptimizerSpec& spec) {
   return moves ? kPlacements[chunk % 2] : kPlacements[chunk];
 }
 
+// Elements of the first segment that is updated, which ends amid a block.
+constexpr uint64_t kFirstSegment = 4 * 256 + 100;
+
 // Segments whose moments are written. The parts meet in the middle of a block, and are not in order.
 constexpr std::pair<uint64_t, uint64_t> kWritten[] = {{256, 3 * 256 + 7}, {4 * 256, 200000}, {200192, kElements - 9}};
 constexpr std::pair<uint64_t, uint64_t> kWrittenParts[] = {
@@ -47,7 +50,7 @@ constexpr std::pair<uint64_t, uint64_t> kWrittenParts[] = {
 
 // One chunk on plain arrays.
 struct Plain {
-  explicit Plain(const OptimizerSpec& s) : spec(s), master(kElements), working(kElements * ElementBytes(s.working)) {
+  explicit Plain(const OptimizerSpec& s) : spec(s), master(kElements), working(kernels::BytesOf(s.working, kElements)) {
     for (int k = 0; k < MomentCount(spec); ++k) {
       values.emplace_back(MomentBytes(spec.moments, kElements));
       scales.emplace_back(MomentScaleBytes(spec.moments, kElements) / sizeof(float));
@@ -64,7 +67,7 @@ struct Plain {
                                .gradient = update.gradient.data() + at * ElementBytes(spec.gradient),
                                .master = master.data() + at,
                                .moments = {},
-                               .working = working.data() + at * ElementBytes(spec.working)};
+                               .working = working.data() + kernels::BytesOf(spec.working, at)};
       for (size_t k = 0; k < values.size(); ++k) {
         span.moments[k] = {values[k].data() + MomentBytes(spec.moments, at), scales[k].data() + block};
       }
@@ -127,6 +130,7 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
       updates[i].chunk = i;
       updates[i].random = {.seed = 7, .unit = 3, .step = step, .first_element = i * (uint64_t{1} << 18)};
       if (step == 0) {
+        std::fill_n(floats[i].begin() + kFirstSegment, 5 * 256 - kFirstSegment, 0.0f);  // zeros follow a tensor
         updates[i].values = {{0, floats[i]}};
         continue;
       }
@@ -143,7 +147,7 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
                                  .alpha = 5,
                                  .average = 0.3};
       const auto coefficients = MakeCoefficients(GetParam(), hyper, step, 0.5f);
-      updates[i].segments = {{0, 4 * 256 + 100, coefficients}, {8 * 256, kElements, coefficients}};
+      updates[i].segments = {{0, kFirstSegment, coefficients}, {8 * 256, kElements, coefficients}};
     }
     ASSERT_TRUE(store_->Run(updates, [](size_t) {}).ok());
     for (const ChunkUpdate& update : updates) plain_[update.chunk].Apply(update);
@@ -177,6 +181,14 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
       const auto to = absl::MakeSpan(working);
       ASSERT_TRUE((pinned ? store_->ReadPinnedWorking(9, chunk, 0, to) : store_->ReadWorking(chunk, 0, to)).ok());
       ASSERT_EQ(working, expected[chunk].working) << chunk;
+      // A part, from a block on.
+      const auto at = kernels::BytesOf(GetParam().working, 3 * 256),
+                 size = kernels::BytesOf(GetParam().working, 2 * 256);
+      const auto part = to.first(size);
+      ASSERT_TRUE(
+          (pinned ? store_->ReadPinnedWorking(9, chunk, 3 * 256, part) : store_->ReadWorking(chunk, 3 * 256, part))
+              .ok());
+      ASSERT_EQ(absl::MakeConstSpan(part), absl::MakeConstSpan(expected[chunk].working).subspan(at, size)) << chunk;
       for (int i = 0; i < layout_.array_count(); ++i) {
         const auto array = static_cast<StateArray>(i);
         const std::vector<float> all = expected[chunk].Array(array);
@@ -280,7 +292,9 @@ INSTANTIATE_TEST_SUITE_P(
                       OptimizerSpec{.kind = OptimizerKind::kAdemamix},
                       OptimizerSpec{.kind = OptimizerKind::kAdamwScheduleFree},
                       OptimizerSpec{.kind = OptimizerKind::kAdemamix, .moments = MomentFormat::kBf16},
-                      OptimizerSpec{.amsgrad = true, .gradient = Dtype::kF16, .working = Dtype::kF16}));
+                      OptimizerSpec{.amsgrad = true, .gradient = Dtype::kF16, .working = Dtype::kF16},
+                      OptimizerSpec{.working = Dtype::kE4m3Blocks},
+                      OptimizerSpec{.moments = MomentFormat::kF8, .working = Dtype::kE4m3Blocks}));
 
 // The two moments of a full chunk, scales and padding included.
 TEST(StateLayoutTest, EightBitMomentsTakeTwoBytesAParameter) {

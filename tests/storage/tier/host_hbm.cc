@@ -75,7 +75,7 @@ class HostHbm : public HbmTier {
       if (elements > kHbmSpanElementsMax) return absl::InvalidArgumentError("span");
       absl::MutexLock lock(&hbm_->mutex_);
       kernels::FromF32({hbm_->Reach(master, elements), elements}, dtype,
-                       hbm_->Place(working, elements * kernels::ElementBytes(dtype)));
+                       hbm_->Place(working, kernels::BytesOf(dtype, elements)));
       return absl::OkStatus();
     }
 
@@ -96,7 +96,7 @@ class HostHbm : public HbmTier {
         moment.scales = Reach(moment.scales, bytes / sizeof(float));
       }
     }
-    span.working = Place(segment.working, n * kernels::ElementBytes(optimizer.working));
+    span.working = Place(segment.working, kernels::BytesOf(optimizer.working, n));
     kernels::Update(optimizer, segment.coefficients, segment.random, span);
     return absl::OkStatus();
   }
