@@ -136,7 +136,11 @@ uint64_t StartPull(PythonSession& session, const std::vector<size_t>& which, con
   std::vector<PythonSession::Place> places;
   for (const Array& array : to) {
     PythonSession::Place& place = places.emplace_back();
-    place = {static_cast<std::byte*>(array.data()), DtypeOf(array.dtype()), array.size(), {}};
+    const bool coded = array.dtype() == nb::dtype<uint8_t>();
+    place = {static_cast<std::byte*>(array.data()),
+             coded ? kernels::Dtype::kE4m3Blocks : DtypeOf(array.dtype()),
+             array.size(),
+             {}};
     for (size_t i = 0; i < array.ndim(); ++i) place.shape.push_back(array.shape(i));
   }
   const std::shared_ptr<void> kept = Kept(MaybeArrays(to.begin(), to.end()));
@@ -251,6 +255,8 @@ void BindSteps(nb::class_<PythonSession>& session) {
           "blob"_a = nb::bytes("", 0), "ready"_a = nb::none())
       .def("push_early", &PushEarly, "unit"_a, "gradients"_a, "let_go"_a = false)
       .def("start_pull", &StartPull, "which"_a, "to"_a, "whole"_a = false)
+      .def(
+          "pull_bytes", [](PythonSession& s, size_t tensor) { return s.PullBytes(tensor); }, "tensor"_a, Release())
       .def("await_pull", Watched(+[](PythonSession& s, uint64_t pull) { s.AwaitPull(pull); }), "pull"_a, Release())
       .def("drop", Watched(+[](PythonSession& s) { Check(s.Use().tensors().Drop()); }), Release())
       .def(

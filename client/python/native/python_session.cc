@@ -159,6 +159,12 @@ client::Waiter PythonSession::StartPush(size_t unit, absl::Span<const client::Te
   return admitted;
 }
 
+uint64_t PythonSession::PullBytes(size_t tensor) {
+  const Using session = Use();
+  if (tensor < tensors_->names().size()) return tensors_->PullBytes(tensor);
+  throw StatusError(BadLength(absl::StrCat("expected one of ", tensors_->names().size(), " tensors, got ", tensor)));
+}
+
 uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<const Place> places, bool whole,
                                   std::shared_ptr<void> kept) {
   const Using session = Use();
@@ -177,9 +183,11 @@ uint64_t PythonSession::StartPull(const std::vector<size_t>& which, absl::Span<c
       }
       boxes.push_back(model::WholeOf(shape));
     } else if (fits) {
-      fits = places[i].elements == tensors_->local_elements(which[i]);
+      const bool coded = places[i].dtype == kernels::Dtype::kE4m3Blocks;
+      fits = places[i].elements == (coded ? tensors_->PullBytes(which[i]) : tensors_->local_elements(which[i]));
     }
-    if (fits && places[i].dtype == session->optimizer().working) {
+    const bool blocks = whole && kernels::GrainOf(places[i].dtype) > 1;  // a shape tells nothing of them
+    if (fits && !blocks && places[i].dtype == session->optimizer().working) {
       to.push_back(places[i].memory);
       continue;
     }

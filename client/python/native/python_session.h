@@ -90,6 +90,8 @@ class PythonSession {
   // number. `kept` lives until the pull was awaited, or the session ends.
   uint64_t StartPull(const std::vector<size_t>& which, absl::Span<const Place> places, bool whole,
                      std::shared_ptr<void> kept);
+  // Bytes of a pull of this rank's part of a tensor. A place of blocks (kE4m3Blocks) has as many bytes as elements.
+  uint64_t PullBytes(size_t tensor);
   // Blocks until the places hold the parameters. Returns at once if this pull was awaited already.
   void AwaitPull(uint64_t pull);
   // COLLECTIVE. Session::Register, and further tensors for all calls.

@@ -93,6 +93,9 @@ class Reader:
         try:
             shapes = dict(self._native.tensors)
             dtype = 'f32' if masters else self._native.working
+            if dtype not in DTYPES.values():
+                raise Error(f"the job's working parameters are {dtype}, which readers do not decode; read(model, masters=True) into a "
+                            'model of float32', 'UNSUPPORTED')
             missing, unexpected = _compare_names(parameters, shapes, strict)
             there = {name: parameter for name, parameter in parameters.items() if name in shapes}
             for name, parameter in there.items():

@@ -114,7 +114,7 @@ def lines(asked: Mapping[str, Any], way: Way) -> str:
     made = ['model = ballast.torch.split_experts(model)'] if asked['splits'] else []
     made += _cutting(way.tiles) if way.tiles else []
     if way.is_sharded:
-        arguments = {'weights': None, 'prefetch_bytes': 256 << 20, 'frozen': 'working'}
+        arguments = {'weights': None, 'prefetch_bytes': 256 << 20, 'frozen': 'working', 'working': None}
         made.append(f'model = ballast.torch.shard({", ".join(["model", *_given(asked, arguments)])})')
     return '\n'.join([*made, _optimizer(asked)])
 

@@ -62,6 +62,7 @@ class _Asked(NamedTuple):
     amsgrad: bool
     momentum: bool
     frozen: str | None
+    working: str | None
     prefetch_bytes: int
     card: int | None
     weights: str | None  # the folder of a configuration, from which shard() reads its weights
@@ -75,8 +76,8 @@ def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *
              directory: str | os.PathLike[str] | None = None, threads: int | None = None,
              durability: Literal['step', 'every-K', 'none'] | None = None, pin_interval: int = 0,
              chunk_elements: int = 1 << 20, profile: str | None = None, amsgrad: bool = False, momentum: bool = False,
-             frozen: Literal['working', 'q8', 'state'] | None = None, prefetch_bytes: int = _PREFETCH_BYTES,
-             card: int | str | None = None, dtype: torch.dtype | str | None = None) -> Estimate:
+             frozen: Literal['working', 'q8', 'state'] | None = None, working: Literal['f8'] | None = None,
+             prefetch_bytes: int = _PREFETCH_BYTES, card: int | str | None = None, dtype: torch.dtype | str | None = None) -> Estimate:
     """Estimates what a model's job would need: the bytes of each tier and process, what limits it, and the time of a step. A server without
     jobs computes it in a temporary directory, and reserves nothing. With a configuration or a card it also chooses the call (`call`).
 
@@ -88,7 +89,7 @@ def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *
     momentum: SGD keeps a buffer.
     frozen: as in shard(), for parameters that want no gradient. Give it for any model of shard(), since servers then keep its parameters.
         None: the optimizer without shard(), whose servers keep nothing of them; if a call is chosen, either.
-    prefetch_bytes: as in shard().
+    working, prefetch_bytes: as in shard(). working needs frozen.
     dram, nvme, threads: of each server, as the arguments of an optimizer.
     profile: a file of `ballastctl iotune`. None: ballast-profile.yaml in the directory, if it is there. Without a profile the estimate has
         no time.
@@ -97,8 +98,8 @@ def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *
     """
     directory = None if directory is None else os.fspath(directory)
     asked = _Asked(optimizer, moments or 'f32', master, ranks, servers, dram, nvme, directory, threads or place.processors(), durability,
-                   pin_interval, chunk_elements, profile, amsgrad, momentum, frozen, prefetch_bytes, place.parse_bytes('card', card),
-                   config.folder_of(params), False)
+                   pin_interval, chunk_elements, profile, amsgrad, momentum, frozen, working, prefetch_bytes,
+                   place.parse_bytes('card', card), config.folder_of(params), False)
     _check(asked)
     if config.is_config(params):
         return _chosen(config.model_of(params, dtype), asked, moments is None, is_ours=True)
@@ -115,6 +116,10 @@ def _check(asked: _Asked) -> None:
         raise Error(f"servers={asked.servers}: expected the budgets of these servers, such as dram='64GiB'", 'BAD_CONFIG')
     if asked.frozen not in (None, 'working', 'q8', 'state'):
         raise Error(f"frozen={asked.frozen!r}: expected None, or shard()'s 'working', 'q8' or 'state'", 'BAD_CONFIG')
+    if asked.working not in (None, 'f8'):
+        raise Error(f"working={asked.working!r}: expected None, or shard()'s 'f8'", 'BAD_CONFIG')
+    if asked.working is not None and asked.frozen is None:
+        raise Error("working='f8' is of shard(): expected frozen too, 'state' for parameters that want no gradient", 'BAD_CONFIG')
     if asked.card is not None and asked.card <= 0:
         raise Error(f"card={asked.card}: expected the memory of a rank's accelerator, such as '24GiB', or None for CPUs", 'BAD_CONFIG')
 
@@ -187,7 +192,7 @@ def _options(model: Model, asked: _Asked) -> tuple[bool, _native.OpenOptions]:
     assists = asked.optimizer == 'muon'
     spec.kind = 'adamw' if assists else asked.optimizer
     spec.moments, spec.master, spec.amsgrad, spec.momentum = asked.moments, asked.master, asked.amsgrad, asked.momentum
-    spec.gradient = spec.working = model.dtype
+    spec.gradient, spec.working = model.dtype, asked.working or model.dtype
     options.group_count, options.world_size = model.group_count, asked.ranks
     options.chunk_elements, options.pin_interval = asked.chunk_elements, asked.pin_interval
     options.durability = asked.durability or ('step' if asked.directory is not None or asked.servers > 0 else 'none')

@@ -13,7 +13,7 @@ from ballast.torch.algorithms import Algorithm
 from ballast.torch.job.naming import Parameters
 from ballast.torch.tensors.kinds import DTYPES
 from ballast.torch.tensors.members import Member, frozen_as
-from ballast.torch.tensors.remote import working_dtype
+from ballast.torch.tensors.remote import is_coded, working_dtype
 
 
 def of(algorithm: Algorithm, formats: Mapping[str, str], parameters: Parameters, may_lend: bool) -> _native.Optimizer:
@@ -27,7 +27,7 @@ def of(algorithm: Algorithm, formats: Mapping[str, str], parameters: Parameters,
     # Frozen ones too: they may want gradients later, unless the servers have values alone of them.
     spec.gradient = _only({parameter.dtype for parameter in parameters.all() if not frozen_as(parameter)}
                           or {parameter.dtype for parameter in parameters.all()})
-    spec.working = _only({working_dtype(parameter) for parameter in parameters.all()})
+    spec.working = _working(list(parameters.all()))
     if may_lend and own_masters(spec, parameters.all()):
         spec.master = 'lent'
     return spec
@@ -39,6 +39,15 @@ def own_masters(spec: _native.Optimizer, parameters: Iterable[torch.Tensor]) -> 
     average at times."""
     return (spec.master == 'f32' and spec.kind != 'adamw_schedule_free'
             and all(parameter.dtype == torch.float32 and parameter.device.type in ('cpu', 'meta') for parameter in parameters))
+
+
+def _working(parameters: Sequence[torch.Tensor]) -> str:
+    if not any(map(is_coded, parameters)):
+        return _only({working_dtype(parameter) for parameter in parameters})
+    if not all(map(is_coded, parameters)):
+        raise Error("shard(working='f8'): the optimizer has other parameters too, and a job has one working dtype, which only parameters "
+                    "of that model decode. Give them an optimizer of their own, or leave out working='f8'", 'UNSUPPORTED')
+    return 'f8'
 
 
 def _only(dtypes: set[torch.dtype]) -> str:
@@ -66,7 +75,10 @@ def check_dtypes(spec: _native.Optimizer, members: Sequence[Member], gradients: 
         if spec.master == 'lent' and dtype != torch.float32:
             raise Error(f"parameter '{member.name}' is {dtype}, and the job's are float32 and their own masters, so each step would round "
                         'it. Give all parameters to the optimizer before the first step, and change their dtype before it', 'BAD_DTYPE')
-        if spec.working not in ('f32', DTYPES.get(dtype)):
+        if spec.working == 'f8' and not is_coded(member.parameter):
+            raise Error(f"parameter '{member.name}' has memory here, and the job's working parameters are f8, which only parameters of "
+                        "shard(working='f8') decode. Give it an optimizer of its own", 'UNSUPPORTED')
+        if spec.working not in ('f32', 'f8', DTYPES.get(dtype)):
             raise Error(f"parameter '{member.name}' is {dtype}, the job's are {spec.working}, so it would be rounded. Give all parameters "
                         'to the optimizer before the first step, and change their dtype before it', 'BAD_DTYPE')
         if gradient is not None and spec.gradient not in ('f32', DTYPES.get(gradient.dtype)):

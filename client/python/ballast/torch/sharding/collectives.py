@@ -106,6 +106,10 @@ class Gather(_Wire):
             self._second, self._at = self._mine(output_tensor).clone(), self._unit.model.now()
 
     def _gather(self, output: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+        brought = self._unit.brought
+        if brought is not None:
+            self._gather_coded(output, mine, brought, group)
+            return
         if not self._is_quantized:
             self._together('values', output, mine, group)
             self._count('gather_bytes', group, mine)
@@ -119,6 +123,16 @@ class Gather(_Wire):
         ranks = output.view(group.size(), -1)
         for rank, blocks, its in zip(ranks, whole.chunk(group.size()), scales.chunk(group.size())):
             rank.copy_(restored(blocks, its, rank.numel()))
+
+    def _gather_coded(self, output: torch.Tensor, mine: torch.Tensor, brought: torch.Tensor, group: Any) -> None:
+        """Blocks go between ranks as they came from the servers. brought: this rank's. mine: nothing that counts."""
+        self._check(mine)
+        if brought.device.type != 'cpu':
+            brought.record_stream(torch.cuda.current_stream())  # it came on another stream
+        came = brought.new_empty(group.size() * len(brought))
+        self._together('values', came, brought, group)
+        self._count('gather_bytes', group, brought)
+        self._unit.decode(came.view(group.size(), -1), output.view(group.size(), -1))
 
     def _together(self, what: str, to: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
         if mine.device.type != 'cpu':

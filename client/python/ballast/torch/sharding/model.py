@@ -19,15 +19,16 @@ WAYS = 'gather_bytes', 'node_bytes', 'reduce_bytes'
 class Model(abc.ABC):
     """What units of a model share on one rank. Threads: the training loop's and autograd's, one at a time."""
 
-    def __init__(self, seed: int, frozen: str, how: str) -> None:
-        """seed: of shard(). frozen: of shard(), with '' for 'state'. how: a text of the arguments that must be alike on all ranks."""
+    def __init__(self, seed: int, frozen: str, working: str, how: str) -> None:
+        """seed, working: of shard(). frozen: of shard(), with '' for 'state'. how: a text of the arguments that must be alike on all
+        ranks."""
         self.parameters: dict[Part, nn.Parameter] = {}
         self.places: dict[Part, list[tuple[nn.Module, str, str]]] = {}  # module, its name, the parameter's name in it
         self.copies: dict[Part, nn.Parameter] = {}  # that are in the places now, within gathered()
         self.values = Values(seed, self.places)
         self.memory = Memory()
         self.wire: collections.Counter[str] = collections.Counter(dict.fromkeys(WAYS, 0))  # bytes that this rank received
-        self.frozen, self.how = frozen, how
+        self.frozen, self.working, self.how = frozen, working, how
         self.number = 0  # among the models of the same ranks, which give theirs to shard() in one order
 
     @abc.abstractmethod

@@ -19,7 +19,7 @@ from ballast.torch.tensors.remote import Part
 
 # How many pulls of whole parameters are under way together.
 _BATCHES = 4
-_DTYPES = {'f32': torch.float32, 'bf16': torch.bfloat16, 'f16': torch.float16}
+_DTYPES = {'f32': torch.float32, 'bf16': torch.bfloat16, 'f16': torch.float16, 'f8': torch.uint8}  # f8: blocks with scales
 
 
 class _Pull(NamedTuple):
@@ -27,7 +27,8 @@ class _Pull(NamedTuple):
     session: _native.Session
     version: int
     number: int
-    pieces: list[torch.Tensor]  # by part of the unit; the session keeps their memory until the pull was awaited
+    # By part of the unit, or the bytes of all parts if they come in blocks. The session keeps their memory until the pull was awaited.
+    pieces: list[torch.Tensor]
     size: int  # bytes that it holds
 
     def end(self) -> None:
@@ -63,7 +64,7 @@ class Pulls:
         self._indices = indices
 
     def take(self, unit: Unit) -> list[torch.Tensor]:
-        """Returns the unit's pieces, by part, at the job's version."""
+        """Returns the unit's pieces at the job's version: by part, or the bytes of all parts if they come in blocks."""
         job = self._job()
         self._drop_stale(job)
         there = self._under_way.get(unit)
@@ -139,14 +140,19 @@ class Pulls:
                     self._under_way.setdefault(unit, []).append(pull)
 
     def _begin(self, unit: Unit, job: OpenJob) -> _Pull:
-        dtype = _DTYPES[job.options.optimizer.working]
+        indices, dtype = self._indices[unit], _DTYPES[job.options.optimizer.working]
         size = unit.bytes(dtype.itemsize)
-        pieces = unit.pieces(self._memory.take(size // dtype.itemsize, dtype, unit.is_pinned))
-        places = [piece[:part.elements] for part, piece in zip(unit.parts, pieces)]
+        memory = self._memory.take(size // dtype.itemsize, dtype, unit.is_pinned)
+        if unit.coded is None:
+            pieces = unit.pieces(memory)
+            places = [piece[:part.elements] for part, piece in zip(unit.parts, pieces)]
+        else:
+            pieces = [memory]
+            places = unit.coded.places(memory, [job.session.pull_bytes(index) for index in indices])
         self.count += 1
         self.bytes += size
         version = job.session.version
-        return _Pull(job.session, version, job.session.start_pull(self._indices[unit], places), pieces, held(size, unit.is_pinned))
+        return _Pull(job.session, version, job.session.start_pull(indices, places), pieces, held(size, unit.is_pinned))
 
     def _go_ahead(self, job: OpenJob) -> None:
         used = sum(pull.size for pulls in self._under_way.values() for pull in pulls)

@@ -14,7 +14,8 @@ from ballast.errors import Error
 from ballast.torch.arguments import flag
 from ballast.torch.job.naming import unwrapped
 from ballast.torch.ranks import groups
-from ballast.torch.sharding import blocks, conversions
+from ballast.torch.sharding import blocks, coded, conversions
+from ballast.torch.sharding.coded import Coded
 from ballast.torch.sharding.collectives import Gather, QuantizedReduce, Reduce
 from ballast.torch.sharding.sharded import Sharded, note
 from ballast.torch.sharding.states import States
@@ -41,7 +42,7 @@ _PREFETCH_BYTES = 256 << 20
 def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None = None, mp_policy: Any = None, *,
           reshard_after_forward: bool | None = None, prefetch_bytes: int = _PREFETCH_BYTES, push_early: bool = True, backwards: int = 1,
           seed: int = 0, weights: str | os.PathLike[str] | Weights | None = None, gather: str | None = None, reduce: str | None = None,
-          second: Any = None, frozen: str = 'working', offload_policy: None = None) -> nn.Module:
+          second: Any = None, frozen: str = 'working', working: str | None = None, offload_policy: None = None) -> nn.Module:
     """Moves the parameters of `model` to the state servers. FSDP2's gathers pull this rank's parts of a unit just before it is used, and
     backward sends gradients to the servers. Returns `model`.
 
@@ -76,6 +77,11 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
         off by at most 1/254 of the largest magnitude among its 256, plus the rounding to the dtype of gathers. Neither can be trained in
         that job. 'state': its master and moments, as for a trained parameter, so that you can unfreeze it later. Servers refuse a value
         that is infinite in the dtype of gathers, as they refuse Inf and NaN.
+    working: 'f8' has servers keep and send parameters in 8 bits (e4m3, with a scale for each 256: 0.51 of bf16's bytes), which go between
+        ranks as they are. Each rank's device decodes them, into the dtype of gathers. A parameter that a pass computes with is off by at
+        most 1/16 of itself, or by 1/458752 of the largest magnitude among its 256 where that is more, plus the rounding to the dtype of
+        gathers. Steps, state_dict() and gathered() have the exact masters. Parameters that want no gradient need frozen='state'. Not
+        beside gather='q8', tensor or expert parallelism. It is fixed when a job is made.
     second: a mesh of the ranks of this rank's node, or of another part of the ranks that gather together. Each unit is pulled once for each
         version. Its later gathers, as in backward, stay within the node, with the same bits (hpZ). Each of the N ranks needs memory for 1/N
         of all units.
@@ -88,6 +94,7 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     _check_collectives(gather, reduce, second)
     if frozen not in ('working', 'q8', 'state'):
         raise Error(f"shard(frozen={frozen!r}): expected 'working', 'q8' or 'state'", 'BAD_CONFIG')
+    _check_working(model, working, gather, frozen)
     _give_buffers(model, [] if streamed is None else streamed.buffers)
     if any(is_wrapped(module) for module in model.modules()):
         given = {'mesh': mesh, 'units': units, 'mp_policy': mp_policy, 'reshard_after_forward': reshard_after_forward}
@@ -98,14 +105,16 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     else:
         is_chosen = units is None
         _wrap(model, mesh, units, mp_policy, reshard_after_forward)
-    _check_wrapped(model, gather, reduce, second)
-    how = {'gather': gather, 'reduce': reduce, 'second': second and f'{len(second.mesh)} ranks',
+    _check_wrapped(model, gather, reduce, second, working)
+    how = {'gather': gather, 'reduce': reduce, 'working': working, 'second': second and f'{len(second.mesh)} ranks',
            'weights': None if streamed is None else f'{streamed.origin:08x}'}
-    sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed, '' if frozen == 'state' else frozen,
+    sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed, '' if frozen == 'state' else frozen, working or '',
                       ''.join(f', {name}={value}' for name, value in how.items() if value is not None))
     sharded.values.streamed = streamed
     for wrapped, unit in _replace(model, sharded, getattr(mp_policy, 'param_dtype', None)).items():
         if hasattr(wrapped, 'set_custom_all_gather') and not _has_own_meshes(wrapped):
+            if working is not None:
+                unit.coded = Coded(unit.parts, fsdp_groups(wrapped)[0].mesh_info.shard_mesh_size)
             unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
             wrapped.set_custom_all_gather(cast('AllGather', unit.gather))
             wrapped.set_custom_reduce_scatter(cast('ReduceScatter', Reduce(unit) if reduce is None else QuantizedReduce(unit)))
@@ -169,7 +178,24 @@ def _check_collectives(gather: Any, reduce: Any, second: Any) -> None:
                     "init_device_mesh(device, (nodes, ranks_per_node), mesh_dim_names=('node', 'local'))['local']", 'BAD_CONFIG')
 
 
-def _check_wrapped(model: nn.Module, gather: Any, reduce: Any, second: Any) -> None:
+def _check_working(model: nn.Module, working: Any, gather: Any, frozen: str) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    if working is None:
+        return
+    if working != 'f8':
+        raise Error(f"shard(working={working!r}): expected None or 'f8'; the dtype of gathers is mp_policy's", 'BAD_CONFIG')
+    if not hasattr(FSDPModule, 'set_custom_all_gather'):
+        raise Error("shard(working='f8') replaces gathers of FSDP2, which needs torch 2.9 or later, and this is "
+                    f'{torch.__version__}; leave it out', 'UNSUPPORTED')
+    if gather is not None:
+        raise Error(f"shard(working='f8', gather={gather!r}): gathers have 8 bits already; leave out gather", 'BAD_CONFIG')
+    still = next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
+    if still is not None and frozen != 'state':
+        raise Error(f"shard(working='f8', frozen={frozen!r}): parameter '{still}' wants no gradient, and servers keep no frozen values in "
+                    "f8; expected frozen='state', or leave out working", 'UNSUPPORTED')
+
+
+def _check_wrapped(model: nn.Module, gather: Any, reduce: Any, second: Any, working: Any) -> None:
     """Refuses a model, before anything changes, if fully_shard or the caller has set it up in a way that shard() cannot use."""
     compresses = gather is not None or reduce is not None
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -180,13 +206,17 @@ def _check_wrapped(model: nn.Module, gather: Any, reduce: Any, second: Any) -> N
         sizes: dict[torch.device, dict[str, int]] = {}
         for parameter, known in _fsdp_params(module):
             _check_known(first, parameter, known, compresses, second)
+            if working is not None and is_sharded(parameter):
+                key = cast('placement.Key', placement.key_of(names[parameter], parameter))
+                coded.check(names[parameter], parameter.shape, placement.box(key, tuple(parameter.shape), groups.world().rank),
+                            known.padded_sharded_param_size.numel(), known.mesh_info.shard_mesh_rank)
             width = (known.mp_policy.param_dtype or parameter.dtype).itemsize
             sizes.setdefault(_device_of(parameter), {})[names[parameter]] = parameter.numel() * width
         for device, those in sizes.items():
             blocks.check_fit(name or '(root)', those, device)
-        if (compresses or second is not None) and _has_own_meshes(module):
-            raise Error(f"shard(gather=, reduce=, second=): parameters gathered with '{first}' are over several meshes; expected one mesh",
-                        'UNSUPPORTED')
+        if (compresses or second is not None or working is not None) and _has_own_meshes(module):
+            raise Error(f"shard(gather=, reduce=, second=, working=): parameters gathered with '{first}' are over several meshes; expected "
+                        'one mesh', 'UNSUPPORTED')
         for group in fsdp_groups(module):
             _check_collectives_of(first, group)
 

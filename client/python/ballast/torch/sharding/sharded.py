@@ -40,9 +40,10 @@ _units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.WeakKe
 class Sharded(Model, Feature):
     """One rank's side. Threads: the training loop's and autograd's, one at a time."""
 
-    def __init__(self, prefetch_bytes: int, backwards: int, push_early: bool, seed: int, frozen: str, how: str) -> None:
-        """Arguments of shard(). frozen: '' for 'state'. how: those that ranks must have alike, as a text."""
-        super().__init__(seed, frozen, how)
+    def __init__(self, prefetch_bytes: int, backwards: int, push_early: bool, seed: int, frozen: str, working: str,
+                 how: str) -> None:
+        """Arguments of shard(). frozen: '' for 'state'. working: '' for None. how: those that ranks must have alike, as a text."""
+        super().__init__(seed, frozen, working, how)
         self.units: list[Unit] = []
         self.tensors: dict[Part, str] = {}  # the job's names
         self._passes: Passes | None = None

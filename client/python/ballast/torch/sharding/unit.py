@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ballast.errors import Error
+from ballast.torch.sharding.coded import Coded
 from ballast.torch.sharding.model import Model
 from ballast.torch.tensors.remote import Part
 
@@ -39,7 +40,9 @@ class Unit:
         self.gathers = 0  # so far: the same on all ranks that gather together
         self._gathered_at: object = None  # Sharded.now() of the last pull
         self._pieces: dict[Part, torch.Tensor] = {}  # of the pull that is being taken, until its gather has them
-        self._asked: set[Part] = set()  # by the gather that is being prepared
+        self._asked: dict[Part, None] = {}  # by the gather that is being prepared, in its order
+        self.coded: Coded | None = None  # servers send blocks of 8 bits
+        self._coded: torch.Tensor | None = None  # this rank's bytes, on the device, from a gather's first part on
         self.gather: Gathers | None = None  # None: FSDP2's own, which nothing can replace where a unit has several meshes
         self._lent: list[tuple[Any, Any, Any]] = []  # groups, and what FSDP2 has in them otherwise
         for part in self.parts:
@@ -52,6 +55,10 @@ class Unit:
     @property
     def how(self) -> str:
         return self.model.how
+
+    @property
+    def working(self) -> str:
+        return self.model.working
 
     def initial(self, part: Part) -> torch.Tensor:
         return self.model.values.of(part, self.parts)
@@ -78,8 +85,8 @@ class Unit:
         return max(int(group.mesh_info.mesh.size()) for group in self.groups)
 
     def bytes(self, width: int) -> int:
-        """Returns the bytes of one pull. width: the bytes of an element."""
-        return width * sum(part.padded.numel() for part in self.parts)
+        """Returns the bytes of one pull. width: the bytes of an element, unless servers send blocks."""
+        return self.coded.bytes if self.coded is not None else width * sum(part.padded.numel() for part in self.parts)
 
     def pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Divides memory of the host, for one pull, into a padded piece for each part. Pieces are zero behind the part's elements."""
@@ -92,16 +99,44 @@ class Unit:
         """Returns the part at the job's version, in its padded shape. The first part that a gather takes pulls all parts."""
         with torch.inference_mode(False), torch.no_grad():
             if not self._asked or part in self._asked:
-                self._asked = set()
+                self._asked = {}
                 self.gathers += 1
-            self._asked.add(part)
+                self._coded = None
+            self._asked[part] = None
             if self.gather is not None and self.gather.has_second:
                 return torch.empty(part.padded, dtype=dtype, device=self.device)  # which the gather does not read
+            if self.coded is not None:
+                return self._take_coded(self.coded, part, dtype)
             if part not in self._pieces or self._gathered_at != self.model.now():
                 self._pieces = dict(zip(self.parts, self._pull(self)))
                 self._gathered_at = self.model.now()
             piece = self._pieces.pop(part)
             return piece.to(self.device, non_blocking=True).to(dtype).view(part.padded)
+
+    def _take_coded(self, coded: Coded, part: Part, dtype: torch.dtype) -> torch.Tensor:
+        """Pulls the unit's bytes. The gather decodes those of all ranks; without others, the part is decoded here."""
+        if self._coded is None:
+            self._gathered_at = self.model.now()
+            self._coded = self._pull(self)[0].to(self.device, non_blocking=True)
+        taken = torch.empty(part.padded, dtype=dtype, device=self.device)
+        if coded.ranks == 1:
+            coded.values(part, self._coded.view(1, -1), taken.view(1, -1))
+            if len(self._asked) == len(self.parts):
+                self._coded = None
+        return taken
+
+    @property
+    def brought(self) -> torch.Tensor | None:
+        """This rank's bytes of the gather that has asked for all parts. None: the gather has values, not blocks of 8 bits."""
+        return None if self.coded is None or self.coded.ranks == 1 else self._coded
+
+    def decode(self, came: torch.Tensor, output: torch.Tensor) -> None:
+        """Fills a gather's output [ranks, elements of all parts, padded], from the bytes [ranks, bytes] that ranks brought."""
+        assert self.coded is not None
+        parts = list(self._asked)
+        for part, to in zip(parts, output.split([part.padded.numel() for part in parts], 1)):
+            self.coded.values(part, came, to)
+        self._coded = None
 
     # --- the parameters in the trainer's modules
 

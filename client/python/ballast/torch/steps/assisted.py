@@ -287,6 +287,9 @@ def _by_box(member: Member, places: Sequence[Place]) -> dict[Box, list[int]]:
 
 def _states(job: OpenJob, matrices: Sequence[_Matrix]) -> Iterator[tuple[_Matrix, torch.Tensor]]:
     """Pulls this rank's parts of states, a few ahead of their use."""
+    if job.options.optimizer.working not in DTYPES.values():  # 8 bits are too few for them
+        yield from ((matrix, read_part(job.session, job.members[matrix.state])) for matrix in matrices)
+        return
     waiting, under_way, ahead = collections.deque(matrices), collections.deque[tuple[_Matrix, torch.Tensor, int]](), 0
     try:
         while waiting or under_way:

@@ -23,6 +23,10 @@ class Home(Protocol):
         """What servers keep of parameters that want no gradient. '': their state."""
 
     @property
+    def working(self) -> str:
+        """The working dtype that servers send. '': that of gathers."""
+
+    @property
     def how(self) -> str:
         """A text of what must be alike on all ranks."""
 
@@ -229,6 +233,12 @@ def working_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Returns the dtype in which the trainer wants a parameter. Gathers of a sharded one may have a smaller dtype than its own."""
     part = part_of(parameter)
     return parameter.dtype if part is None else part.gathered
+
+
+def is_coded(parameter: torch.Tensor) -> bool:
+    """Servers send the parameter in blocks of 8 bits ('f8'), and gathers decode them."""
+    part = part_of(parameter)
+    return part is not None and part.home.working != ''
 
 
 def part_of(parameter: torch.Tensor | None) -> Part | None:
