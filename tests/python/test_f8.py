@@ -54,14 +54,14 @@ def test_bytes_are_half_of_bf16s(world, request):
     ways = ['unit_pull_bytes'] if world == 'alone' else ['unit_pull_bytes', 'gather_bytes']
     for ranks in request.getfixturevalue(world)['losses']:
         (_, bf16), (_, f8) = ranks['bf16'], ranks['f8']
+        assert f8['unit_pulls'] == bf16['unit_pulls']
         for way in ways:
-            pulls = bf16['unit_pulls'] / f8['unit_pulls'] if way == 'unit_pull_bytes' else 1  # what is ahead at the end differs
-            assert 0 < f8[way] * pulls <= 0.52 * bf16[way], way
+            assert 0 < f8[way] <= 0.52 * bf16[way], way
 
 
 def test_what_wants_no_gradient_keeps_its_state(pair):
     for losses in pair['frozen_state']:
-        assert all(0 < loss < 10 for loss in losses)
+        assert all(0 < loss < 20 for loss in losses)
 
 
 @pytest.mark.parametrize(('name', 'words'), [

@@ -22,7 +22,8 @@ def decoded(coded: torch.Tensor) -> torch.Tensor:
     """Returns f32 [..., elements] of uint8 [..., whole blocks], on the same device. A block with Inf or NaN comes back as NaN."""
     blocks = coded.unflatten(-1, (-1, BLOCK_BYTES))
     scales = blocks[..., BLOCK:].contiguous().view(torch.float32)
-    return (blocks[..., :BLOCK].contiguous().view(torch.float8_e4m3fn).float() * scales).flatten(-2)
+    values: torch.Tensor = blocks[..., :BLOCK].contiguous().view(torch.float8_e4m3fn).float() * scales
+    return values.flatten(-2)
 
 
 class _Place(NamedTuple):
