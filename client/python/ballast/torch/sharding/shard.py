@@ -111,13 +111,8 @@ def shard(model: nn.Module, mesh: Any = None, units: Iterable[nn.Module] | None 
     sharded = Sharded(prefetch_bytes, backwards, flag('push_early', push_early), seed, '' if frozen == 'state' else frozen, working or '',
                       ''.join(f', {name}={value}' for name, value in how.items() if value is not None))
     sharded.values.streamed = streamed
-    for wrapped, unit in _replace(model, sharded, getattr(mp_policy, 'param_dtype', None)).items():
-        if hasattr(wrapped, 'set_custom_all_gather') and not _has_own_meshes(wrapped):
-            if working is not None:
-                unit.coded = Coded(unit.parts, fsdp_groups(wrapped)[0].mesh_info.shard_mesh_size)
-            unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
-            wrapped.set_custom_all_gather(cast('AllGather', unit.gather))
-            wrapped.set_custom_reduce_scatter(cast('ReduceScatter', Reduce(unit) if reduce is None else QuantizedReduce(unit)))
+    units_of = _replace(model, sharded, getattr(mp_policy, 'param_dtype', None))
+    _set_collectives(units_of, gather, reduce, second)
     blocks.mark_experts(model, sharded.units)
     if is_chosen:
         blocks.warn_of_large(sharded.units)
@@ -266,6 +261,17 @@ def _wrap(model: nn.Module, mesh: Any, units: Iterable[nn.Module] | None, mp_pol
     for unit in sorted(units, key=lambda unit: -depth[unit]):
         fully_shard(unit, **arguments)
     fully_shard(model, **arguments)
+
+
+def _set_collectives(units: dict[Wrapped, Unit], gather: str | None, reduce: str | None, second: Any) -> None:
+    """Replaces FSDP2's collectives, where torch and the unit's meshes allow that."""
+    for wrapped, unit in units.items():
+        if hasattr(wrapped, 'set_custom_all_gather') and not _has_own_meshes(wrapped):
+            if unit.working:
+                unit.coded = Coded(unit.parts, fsdp_groups(wrapped)[0].mesh_info.shard_mesh_size)
+            unit.gather = Gather(unit, gather == 'q8', None if second is None else second.get_group())
+            wrapped.set_custom_all_gather(cast('AllGather', unit.gather))
+            wrapped.set_custom_reduce_scatter(cast('ReduceScatter', Reduce(unit) if reduce is None else QuantizedReduce(unit)))
 
 
 def _replace(model: nn.Module, sharded: Sharded, dtype: torch.dtype | None) -> dict[Wrapped, Unit]:
