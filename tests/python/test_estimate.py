@@ -81,3 +81,15 @@ def test_what_is_short(model):
     frozen = torch.nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(ballast.Error):
         ballast.estimate(frozen, dram='64MiB')
+
+
+def test_f8_halves_working_copies():
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4))).to(torch.bfloat16)
+
+    def copies(**more):
+        rows = ballast.estimate(model, dram='256MiB', frozen='state', ranks=2, **more).rows
+        return sum(row.size for row in rows if row.what == 'working copies')
+    assert 0 < copies(working='f8') <= 0.52 * copies()
+    for wrong in ({'working': 'f4', 'frozen': 'state'}, {'working': 'f8'}):
+        with pytest.raises(ballast.Error, match='working='):
+            ballast.estimate(model, dram='256MiB', **wrong)
