@@ -198,10 +198,15 @@ class Directory {
       // unreadable.
       const auto entries = registry_->List(absl::Now() + kLookTimeout, registry::Registry::OnUnreadable::kPassOver);
       if (entries.ok()) {
+        for (const auto& [id, place] : places_) {
+          const bool recovers = std::any_of(entries->begin(), entries->end(), [&](const v1::ServerEntry& entry) {
+            return entry.server_id() == id && place->IsOf(entry) && entry.state() == v1::SERVER_STATE_RECOVERING;
+          });
+          place->SetRecovers(recovers);
+        }
         for (const v1::ServerEntry& entry : *entries) {
           const auto place = places_.find(entry.server_id());
           if (place == places_.end() || !place->second->IsOf(entry)) continue;
-          place->second->SetRecovers(entry.state() == v1::SERVER_STATE_RECOVERING);
           place->second->Move(entry.address());
         }
       }

@@ -62,6 +62,8 @@ v1::JobKey JobKey::ClaimedBy(const v1::Epoch& epoch, const v1::Table& table) con
   v1::JobKey next;
   *next.mutable_claimed() = epoch;
   *next.mutable_table() = exists() ? value_.table() : table;
+  // Random, and no two jobs are made by one epoch.
+  if (!exists() && !table.shards().empty()) next.mutable_table()->set_life(std::max<uint64_t>(1, epoch.nonce()));
   for (v1::Member& member : *next.mutable_table()->mutable_members()) {
     if (!exists()) *member.mutable_since() = epoch;
     for (const v1::Member& now : table.members()) {
@@ -89,22 +91,26 @@ absl::Status JobKey::CheckEnough(const std::vector<bool>& there) const {
   const std::string lacking = model::ShardsWithout(value_.table(), there);
   if (lacking.empty()) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
-                      absl::StrCat("no server that answers holds ", lacking, " of job '", job_, "'; start ",
-                                   ShowMissing(there), ", with their data directories. If they are lost for ever, so ",
-                                   "is the job: drop it (`ballastctl drop`)"));
+                      absl::StrCat("no server that answers holds ", lacking, " of job '", job_, "', which ",
+                                   ShowMissing(there), " had: start them with their data directories. If those are ",
+                                   "lost for ever (with durability none a restart is enough), so is the job: ",
+                                   "`ballastctl drop --job ", job_, "`, with --lost and the ids of servers that will ",
+                                   "not come back"));
 }
 
-bool JobKey::SomeRecover(const std::vector<bool>& there, absl::Time deadline) const {
+std::string JobKey::WhoRecovers(const std::vector<bool>& there, absl::Time deadline) const {
   const auto entries = registry_->List(Soon(deadline), registry::Registry::OnUnreadable::kPassOver);
-  if (!entries.ok()) return false;
-  return std::any_of(entries->begin(), entries->end(), [&](const v1::ServerEntry& entry) {
-    if (entry.state() != v1::SERVER_STATE_RECOVERING) return false;
+  if (!entries.ok()) return "";
+  for (const v1::ServerEntry& entry : *entries) {
+    if (entry.state() != v1::SERVER_STATE_RECOVERING) continue;
     for (size_t m = 0; m < there.size(); ++m) {
       const v1::Member& member = value_.table().members(static_cast<int>(m));
-      if (!there[m] && member.server_id() == entry.server_id() && member.disk() == entry.disk()) return true;
+      if (!there[m] && member.server_id() == entry.server_id() && member.disk() == entry.disk()) {
+        return member.server_id();
+      }
     }
-    return false;
-  });
+  }
+  return "";
 }
 
 absl::Status JobKey::WriteTable(const v1::Table& table, const v1::Epoch& epoch, absl::Time deadline) {
@@ -137,11 +143,12 @@ absl::Status JobKey::CheckClaimed(absl::Span<const v1::GetJobResponse> answers, 
       return model::Compare(answer.promised(), value_.claimed()) > 0;
     });
   };
-  if (!has_places() || unclaimed() == answers.end()) return absl::OkStatus();
+  if (!has_places()) return absl::OkStatus();
+  if (unclaimed() == answers.end()) return CheckTable(answers);
   // Somebody may have claimed and fenced since the key was read.
   BALLAST_RETURN_IF_ERROR(Read(deadline));
   const auto found = unclaimed();
-  if (found == answers.end()) return absl::OkStatus();
+  if (found == answers.end()) return CheckTable(answers);
   return model::Error(
       absl::StatusCode::kFailedPrecondition, model::kKeyLost,
       absl::StrCat("server '", found->server_id(), "' promised epoch ", found->promised().counter(), " of job '", job_,
@@ -150,11 +157,52 @@ absl::Status JobKey::CheckClaimed(absl::Span<const v1::GetJobResponse> answers, 
                    model::kHowToRestoreKey));
 }
 
-absl::StatusOr<v1::Epoch> JobKey::Claim(const v1::Table& table, const v1::Epoch& least, absl::Time deadline) {
+namespace {
+
+// Members and places, without addresses.
+std::string PlacesOf(const v1::Table& table) {
+  std::string places;
+  for (const v1::Member& member : table.members())
+    absl::StrAppend(&places, member.server_id(), "/", member.disk(), ";");
+  for (const v1::Shard& shard : table.shards()) absl::StrAppend(&places, shard.SerializeAsString(), ";");
+  return places;
+}
+
+}  // namespace
+
+// A table that a server has opened in the claimed epoch was in the key first.
+absl::Status JobKey::CheckTable(absl::Span<const v1::GetJobResponse> answers) const {
+  for (const v1::GetJobResponse& answer : answers) {
+    if (!answer.has_open() || !answer.open().has_table() ||
+        model::Compare(answer.open().epoch(), value_.claimed()) != 0 ||
+        PlacesOf(answer.open().table()) == PlacesOf(value_.table())) {
+      continue;
+    }
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kKeyLost,
+        absl::StrCat("server '", answer.server_id(), "' opened job '", job_, "' by another table than the key ",
+                     registry_->JobKeyName(job_), " has: etcd has an older state than the job, perhaps from a backup. ",
+                     model::kHowToRestoreKey));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status JobKey::CheckOwn(const v1::Epoch& own, const v1::Table& table) const {
+  if (exists() && model::Compare(value_.claimed(), own) == 0 && PlacesOf(value_.table()) == PlacesOf(table)) {
+    return absl::OkStatus();
+  }
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                      absl::StrCat("another group has claimed job '", job_, "' (epoch ", value_.claimed().counter(),
+                                   ", this group's is ", own.counter(), "), or its key is gone; end this group"));
+}
+
+absl::StatusOr<v1::Epoch> JobKey::Claim(const v1::Table& table, const v1::Epoch& least, absl::Time deadline,
+                                        const v1::Epoch* own) {
   if (registry_ == nullptr) return least;
   registry::Pauses pauses;
   v1::Epoch epoch = least;
   for (;;) {
+    if (own != nullptr) BALLAST_RETURN_IF_ERROR(CheckOwn(*own, table));
     if (exists() && !has_places()) BALLAST_RETURN_IF_ERROR(CheckSame(table));
     epoch.set_counter(std::max(epoch.counter(), value_.claimed().counter() + 1));
     v1::JobKey next = ClaimedBy(epoch, table);

@@ -37,8 +37,8 @@ class JobKey {
   // `there`: which members are, by index. UNAVAILABLE (SERVER_DOWN) unless each chunk has a holder among them; names
   // the members that are not.
   absl::Status CheckEnough(const std::vector<bool>& there) const;
-  // Whether a member that is not `there` is registered as one that recovers its jobs.
-  bool SomeRecover(const std::vector<bool>& there, absl::Time deadline) const;
+  // A member that is not `there` and that is registered as one that recovers its jobs; empty: none.
+  std::string WhoRecovers(const std::vector<bool>& there, absl::Time deadline) const;
   // The members that are not `there`, for messages.
   std::string ShowMissing(const std::vector<bool>& there) const;
   // Writes the table of the group that has claimed `epoch`, before it opens the job with it. STALE_EPOCH: another group
@@ -46,18 +46,22 @@ class JobKey {
   absl::Status WriteTable(const v1::Table& table, const v1::Epoch& epoch, absl::Time deadline);
   // Whether the key says which server has which chunk (shards): then the job's Opens go by it.
   bool has_places() const { return !value_.table().shards().empty(); }
-  // Of a job with places: FAILED_PRECONDITION (KEY_LOST) if some server promised an epoch that nobody claimed. Then
-  // etcd has an older state than the job, and so may the table be.
+  // Of a job with places: FAILED_PRECONDITION (KEY_LOST) if some server promised an epoch that nobody claimed, or
+  // opened the claimed epoch by another table. Then etcd has an older state than the job.
   absl::Status CheckClaimed(absl::Span<const v1::GetJobResponse> answers, absl::Time deadline);
 
   // Call before a fence with epoch `least` or higher. Writes an epoch above the claimed one into the key, and returns
   // it. A new key gets `table`, whose members are members since that epoch; an old one keeps its own.
   // FAILED_PRECONDITION (OTHER_SERVER), with both lists, if the key names other servers than `table` by now. Otherwise
   // the registry's errors.
-  absl::StatusOr<v1::Epoch> Claim(const v1::Table& table, const v1::Epoch& least, absl::Time deadline);
+  // `own`: of a group at work, which claims over its own claim alone, and by the key's table: else STALE_EPOCH.
+  absl::StatusOr<v1::Epoch> Claim(const v1::Table& table, const v1::Epoch& least, absl::Time deadline,
+                                  const v1::Epoch* own = nullptr);
 
  private:
   absl::Status CheckSame(const v1::Table& table) const;
+  absl::Status CheckTable(absl::Span<const v1::GetJobResponse> answers) const;
+  absl::Status CheckOwn(const v1::Epoch& own, const v1::Table& table) const;
   v1::JobKey ClaimedBy(const v1::Epoch& epoch, const v1::Table& table) const;
 
   registry::Registry* const registry_;

@@ -47,11 +47,23 @@ absl::Status JobMissing(const std::string& job) {
 absl::Status KeyGone(const std::string& job) {
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kKeyLost,
                       absl::StrCat("etcd says which servers have the chunks of job '", job,
-                                   "', and has no key of the job any more. ", model::kHowToRestoreKey));
+                                   "', and has no key of the job any more. ", model::kHowToRestoreKey,
+                                   ". If the job was dropped while a server was away, drop it there too: `ballastctl "
+                                   "drop --job ",
+                                   job, " --servers ADDRESS`"));
 }
 
 // The copies that a session asks for, against those of the job that exists; `newest`: null if it does not.
 absl::Status CheckCopies(const SessionOptions& options, const v1::OpenRequest* newest, const JobKey& key) {
+  if (newest == nullptr && key.exists() && options.replicas > 0) {
+    const uint32_t said = key.has_places() ? key.value().table().replicas() : 1;
+    if (said == options.replicas) return absl::OkStatus();
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kBadConfig,
+        absl::StrCat("no server has job '", options.job, "', and its key in etcd is still there and says ", said,
+                     " copies of each chunk, not replicas=", options.replicas, ": remove it by `ballastctl drop --job ",
+                     options.job, " --servers etcd://...`, or leave replicas out"));
+  }
   if (newest == nullptr) return absl::OkStatus();
   if (newest->has_table() && !key.is_kept()) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadConfig,
@@ -242,11 +254,16 @@ void Opening::LeaveLostOut(Sight* sight) {
 }
 
 absl::StatusOr<v1::Table> Opening::GoOnWithout(const SessionOptions& options, const JobKey& key,
-                                               absl::Span<const v1::GetJobResponse> fenced) const {
+                                               std::vector<v1::GetJobResponse>* fenced) {
   const v1::Table& table = key.value().table();
+  // Another group may have written a smaller table since the servers were asked.
+  std::erase_if(*fenced, [&](const v1::GetJobResponse& answer) { return !key.Has(answer.server_id(), answer.disk()); });
+  std::vector<std::string> members;
+  for (const v1::GetJobResponse& answer : *fenced) members.push_back(answer.server_id());
+  members_.KeepOnly(members);
   std::vector<bool> there;
   for (const v1::Member& member : table.members()) {
-    there.push_back(std::any_of(fenced.begin(), fenced.end(), [&](const v1::GetJobResponse& answer) {
+    there.push_back(std::any_of(fenced->begin(), fenced->end(), [&](const v1::GetJobResponse& answer) {
       return answer.server_id() == member.server_id() && answer.disk() == member.disk();
     }));
   }
@@ -279,12 +296,12 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   // Another group may have made the key meanwhile: its table is the job's.
   if (key.is_kept()) table = key.value().table();
   fencing.Raise(open.epoch());
-  const auto fenced = fencing.Fence(options.resume == Resume::kNever, deadline);
+  auto fenced = fencing.Fence(options.resume == Resume::kNever, deadline);
   if (model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, sight.version);
   BALLAST_RETURN_IF_ERROR(fenced.status());
   BALLAST_RETURN_IF_ERROR(members_.CheckAnswers(*fenced));
   if (key.has_places()) {
-    BALLAST_ASSIGN_OR_RETURN(table, GoOnWithout(options, key, *fenced));
+    BALLAST_ASSIGN_OR_RETURN(table, GoOnWithout(options, key, &*fenced));
   }
   BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(*fenced));
   if (options.resume == Resume::kNever && resolution.base >= 0) return JobExists(options.job, resolution.base);
@@ -311,14 +328,8 @@ absl::Status Opening::ClaimNext(const v1::OpenRequest& current, Fencing* fencing
   if (!current.has_table()) return absl::OkStatus();
   JobKey key(router_->transport(0)->registry(), current.spec().name());
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
-  if (!key.exists()) return KeyGone(current.spec().name());
-  if (model::Compare(key.value().claimed(), current.epoch()) != 0) {
-    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
-                        absl::StrCat("another group has claimed job '", current.spec().name(), "' (epoch ",
-                                     key.value().claimed().counter(), ", this group's is ", current.epoch().counter(),
-                                     "); end this one"));
-  }
-  BALLAST_ASSIGN_OR_RETURN(const v1::Epoch epoch, key.Claim(current.table(), fencing->epoch(), deadline));
+  BALLAST_ASSIGN_OR_RETURN(const v1::Epoch epoch,
+                           key.Claim(current.table(), fencing->epoch(), deadline, &current.epoch()));
   fencing->Raise(epoch);
   return absl::OkStatus();
 }

@@ -47,9 +47,10 @@ class Opening {
   // Stops using servers that lost the job's state (durability none), and takes their answers out: the copies on others
   // are as good as those of a lost disk.
   void LeaveLostOut(Sight* sight);
-  // The table without members that did not answer. UNAVAILABLE if some chunk has no other holder.
+  // The table without members that did not answer. UNAVAILABLE if some chunk has no other holder. Answers of servers
+  // that are no members go.
   absl::StatusOr<v1::Table> GoOnWithout(const SessionOptions& options, const JobKey& key,
-                                        absl::Span<const v1::GetJobResponse> fenced) const;
+                                        std::vector<v1::GetJobResponse>* fenced);
   // Asks all servers before the fence, and stops using those that the job does not need. JOB_EXISTS, JOB_MISSING.
   absl::StatusOr<Sight> Look(const SessionOptions& options, const JobKey& key, absl::Time deadline);
   // Checks before the fence what can be checked there: a mistake must not end a group at work, and must not leave a job

@@ -99,7 +99,8 @@ absl::Status Members::Identify(const JobKey& key, absl::Duration patience, absl:
         &Transport::Identify, i, "Identify", request, deadline,
         [identities, i](const absl::StatusOr<v1::IdentifyResponse>& answer) { identities->Add(i, answer); });
   }
-  absl::Time until = key.has_places() ? std::min(deadline, absl::Now() + patience) : absl::InfiniteFuture();
+  if (key.has_places()) deadline = std::max(deadline, absl::Now() + patience);
+  absl::Time until = key.has_places() ? absl::Now() + patience : absl::InfiniteFuture();
   for (;;) {
     const auto answers = identities->Await(until);
     servers_.clear();
@@ -118,20 +119,28 @@ absl::Status Members::Identify(const JobKey& key, absl::Duration patience, absl:
       BALLAST_ASSIGN_OR_RETURN(const bool stays, Take(key, i, *answer));
       if (stays) stay.push_back(i);
     }
-    if (key.has_places() && stay.size() < asked_) {
-      const absl::Status enough = key.CheckEnough(There(key));
-      const bool recovers = !all && key.SomeRecover(There(key), deadline);
-      if ((!enough.ok() || recovers) && absl::Now() < deadline && !all) {
-        until = std::min(deadline, absl::Now() + absl::Seconds(1));
-        continue;
-      }
-      if (!enough.ok()) {
-        return silence.ok() ? enough : model::Annotate(enough, std::string(silence.message()));
-      }
+    if (stay.size() == asked_) return absl::OkStatus();
+    const absl::Status enough = CheckEnough(key, deadline);
+    if (enough.ok()) {
+      router_->Reorder(stay);
+      return absl::OkStatus();
     }
-    if (stay.size() < asked_) router_->Reorder(stay);
-    return absl::OkStatus();
+    if (all || absl::Now() >= deadline) {
+      return silence.ok() ? enough : model::Annotate(enough, std::string(silence.message()));
+    }
+    until = std::min(deadline, absl::Now() + absl::Seconds(1));
   }
+}
+
+absl::Status Members::CheckEnough(const JobKey& key, absl::Time deadline) const {
+  const std::vector<bool> there = There(key);
+  BALLAST_RETURN_IF_ERROR(key.CheckEnough(there));
+  const std::string recovering = key.WhoRecovers(there, std::max(deadline, absl::Now() + absl::Seconds(1)));
+  if (recovering.empty()) return absl::OkStatus();
+  return model::Error(
+      absl::StatusCode::kUnavailable, model::kServerDown,
+      absl::StrCat("server '", recovering, "' recovers its jobs and does not answer yet: wait until it ",
+                   "is ready, and start the group again, or give a longer open_timeout"));
 }
 
 const Members::Server* Members::Find(absl::string_view server_id) const {

@@ -28,7 +28,8 @@ class Members {
   // Asks every server for its id and protocol version. Every rank asks for itself, because its list may have another
   // order than rank 0's, and its program another version. `key`, as read: if it says where chunks are, servers that do
   // not answer within `patience` are left out as soon as each chunk has a holder that answered, and so are servers that
-  // are not the key's members. A server that is registered and recovers is waited for.
+  // are not the key's members. A server that is registered and recovers is waited for: UNAVAILABLE if it
+  // still does at the deadline.
   absl::Status Identify(const JobKey& key, absl::Duration patience, absl::Time deadline);
   // How many servers were asked.
   uint32_t asked() const { return asked_; }
@@ -65,6 +66,8 @@ class Members {
     uint64_t budget_bytes = 0;
   };
   const Server* Find(absl::string_view server_id) const;
+  // OK if the group can do without those that have not answered: each chunk has a holder, and nobody recovers.
+  absl::Status CheckEnough(const JobKey& key, absl::Time deadline) const;
   // Takes a server's answer; false: the server is left out.
   absl::StatusOr<bool> Take(const JobKey& key, uint32_t server, const v1::IdentifyResponse& answer);
 

@@ -23,10 +23,12 @@ Pins PinsOf(absl::Span<const v1::GetJobResponse> answers) {
   Pins pins;
   bool told = true;
   std::map<int64_t, PinnedOn> versions;
+  std::set<uint64_t> lives;
   std::set<int64_t> not_told;  // versions of which some server does not tell the epoch
   for (const v1::GetJobResponse& answer : answers) {
     told = told && answer.life() != 0;
-    pins.life ^= answer.life();  // whatever the order of servers
+    // Whatever the order of servers. Those of a job with a table all tell the table's.
+    if (lives.insert(answer.life()).second) pins.life ^= answer.life();
     for (int i = 0; i < answer.durable_versions_size(); ++i) {
       const v1::Epoch decided_by = i < answer.decided_by_size() ? answer.decided_by(i) : v1::Epoch();
       const int64_t version = answer.durable_versions(i);

@@ -7,6 +7,7 @@
 #include "ballast/client/group/pins.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
@@ -22,6 +23,20 @@ absl::Status NotReady(absl::string_view reason, absl::string_view message) {
 bool AllPromise(const Sight& sight, const v1::Epoch& epoch) {
   return std::all_of(sight.answers.begin(), sight.answers.end(),
                      [&](const v1::GetJobResponse& answer) { return model::Compare(answer.promised(), epoch) == 0; });
+}
+
+// The table without members that were not asked: a reader needs a holder of each chunk.
+absl::StatusOr<v1::Table> ThereOf(const v1::Table& table, const Sight& sight) {
+  std::vector<bool> there;
+  for (const v1::Member& member : table.members()) {
+    there.push_back(std::any_of(sight.answers.begin(), sight.answers.end(), [&](const v1::GetJobResponse& answer) {
+      return answer.server_id() == member.server_id() && answer.disk() == member.disk();
+    }));
+  }
+  const std::string lacking = model::ShardsWithout(table, there);
+  if (lacking.empty()) return model::LeaveOut(table, there);
+  return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                      absl::StrCat("no server that answers holds ", lacking, " of the job; start the missing ones"));
 }
 
 }  // namespace
@@ -52,9 +67,12 @@ absl::Status JobView::Follow(Sight* sight, absl::Time deadline) {
   if (newest == nullptr) {
     return NotReady(model::kBadRequest, absl::StrCat("job '", job_, "' has no values yet: no group has opened it"));
   }
-  const v1::OpenRequest open = *newest;
+  v1::OpenRequest open = *newest;
   // The order of servers before an earlier Match is forgotten.
   if (plan_ != nullptr) BALLAST_RETURN_IF_ERROR(Meet(deadline));
+  if (open.has_table()) {
+    BALLAST_ASSIGN_OR_RETURN(*open.mutable_table(), ThereOf(open.table(), *sight));
+  }
   BALLAST_RETURN_IF_ERROR(LeaveOthersOut(open, job_, &members_, sight));
   for (const v1::GetJobResponse& answer : sight->answers) {
     if (answer.open().spec_digest() == open.spec_digest()) continue;

@@ -92,18 +92,30 @@ void Router::SetReplaceable(const std::vector<bool>& servers, absl::Duration aft
   }
 }
 
-absl::Status Router::Silence(const Operation& op, const absl::Status& status) {
-  const auto found = silent_since_.find(op.server);
+absl::Status Router::Silence(const Transport* server, bool prompt, const absl::Status& status, absl::Time since) {
+  const auto found = silent_since_.find(server);
   if (found == silent_since_.end()) return absl::OkStatus();
-  const bool silent = absl::IsUnavailable(status) && model::ReasonOf(status) != model::kBusy;
+  const bool down = absl::IsUnavailable(status) && model::ReasonOf(status) != model::kBusy;
+  const bool hangs = absl::IsDeadlineExceeded(status);
   const absl::Time now = absl::Now();
-  found->second = silent ? std::min(found->second, now) : absl::InfiniteFuture();
-  if (now - found->second < silence_max_ || op.server->recovers()) return absl::OkStatus();
+  if (down || (hangs && prompt)) found->second = std::min(found->second, down ? now : since);
+  if (!down && !hangs) found->second = absl::InfiniteFuture();
+  if (now - found->second < silence_max_ || server->recovers()) return absl::OkStatus();
   return model::Error(
       absl::StatusCode::kAborted, model::kServerDown,
       absl::StrCat("no answer for ", absl::FormatDuration(silence_max_),
                    " (failover_after), and other servers have all its chunks: start the group again ",
                    "with resume=auto, and it goes on without this server. The last answer: ", status.message()));
+}
+
+// A server that hangs is asked again as soon as the group could go on without it.
+absl::Time Router::TryDeadline(const Operation& op) const {
+  absl::Duration timeout = options_.try_timeout;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (silent_since_.contains(op.server)) timeout = std::min(timeout, std::max(silence_max_, absl::Seconds(1)));
+  }
+  return std::min(op.deadline, absl::Now() + timeout);
 }
 
 void Router::SetOpen(std::shared_ptr<const v1::OpenRequest> open) {
@@ -233,7 +245,8 @@ void Router::Send(const OperationPtr& op) {
       stopped = stopped_;
     }
     if (!stopped.ok()) return Finish(op, stopped);
-    const absl::Time try_deadline = std::min(op->deadline, absl::Now() + options_.try_timeout);
+    op->tried = absl::Now();
+    const absl::Time try_deadline = TryDeadline(*op);
     op->send(try_deadline, [this, op](absl::Status status) { OnAnswer(op, std::move(status)); });
   };
   if (op->direction == kNone) return send();
@@ -270,7 +283,8 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
     absl::MutexLock lock(&mutex_);
     if (absl::IsCancelled(status) && !stopped_.ok()) status = stopped_;
     next = Classify(*op, status);
-    if (absl::Status silence = Silence(*op, status); !silence.ok() && next != Next::kDone) {
+    absl::Status silence = Silence(op->server, op->prompt, status, op->tried);
+    if (!silence.ok() && next != Next::kDone) {
       status = std::move(silence);
       next = Next::kDone;
     }
@@ -309,12 +323,19 @@ void Router::Repair(const OperationPtr& op, Next how) {
     }
     if (!cancelled.ok()) Finish(op, cancelled);
   };
-  const absl::Time try_deadline = std::min(op->deadline, absl::Now() + options_.try_timeout);
+  const absl::Time try_deadline = TryDeadline(*op);
   Transport* const server = op->server;
   if (open != nullptr) {
     server->Open(*open, try_deadline, [then](absl::StatusOr<v1::OpenResponse> r) { then(r.status()); });
   } else if (commit != nullptr) {
-    server->Commit(*commit, try_deadline, [then](absl::StatusOr<v1::CommitResponse> r) { then(r.status()); });
+    server->Commit(*commit, try_deadline,
+                   [this, server, then, since = absl::Now()](absl::StatusOr<v1::CommitResponse> r) {
+                     {
+                       absl::MutexLock lock(&mutex_);
+                       (void)Silence(server, /*prompt=*/true, r.status(), since);  // the operation's next answer tells
+                     }
+                     then(r.status());
+                   });
   } else {
     Send(op);
   }

@@ -20,6 +20,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -65,7 +66,8 @@ class Router {
   void Reorder(absl::Span<const uint32_t> order);
 
   // From now on operations at these servers end with ABORTED (SERVER_DOWN) once the server has been silent for `after`:
-  // the group can go on without it if it starts again. Other servers are waited for. By index.
+  // the group can go on without it if it starts again. Other servers are waited for. By index. Silent is a server that
+  // nobody can connect to, and one that does not answer a Commit; other calls may wait at a server that lives.
   void SetReplaceable(const std::vector<bool>& servers, absl::Duration after);
   // Set the requests that answer NOT_OPEN and BEHIND from now on.
   void SetOpen(std::shared_ptr<const v1::OpenRequest> open);
@@ -123,9 +125,11 @@ class Router {
     Direction direction = kNone;
     uint64_t bytes = 0;  // in flight
     bool awaits_commit = false;
+    bool prompt = false;  // a server that lives answers within a moment, whatever it does
     std::function<void(absl::Time try_deadline, Answer)> send;
     Answer done;
     absl::Time started = absl::InfiniteFuture();
+    absl::Time tried = absl::InfiniteFuture();  // the last time
     int tries = 0;
     absl::Status last;
     std::list<std::shared_ptr<Operation>>::iterator active;
@@ -143,8 +147,11 @@ class Router {
   void Activate(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Send(const OperationPtr& op);
   void OnAnswer(const OperationPtr& op, absl::Status status);
-  // OK, or why the operation ends: its server is silent and replaceable.
-  absl::Status Silence(const Operation& op, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Notes the end of a try that began at `since`. OK, or why operations at the server end: it is silent and
+  // replaceable.
+  absl::Status Silence(const Transport* server, bool prompt, const absl::Status& status, absl::Time since)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Time TryDeadline(const Operation& op) const;
   bool Left(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Next Classify(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Duration Backoff(const Operation& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -191,6 +198,7 @@ void Router::Call(Method<Request, Response> method, uint32_t server, std::string
   op->server = servers_[server].get();
   op->what = std::move(what);
   op->deadline = deadline;
+  op->prompt = std::is_same_v<Request, v1::CommitRequest>;
   op->send = [transport = servers_[server].get(), method, request = std::move(request), response](
                  absl::Time try_deadline, Answer answer) {
     (transport->*method)(*request, try_deadline, [response, answer = std::move(answer)](absl::StatusOr<Response> r) {

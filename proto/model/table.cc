@@ -193,6 +193,7 @@ std::string ShardsWithout(const v1::Table& table, const std::vector<bool>& there
 v1::Table LeaveOut(const v1::Table& table, const std::vector<bool>& there) {
   v1::Table left;
   left.set_replicas(table.replicas());
+  left.set_life(table.life());
   std::vector<uint32_t> index(there.size());
   for (int m = 0; m < table.members_size(); ++m) {
     if (!there[m]) continue;

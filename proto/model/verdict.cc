@@ -7,6 +7,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ballast/kernels/ieee_mode.h"
 #include "ballast/proto/base/status.h"
 
@@ -61,7 +62,7 @@ absl::StatusOr<double> GlobalSquaredNorm(absl::Span<const v1::ChunkNorm* const> 
     if (i > 0 && sorted[i]->chunk() == sorted[i - 1]->chunk()) {
       if (SameNorm(*sorted[i], *sorted[i - 1])) continue;
       return Error(absl::StatusCode::kDataLoss, kDiverged,
-                   absl::StrCat("two servers have other norms of the same gradient of chunk ", sorted[i]->chunk(),
+                   absl::StrCat("two servers differ in their norms of the same gradient of chunk ", sorted[i]->chunk(),
                                 ": the memory or the processor of one of them is at fault. Take that server away ",
                                 "before the job goes on"));
     }
@@ -114,7 +115,9 @@ absl::StatusOr<v1::Decision> Decide(absl::Span<const v1::PreparedRecord> records
       overflow = overflow || norm.overflow();
     }
   }
-  BALLAST_ASSIGN_OR_RETURN(const double squared_norm, GlobalSquaredNorm(norms));
+  const absl::StatusOr<double> summed = GlobalSquaredNorm(norms);
+  if (!summed.ok()) return Annotate(summed.status(), absl::StrCat("servers ", absl::StrJoin(authors, ", ")));
+  const double squared_norm = *summed;
   v1::Decision decision;
   decision.set_step(first.step());
   *decision.mutable_epoch() = first.epoch();

@@ -80,6 +80,7 @@ v1::JobStatus Job::Status() const {
     if (machine.plan() != nullptr) {
       *status.mutable_in_flight() = DescribeStepInFlight();
       status.set_replicas(open.table().replicas());
+      status.set_life(open.table().life());
       status.set_short_chunks(machine.plan()->short_chunks(parts_->core.around.server_id));
     }
     parts_->peers.Tell(parts_->core.around.server_id, &status);

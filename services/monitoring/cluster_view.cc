@@ -81,9 +81,13 @@ std::map<std::string, const v1::JobStatus*> Newest(const std::vector<ServerView>
 
 // A group that lost the server went on without it; then the server came back.
 bool WasLeftOut(const ServerView& server, const v1::JobStatus& job, const v1::JobStatus* newest) {
-  const auto& members = newest->member_ids();
-  return newest != &job && !members.empty() && model::Compare(job.epoch(), newest->epoch()) < 0 &&
-         std::find(members.begin(), members.end(), server.status.server_id()) == members.end();
+  const auto has = [](const v1::JobStatus& status, const std::string& id) {
+    return std::find(status.member_ids().begin(), status.member_ids().end(), id) != status.member_ids().end();
+  };
+  const std::string& id = server.status.server_id();
+  // Of one life: two jobs of a name have nothing to do with each other.
+  return newest != &job && job.life() != 0 && job.life() == newest->life() &&
+         model::Compare(job.epoch(), newest->epoch()) < 0 && has(job, id) && !has(*newest, id);
 }
 
 // Chunks with fewer copies than the job wants, as each of their servers counts them.

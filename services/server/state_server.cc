@@ -114,7 +114,8 @@ absl::Status StateServer::Impl::LostToDurabilityNone(const std::string& name) co
   return model::Error(
       absl::StatusCode::kDataLoss, model::kStateLost,
       absl::StrCat("server '", server_id, "' was restarted and lost the state of job '", name,
-                   "', whose durability is none; drop the job (", model::kHowToDrop, ") and start again"));
+                   "', whose durability is none. If the job has copies (replicas), start its group again with ",
+                   "resume=auto; else drop the job (", model::kHowToDrop, ") and start again"));
 }
 
 absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Find(const std::string& name) const {

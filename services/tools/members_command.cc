@@ -1,6 +1,7 @@
 #include "ballast/services/tools/members_command.h"
 
 #include <algorithm>
+#include <compare>
 #include <cstdio>
 #include <map>
 #include <optional>
@@ -122,7 +123,15 @@ absl::Status Restore(const MembersCommand& command, const std::optional<Key>& ke
                      const std::vector<v1::ServerEntry>& entries, registry::Registry* registry) {
   BALLAST_ASSIGN_OR_RETURN(const auto answers, AskAll(command, entries));
   BALLAST_ASSIGN_OR_RETURN(const v1::JobKey restored, KeyFrom(command, answers));
-  if (key.has_value() && model::Compare(key->value.claimed(), restored.claimed()) >= 0) {
+  // An older table may stand beside the newest claim, if a backup was taken just then.
+  const bool same =
+      key.has_value() && key->value.table().members_size() == restored.table().members_size() &&
+      std::equal(restored.table().shards().begin(), restored.table().shards().end(),
+                 key->value.table().shards().begin(), key->value.table().shards().end(),
+                 [](const v1::Shard& a, const v1::Shard& b) { return a.SerializeAsString() == b.SerializeAsString(); });
+  const auto order =
+      key.has_value() ? model::Compare(key->value.claimed(), restored.claimed()) : std::strong_ordering::less;
+  if (order > 0 || (order == 0 && same)) {
     return NotRestored(absl::StrCat("the key ", registry->JobKeyName(command.job),
                                     " is there, and as new as what the servers have promised"));
   }

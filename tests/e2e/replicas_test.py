@@ -124,6 +124,39 @@ def test_a_server_that_was_left_out_comes_back(etcd, folder, bits):
     assert digest_of(open_again(url, 'back')[1]) == bits
 
 
+def test_a_server_that_hangs(etcd, folder, bits):
+    """It takes connections and answers nothing, as a machine without power does."""
+    servers = three(etcd, 'hang', folder)
+    url = etcd.url('hang') + '?servers=3'
+    training = Training(url, 'hang', folder, '--replicas', '2', '--failover-after', '1')
+    training.step(8)
+    servers[1].process.send_signal(signal.SIGSTOP)
+    assert training.process.wait(100) == 1
+    assert 'no answer for 1s (failover_after)' in training.log.read_text(), training.log.read_text()
+    code, text = open_again(url, 'hang', '--failover-after', '1')
+    assert code == 0 and "goes on without 'b'" in text and digest_of(text) == bits, text
+    servers[1].process.send_signal(signal.SIGCONT)
+    assert digest_of(open_again(url, 'hang')[1]) == bits
+
+
+def test_a_server_that_recovers_is_waited_for(etcd, folder, bits):
+    servers = three(etcd, 'slow', folder)
+    url = etcd.url('slow') + '?servers=3'
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', 'slow', '--replicas', '2', '--stop-at', '10')
+    assert code == 0, text
+    servers[1].end(signal.SIGKILL)
+    key = '/slow/servers/b'
+    entry = json.loads(etcd.ctl('get', '--print-value-only', key))
+    etcd.ctl('put', key, json.dumps(dict(entry, state='SERVER_STATE_RECOVERING')))
+    code, text = open_again(url, 'slow', '--failover-after', '1')
+    assert code == 1 and "server 'b' recovers its jobs and does not answer yet" in text, text
+    assert len(job_key(etcd, 'slow', 'slow')['table']['members']) == 3
+    etcd.ctl('del', key)
+    servers[1].start()
+    code, text = open_again(url, 'slow', '--failover-after', '1')
+    assert code == 0 and 'goes on without' not in text and digest_of(text) == bits, text
+
+
 def test_a_server_that_lost_its_memory(etcd, folder, bits):
     """With durability none a restart is a lost disk."""
     servers = three(etcd, 'memory', folder)
@@ -202,6 +235,13 @@ def test_refusals(etcd, folder, bits):
     assert code == 2 and 'etcd://host:port/prefix' in text, text
     code, text = run(BIN / 'ballastctl', 'members', '--job', 'no', '--servers', etcd.url('no'))
     assert code == 1 and 'no key /no/jobs/no' in text, text
+    # A key that a drop by a list of servers has left says something else.
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', 'left', '--stop-at', '3')
+    assert code == 0, text
+    code, text = run(BIN / 'ballastctl', 'drop', '--job', 'left', '--servers', f'{a.address},{b.address}')
+    assert code == 0, text
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', 'left', '--replicas', '2')
+    assert code == 1 and 'says 1 copies of each chunk, not replicas=2' in text, text
     # Without durability, too.
     assert Training(url, 'plain', folder, '--replicas', '2', '--durability', 'none').digest() == bits
 

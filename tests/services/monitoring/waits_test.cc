@@ -118,7 +118,7 @@ TEST(ClusterView, AServerThatAJobWentOnWithoutIsNamedAndNotCounted) {
   v1::JobStatus job;
   job.set_name("job");
   job.set_replicas(2);
-  job.set_parameters(100);
+  job.set_life(7);
   for (const char* id : {"a", "b", "c"}) job.add_member_ids(id);
   v1::JobStatus left = job;
   left.mutable_epoch()->set_counter(3);
@@ -137,6 +137,11 @@ TEST(ClusterView, AServerThatAJobWentOnWithoutIsNamedAndNotCounted) {
               ElementsAre("job 'job' has 6 chunk(s) with fewer than 2 copies, since a server was lost",
                           ::testing::AllOf(HasSubstr("server c:7070 keeps a part of job 'job' at version 10"),
                                            HasSubstr("ballastctl drop --job job --servers c:7070"))));
+  left.set_life(8);
+  EXPECT_THAT(Judge({Server("a", job), Server("c", left)}).problems,
+              ::testing::Each(Not(HasSubstr("ballastctl drop --job job --servers"))))
+      << "another job of that name";
+  left.set_life(7);
   // A member that is behind is no such server.
   left.mutable_member_ids()->RemoveLast();
   EXPECT_THAT(Judge({Server("a", job), Server("b", left)}).problems,
