@@ -11,7 +11,6 @@
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
-#include "ballast/tests/kernels/block_reference.h"
 #include "ballast/tests/kernels/instruction_sets.h"
 #include "ballast/tests/kernels/optimizer_samples.h"
 #include "ballast/tests/kernels/rounding_reference.h"
@@ -289,43 +288,6 @@ TEST_P(ParityTest, Quantize) {
     }
   }
 }
-
-// The plainest blocks, and back; their stated error bound; nothing behind the last block is touched.
-TEST_P(ParityTest, BlocksOfE4m3) {
-  for (const size_t n : {size_t{0}, size_t{1}, size_t{2}, size_t{255}, size_t{256}, size_t{257}, size_t{511},
-                         size_t{1024}, kTuples / 3 | 1}) {
-    std::vector<float> x(n);
-    const std::vector<std::byte> drawn = QuantizeInput(Dtype::kF32, n);
-    if (n > 0) std::memcpy(x.data(), drawn.data(), drawn.size());
-    std::vector<std::byte> expected = ReferenceBlocks(x);
-    const std::vector<float> values = ReferenceValues(expected, n);
-    for (size_t begin = 0; begin < n; begin += kE4m3Block) {
-      const float scale = ReferenceScale(x.data() + begin, std::min<size_t>(kE4m3Block, n - begin), kE4m3Largest);
-      for (size_t i = begin; i < std::min<size_t>(n, begin + kE4m3Block); ++i) {
-        ASSERT_EQ(std::isnan(values[i]), std::isnan(scale)) << n << " at " << i;
-        const double most = std::max(std::fabs(static_cast<double>(x[i])) / 16, static_cast<double>(scale) / 1024);
-        const double bound = scale > 0 ? most * (1 + 0x1p-13) : kE4m3Largest * 0x1p-126;
-        if (std::isnan(scale)) continue;
-        ASSERT_LE(std::fabs(static_cast<double>(x[i]) - values[i]), bound) << n << " at " << i;
-      }
-    }
-    expected.resize(expected.size() + 8, std::byte{0xa5});
-    for (const size_t shift : {size_t{0}, size_t{4}}) {
-      AlignedArray<std::byte> coded(expected.size(), shift);
-      std::fill(coded.span().begin(), coded.span().end(), std::byte{0xa5});
-      FromF32(x, Dtype::kE4m3Blocks, coded.span().data());
-      ASSERT_EQ(absl::MakeConstSpan(coded.span()), absl::MakeConstSpan(expected)) << n << " shift=" << shift;
-      std::vector<float> back(n + 1, -1.5f);
-      ToF32(Dtype::kE4m3Blocks, coded.span().data(), absl::MakeSpan(back).first(n));
-      EXPECT_EQ(back[n], -1.5f);
-      back.pop_back();
-      ASSERT_EQ(Bits(back), Bits(values)) << n;
-    }
-  }
-}
-
-// Half of bf16's bytes, and 4 for each 256.
-static_assert(BytesOf(Dtype::kE4m3Blocks, 1 << 20) * 100 <= BytesOf(Dtype::kBf16, 1 << 20) * 52);
 
 // The plainest split, and back: every kind of float, ties and NaNs among them, comes back to the bit.
 TEST_P(ParityTest, SplitAndJoinF32) {
