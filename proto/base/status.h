@@ -83,6 +83,10 @@ using Details = std::map<std::string, std::string>;
 // Names are separated by NUL.
 inline constexpr char kMissing[] = "missing";
 inline constexpr char kUnknown[] = "unknown";
+// Details of STALE_EPOCH: the promised epoch as "counter.nonce", and its group (OpenRequest.group) in hexadecimal
+// digits, empty if the server does not know it.
+inline constexpr char kPromised[] = "promised";
+inline constexpr char kGroup[] = "group";
 void SetDetail(const std::string& key, absl::string_view value, absl::Status* status);
 Details DetailsOf(const absl::Status& status);
 

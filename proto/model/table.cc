@@ -125,10 +125,96 @@ std::vector<std::optional<uint32_t>> Kept(const v1::Table& now, absl::Span<const
 
 void Keep(const v1::Table& now, uint32_t replicas, const std::vector<std::optional<uint32_t>>& kept, Loads* loads) {
   for (int s = 0; s < now.shards_size(); ++s) {
-    for (const auto* places : {&now.shards(s).holders(), &now.shards(s).fillers()}) {
-      for (const uint32_t member : *places) {
-        if (kept[member].has_value() && loads->places(s).size() < replicas) loads->Add(s, *kept[member]);
+    for (const uint32_t member : now.shards(s).holders()) {
+      if (kept[member].has_value()) loads->Add(s, *kept[member]);
+    }
+    for (const uint32_t member : now.shards(s).fillers()) {
+      if (kept[member].has_value() && loads->places(s).size() < replicas) loads->Add(s, *kept[member]);
+    }
+  }
+  for (int s = 0; s < now.shards_size(); ++s) {
+    while (loads->places(s).size() > replicas) loads->Remove(s, loads->MostLoaded(loads->places(s)));
+  }
+}
+
+// Where the members and wanted servers of a next table lie: members of the table before, then servers that are new.
+struct Places {
+  Places(const v1::Table& now, absl::Span<const v1::Member> servers) {
+    members.assign(now.members().begin(), now.members().end());
+    std::vector<std::optional<uint32_t>> kept = Kept(now, servers);
+    of_server.assign(servers.size(), std::nullopt);
+    for (uint32_t m = 0; m < kept.size(); ++m) {
+      if (kept[m].has_value()) of_server[*kept[m]] = m;
+    }
+    for (size_t i = 0; i < servers.size(); ++i) {
+      if (of_server[i].has_value()) {
+        members[*of_server[i]].set_weight(servers[i].weight());
+        members[*of_server[i]].set_address(servers[i].address());
+        continue;
       }
+      of_server[i] = static_cast<uint32_t>(members.size());
+      members.push_back(servers[i]);
+      members.back().clear_since();
+    }
+  }
+  std::vector<v1::Member> members;
+  std::vector<std::optional<uint32_t>> of_server;  // index into `members`
+};
+
+bool Contains(absl::Span<const uint32_t> places, uint32_t place) {
+  return std::find(places.begin(), places.end(), place) != places.end();
+}
+
+// The copies that are there: as holders those that stay planned, as fillers those to fall back on.
+v1::Table ThereNow(const v1::Table& now, absl::Span<const std::vector<uint32_t>> filled) {
+  v1::Table there;
+  *there.mutable_members() = now.members();
+  for (int s = 0; s < now.shards_size(); ++s) {
+    const v1::Shard& was = now.shards(s);
+    v1::Shard* const shard = there.add_shards();
+    for (const uint32_t member : was.holders()) {
+      if (!Contains(was.leaving(), member)) shard->add_holders(member);
+    }
+    for (const uint32_t member : was.fillers()) shard->add_holders(member);
+    for (const uint32_t member : filled[s]) {
+      if (!Contains(shard->holders(), member)) shard->add_fillers(member);
+    }
+  }
+  return there;
+}
+
+// Rule 23 for one shard. `have`, `want`: ascending.
+v1::Shard NextShard(const std::vector<uint32_t>& have, const std::vector<uint32_t>& want) {
+  v1::Shard shard;
+  const bool all_have = std::includes(have.begin(), have.end(), want.begin(), want.end());
+  const std::vector<uint32_t>& holders = all_have && !want.empty() ? want : have;
+  shard.mutable_holders()->Assign(holders.begin(), holders.end());
+  if (all_have) return shard;
+  std::set_difference(want.begin(), want.end(), have.begin(), have.end(),
+                      google::protobuf::RepeatedFieldBackInserter(shard.mutable_fillers()));
+  std::set_difference(have.begin(), have.end(), want.begin(), want.end(),
+                      google::protobuf::RepeatedFieldBackInserter(shard.mutable_leaving()));
+  return shard;
+}
+
+// Leaves out who has no place.
+void DropIdle(v1::Table* table) {
+  std::vector<std::optional<uint32_t>> index(static_cast<size_t>(table->members_size()));
+  for (const v1::Shard& shard : table->shards()) {
+    for (const auto* places : {&shard.holders(), &shard.fillers()}) {
+      for (const uint32_t member : *places) index[member] = 0;
+    }
+  }
+  google::protobuf::RepeatedPtrField<v1::Member> members;
+  for (size_t m = 0; m < index.size(); ++m) {
+    if (!index[m].has_value()) continue;
+    index[m] = static_cast<uint32_t>(members.size());
+    *members.Add() = table->members(static_cast<int>(m));
+  }
+  *table->mutable_members() = std::move(members);
+  for (v1::Shard& shard : *table->mutable_shards()) {
+    for (auto* places : {shard.mutable_holders(), shard.mutable_fillers(), shard.mutable_leaving()}) {
+      for (uint32_t& member : *places) member = *index[member];
     }
   }
 }
@@ -155,6 +241,12 @@ absl::Status CheckTable(const v1::Table& table) {
       if (!std::binary_search(shard.holders().begin(), shard.holders().end(), filler)) continue;
       return BadTable(
           absl::StrCat("has a member once in a shard; in shard ", s, " member ", filler, " holds and fills"));
+    }
+    BALLAST_RETURN_IF_ERROR(CheckPlaces(table, s, shard.leaving()));
+    for (const uint32_t leaving : shard.leaving()) {
+      if (std::binary_search(shard.holders().begin(), shard.holders().end(), leaving)) continue;
+      return BadTable(absl::StrCat("has leaving members that hold the shard; in shard ", s, " member ", leaving,
+                                   " leaves and does not hold"));
     }
   }
   return absl::OkStatus();
@@ -238,6 +330,35 @@ v1::Table FirstTable(const Wanted& wanted, const v1::Epoch& since) {
     table.add_shards()->mutable_holders()->Assign(places.begin(), places.end());
   }
   return table;
+}
+
+v1::Table NextTable(const v1::Table& now, absl::Span<const std::vector<uint32_t>> filled, const Wanted& wanted,
+                    const v1::Epoch& epoch) {
+  std::vector<std::vector<uint32_t>> planned(filled.size());
+  if (!wanted.servers.empty()) planned = PlanWanted(ThereNow(now, filled), wanted);
+  const Places places(now, wanted.servers);
+  v1::Table next;
+  next.set_replicas(wanted.replicas);
+  for (const v1::Member& member : places.members) {
+    *next.add_members() = member;
+    if (!member.has_since()) *next.mutable_members(next.members_size() - 1)->mutable_since() = epoch;
+  }
+  for (size_t s = 0; s < filled.size(); ++s) {
+    std::vector<uint32_t> want;
+    for (const uint32_t server : planned[s]) want.push_back(*places.of_server[server]);
+    std::sort(want.begin(), want.end());
+    *next.add_shards() = NextShard(filled[s], want);
+  }
+  DropIdle(&next);
+  return next;
+}
+
+bool SameTable(const v1::Table& a, const v1::Table& b) {
+  const auto plain = [](v1::Table table) {
+    for (v1::Member& member : *table.mutable_members()) member.clear_address();
+    return table.SerializeAsString();
+  };
+  return plain(a) == plain(b);
 }
 
 }  // namespace ballast::model

@@ -28,7 +28,8 @@ inline const v1::Shard& ShardOf(const v1::Table& table, uint64_t chunk) {
 }
 
 // INVALID_ARGUMENT (BAD_REQUEST) unless the table has 1 to kShardsMax shards and 1 to kReplicasMax replicas, each shard
-// has a holder, and holders and fillers are ascending indices of members, none twice. Says nothing of the members.
+// has a holder, holders and fillers are ascending indices of members, none twice, and who leaves is a holder. Says
+// nothing of the members.
 absl::Status CheckTable(const v1::Table& table);
 
 // Elements of each of `shards` shards.
@@ -47,8 +48,9 @@ struct Wanted {
 };
 
 // Chooses the servers of each shard, as ascending indices into wanted.servers: min(replicas, servers) of them, no
-// server twice. Keeps the copies that `now` (empty: none) has on these servers, recognised by id and disk, and gives
-// the least loaded server by weight what is missing. A pure function; ties go to the first.
+// server twice. Keeps the holders that `now` (empty: none) has among these servers, recognised by id and disk; the most
+// loaded of them give up what is too much. If holders are missing, keeps fillers, and then gives the least loaded
+// server by weight what is missing. A pure function; ties go to the first.
 std::vector<std::vector<uint32_t>> PlanWanted(const v1::Table& now, const Wanted& wanted);
 
 // Whether `there` (by index) have a holder of each shard; else the shards without one, as "12 of 1024 shards".
@@ -63,7 +65,19 @@ std::vector<bool> Replaceable(const v1::Table& table);
 // Shards with fewer holders than the table wants.
 int ShortShards(const v1::Table& table);
 
-// The first table of a job: all are members since `since`, and each server planned for a shard holds it.
+// The first table of a job: all are members since `since`, and each server planned for a shard holds it. The founders
+// of a job are members since epoch 0: what they have, or have not yet, is all that there is.
 v1::Table FirstTable(const Wanted& wanted, const v1::Epoch& since);
+
+// Rule 23: the table after `now`. `filled`: of each shard the members of `now`, as ascending indices, that have it
+// filled at the base. wanted.servers: those that shall have chunks and can: they answered, and have room. Servers that
+// are not members yet are since `epoch`. If all who are wanted for a shard have it, they hold it; else those who have
+// it hold it and the others fill it. If nobody is wanted, those who have it stay. REQUIRES: each shard is filled
+// somewhere.
+v1::Table NextTable(const v1::Table& now, absl::Span<const std::vector<uint32_t>> filled, const Wanted& wanted,
+                    const v1::Epoch& epoch);
+
+// The same members on the same disks, since the same epochs, and every shard on the same ones? Addresses may differ.
+bool SameTable(const v1::Table& a, const v1::Table& b);
 
 }  // namespace ballast::model

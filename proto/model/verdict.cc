@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "ballast/kernels/ieee_mode.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/layout.h"
 
 namespace ballast::model {
 namespace {
@@ -17,12 +18,6 @@ namespace {
 bool SamePlan(const v1::PreparedRecord& a, const v1::PreparedRecord& b) {
   return a.step() == b.step() && Compare(a.epoch(), b.epoch()) == 0 && a.attempt() == b.attempt() &&
          a.plan_hash() == b.plan_hash();
-}
-
-bool SameDecision(const v1::Decision& a, const v1::Decision& b) {
-  return a.step() == b.step() && Compare(a.epoch(), b.epoch()) == 0 && a.attempt() == b.attempt() &&
-         a.plan_hash() == b.plan_hash() && a.verdict().skip() == b.verdict().skip() &&
-         a.verdict().factor_bits() == b.verdict().factor_bits();
 }
 
 bool SameNorm(const v1::ChunkNorm& a, const v1::ChunkNorm& b) {
@@ -37,6 +32,32 @@ bool SameNorm(const v1::ChunkNorm& a, const v1::ChunkNorm& b) {
 }
 
 }  // namespace
+
+bool SameDecision(const v1::Decision& a, const v1::Decision& b) {
+  return a.step() == b.step() && Compare(a.epoch(), b.epoch()) == 0 && a.attempt() == b.attempt() &&
+         a.plan_hash() == b.plan_hash() && a.verdict().skip() == b.verdict().skip() &&
+         a.verdict().factor_bits() == b.verdict().factor_bits();
+}
+
+void CountSteps(const v1::PreparedRecord& record, bool skip, std::vector<uint64_t>* tensor_steps) {
+  const v1::StepHeader& header = record.header();
+  const auto tensors = static_cast<uint32_t>(tensor_steps->size());
+  if (header.kind() == v1::STEP_KIND_UPDATE && !skip) {
+    for (uint32_t tensor = 0; tensor < tensors; ++tensor) {
+      if (HasBit(header.gradient_presence(), tensor)) ++(*tensor_steps)[tensor];
+    }
+  }
+  if (header.kind() == v1::STEP_KIND_RESTORE) {
+    tensor_steps->assign(record.restored_tensor_steps().begin(), record.restored_tensor_steps().end());
+    tensor_steps->resize(tensors, 0);
+  }
+  if (header.kind() == v1::STEP_KIND_VALUES && !header.value_tensor_steps().empty()) {
+    for (uint32_t tensor = 0; tensor < tensors; ++tensor) {
+      if (!HasBit(header.value_presence(), tensor)) continue;
+      (*tensor_steps)[tensor] = header.value_tensor_steps(static_cast<int>(tensor));
+    }
+  }
+}
 
 std::strong_ordering Compare(const v1::Epoch& a, const v1::Epoch& b) {
   if (const auto order = a.counter() <=> b.counter(); order != 0) return order;

@@ -5,6 +5,7 @@
 #include <compare>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -35,6 +36,12 @@ v1::Verdict MakeVerdict(const v1::StepHeader& header, double squared_norm, bool 
 // Rule 7: derives the decision from the prepared records of all servers. FAILED_PRECONDITION (PLAN_MISMATCH) unless all
 // agree on (epoch, step, attempt, plan hash); FAILED_PRECONDITION (OTHER_SERVER) if two are of one server.
 absl::StatusOr<v1::Decision> Decide(absl::Span<const v1::PreparedRecord> records);
+
+// Updates the tensors' step counts (registration order, an entry per tensor) for the decided step of `record`.
+void CountSteps(const v1::PreparedRecord& record, bool skip, std::vector<uint64_t>* tensor_steps);
+
+// Do two decisions say the same of the same step?
+bool SameDecision(const v1::Decision& a, const v1::Decision& b);
 
 // Rules 10 and 14: the conclusion from the answers of *all* servers to a fence.
 struct Resolution {

@@ -193,6 +193,156 @@ TEST(TableTest, WithoutAMemberTheOthersHoldWhatTheyHeld) {
   }
 }
 
+// Which copies are full: of each shard, holders and some fillers.
+std::vector<std::vector<uint32_t>> HoldersOf(const v1::Table& table, bool fillers) {
+  std::vector<std::vector<uint32_t>> filled;
+  for (const v1::Shard& shard : table.shards()) {
+    auto& places = filled.emplace_back(shard.holders().begin(), shard.holders().end());
+    if (fillers) places.insert(places.end(), shard.fillers().begin(), shard.fillers().end());
+    std::sort(places.begin(), places.end());
+  }
+  return filled;
+}
+
+v1::Epoch At(uint64_t counter) {
+  v1::Epoch epoch;
+  epoch.set_counter(counter);
+  return epoch;
+}
+
+// The names of the members that have a copy of the shard.
+std::set<std::string> Names(const v1::Table& table, int shard, bool fillers) {
+  std::set<std::string> names;
+  for (const uint32_t m : table.shards(shard).holders()) names.insert(table.members(m).server_id());
+  if (fillers) {
+    for (const uint32_t m : table.shards(shard).fillers()) names.insert(table.members(m).server_id());
+  }
+  return names;
+}
+
+TEST(NextTableTest, AServerIsAddedInTwoTables) {
+  const auto servers = Servers(2), more = Servers(3);
+  const auto elements = Elements(30, 60);
+  const v1::Table first = FirstTable({.servers = servers, .replicas = 2, .shard_elements = elements}, v1::Epoch());
+  const Wanted wanted{.servers = more, .replicas = 2, .shard_elements = elements, .level = true};
+  const v1::Table filling = NextTable(first, HoldersOf(first, false), wanted, At(5));
+  ASSERT_EQ(filling.members_size(), 3);
+  EXPECT_EQ(filling.members(2).since().counter(), 5u);
+  EXPECT_EQ(filling.members(0).since().counter(), 0u);
+  int filled = 0;
+  for (const v1::Shard& shard : filling.shards()) {
+    EXPECT_EQ(shard.holders_size(), 2) << "both keep it while the third fills";
+    EXPECT_EQ(shard.leaving_size(), shard.fillers_size());
+    filled += shard.fillers_size();
+  }
+  EXPECT_EQ(filled, 20);
+  EXPECT_TRUE(SameTable(NextTable(filling, HoldersOf(filling, false), wanted, At(6)), filling));
+  const v1::Table after = NextTable(filling, HoldersOf(filling, true), wanted, At(7));
+  for (int s = 0; s < after.shards_size(); ++s) {
+    EXPECT_EQ(after.shards(s).holders_size(), 2);
+    EXPECT_TRUE(after.shards(s).fillers().empty());
+  }
+  EXPECT_TRUE(SameTable(NextTable(after, HoldersOf(after, true), wanted, At(8)), after));
+}
+
+TEST(NextTableTest, NobodyGivesAChunkAwayBeforeOthersHaveIt) {
+  const auto servers = Servers(3);
+  const auto elements = Elements(6, 6);
+  const v1::Table first = FirstTable({.servers = servers, .replicas = 1, .shard_elements = elements}, v1::Epoch());
+  // Server 0 is to go, and server 2 does not answer: nobody has what server 2 holds but server 2.
+  const std::vector<v1::Member> left = {servers[1]};
+  auto filled = HoldersOf(first, false);
+  const v1::Table next = NextTable(first, filled, {.servers = left, .replicas = 1, .shard_elements = elements}, At(2));
+  EXPECT_EQ(next.members_size(), 3);
+  for (int s = 0; s < 6; ++s) EXPECT_EQ(Names(next, s, false), Names(first, s, false));
+  EXPECT_EQ(Names(next, 0, true).count("s1"), 1u);
+  // Nobody is wanted: those who have it stay.
+  EXPECT_TRUE(
+      SameTable(NextTable(first, filled, {.servers = {}, .replicas = 1, .shard_elements = elements}, At(2)), first));
+}
+
+// Any changes of servers, losses and fills, one after the other.
+TEST(NextTableTest, AnyRunOfTablesLosesNothingAndEnds) {
+  std::mt19937_64 random(11);
+  for (int round = 0; round < 400; ++round) {
+    const auto elements = Elements(1 + static_cast<int>(random() % 24), random() % 50);
+    const auto all = Servers(6);
+    const auto founders = Servers(2 + static_cast<int>(random() % 3));
+    v1::Table table = FirstTable(
+        {.servers = founders, .replicas = static_cast<uint32_t>(1 + random() % 3), .shard_elements = elements},
+        v1::Epoch());
+    std::vector<std::vector<uint32_t>> filled = HoldersOf(table, false);
+    for (uint64_t epoch = 1; epoch < 6; ++epoch) {
+      std::vector<v1::Member> servers;
+      for (const v1::Member& server : all) {
+        if (random() % 3 != 0) servers.push_back(server);
+      }
+      const Wanted wanted{.servers = servers,
+                          .replicas = static_cast<uint32_t>(1 + random() % 3),
+                          .shard_elements = elements,
+                          .level = random() % 2 == 0};
+      // Some copies are lost, never the last one.
+      for (auto& places : filled) {
+        while (places.size() > 1 && random() % 4 == 0)
+          places.erase(places.begin() + static_cast<int>(random() % places.size()));
+      }
+      const v1::Table next = NextTable(table, filled, wanted, At(epoch));
+      ASSERT_EQ(CheckTable(next), absl::OkStatus());
+      for (size_t s = 0; s < filled.size(); ++s) {
+        std::set<std::string> had;
+        for (const uint32_t m : filled[s]) had.insert(table.members(m).server_id());
+        const auto holders = Names(next, static_cast<int>(s), false);
+        for (const std::string& holder : holders) EXPECT_TRUE(had.contains(holder)) << "a holder has it";
+        if (!next.shards(static_cast<int>(s)).fillers().empty()) {
+          EXPECT_EQ(holders, had) << "nobody gives it up before the others have it";
+        }
+      }
+      for (const v1::Member& member : next.members()) {
+        const bool was = std::any_of(table.members().begin(), table.members().end(),
+                                     [&](const v1::Member& m) { return m.server_id() == member.server_id(); });
+        EXPECT_TRUE(was || member.since().counter() == epoch);
+      }
+      // When nothing fails, one more table ends it.
+      const v1::Table settled = NextTable(next, HoldersOf(next, true), wanted, At(epoch + 10));
+      for (const v1::Shard& shard : settled.shards()) {
+        EXPECT_TRUE(shard.fillers().empty());
+        if (!servers.empty()) {
+          EXPECT_EQ(shard.holders_size(), static_cast<int>(std::min<size_t>(wanted.replicas, servers.size())));
+        }
+      }
+      EXPECT_TRUE(SameTable(NextTable(settled, HoldersOf(settled, true), wanted, At(epoch + 20)), settled));
+      table = next;
+      filled = HoldersOf(table, random() % 2 == 0);
+    }
+  }
+}
+
+TEST(NextTableTest, MovesNoMoreThanItMust) {
+  for (const int count : {3, 4, 16}) {
+    const auto servers = Servers(count), more = Servers(count + 1);
+    const auto elements = Elements(kShards, 2000);
+    const v1::Table first = FirstTable({.servers = servers, .replicas = 2, .shard_elements = elements}, v1::Epoch());
+    const v1::Table next =
+        NextTable(first, HoldersOf(first, false),
+                  {.servers = more, .replicas = 2, .shard_elements = elements, .level = true}, At(1));
+    uint64_t total = 0, moved = 0;
+    for (int s = 0; s < kShards; ++s) {
+      total += 2 * elements[s];
+      moved += static_cast<uint64_t>(next.shards(s).fillers_size()) * elements[s];
+    }
+    EXPECT_LE(static_cast<double>(moved), 1.05 * static_cast<double>(total) / (count + 1));
+    // Fewer copies: nothing moves, and nobody keeps all of it.
+    const v1::Table fewer = NextTable(first, HoldersOf(first, false),
+                                      {.servers = servers, .replicas = 1, .shard_elements = elements}, At(1));
+    std::vector<int> of_server(servers.size(), 0);
+    for (const v1::Shard& shard : fewer.shards()) {
+      EXPECT_TRUE(shard.fillers().empty());
+      ++of_server[shard.holders(0)];
+    }
+    EXPECT_LE(*std::max_element(of_server.begin(), of_server.end()), 1.1 * kShards / count);
+  }
+}
+
 TEST(TableTest, ABadTableIsRefusedByName) {
   const auto servers = Servers(2);
   const auto elements = Elements(2, 4);
@@ -212,6 +362,7 @@ TEST(TableTest, ABadTableIsRefusedByName) {
   refused([](v1::Table* t) { t->mutable_shards(1)->add_fillers(2); }, "shard 1 has 2");
   refused([](v1::Table* t) { t->mutable_shards(0)->add_holders(0); }, "shard 0 has 0 after 0");
   refused([](v1::Table* t) { t->mutable_shards(0)->add_fillers(0); }, "member 0 holds and fills");
+  refused([](v1::Table* t) { t->mutable_shards(0)->add_leaving(1); }, "member 1 leaves and does not hold");
 }
 
 }  // namespace
