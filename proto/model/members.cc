@@ -101,6 +101,12 @@ bool AtBase(const Answer& answer, const Found& found) {
          SameKey(answer.prepared(), *found.decision);
 }
 
+// A server says what it has, not what it lacks: it need not have opened the table that gives it the shard. A founder
+// that has opened no table yet has what it holds.
+bool HasFilled(const Answer& answer, uint32_t shard, bool holds) {
+  return answer.has_filled_shards() ? HasBit(answer.filled_shards(), shard) : holds;
+}
+
 std::vector<uint64_t> StepsAtBase(const Answer& answer, const Found& found, const Layout& layout) {
   std::vector<uint64_t> steps(answer.tensor_steps().begin(), answer.tensor_steps().end());
   steps.resize(layout.tensors().size(), 0);
@@ -123,9 +129,7 @@ absl::StatusOr<Found> FindBase(const v1::Table& table, const Layout& layout, abs
     for (const auto* places : {&shard.holders(), &shard.fillers()}) {
       for (const uint32_t m : *places) {
         if (of_member[m] == nullptr || !AtBase(*of_member[m], found)) continue;
-        const auto& unfilled = of_member[m]->unfilled_shards();
-        if (std::find(unfilled.begin(), unfilled.end(), static_cast<uint32_t>(s)) == unfilled.end())
-          filled.push_back(m);
+        if (HasFilled(*of_member[m], static_cast<uint32_t>(s), places == &shard.holders())) filled.push_back(m);
       }
     }
     std::sort(filled.begin(), filled.end());

@@ -80,6 +80,8 @@ class FindBaseTest : public testing::Test {
     answer.set_disk(100 + static_cast<uint64_t>(i));
     answer.set_committed(committed);
     *answer.mutable_opened() = At(1);
+    // s0: shards 0 and 2, s1: 0 and 1, s2: 1 and 2.
+    answer.set_filled_shards(std::string(1, "\x05\x03\x06"[i]));
     if (committed >= 0) *answer.mutable_decision() = DecisionOf(committed);
     if (prepared) *answer.mutable_prepared() = Record(i, committed + 1);
     for (int t = 0; t < 3; ++t) answer.add_tensor_steps(static_cast<uint64_t>(committed));
@@ -154,10 +156,17 @@ TEST_F(FindBaseTest, WhoIsNotTheMemberDoesNotCount) {
 
 TEST_F(FindBaseTest, AnUnfilledCopyIsNone) {
   v1::GetJobResponse fills = Answer(2, 4);
-  fills.add_unfilled_shards(1);
+  fills.set_filled_shards("\x04");
   const Found found = Find({Answer(0, 4), fills});
   EXPECT_THAT(found.uncovered, ElementsAre(1));
   EXPECT_THAT(found.filled[2], ElementsAre(0, 2));
+}
+
+TEST_F(FindBaseTest, WhoHasNotOpenedTheTableLacksWhatItAdds) {
+  // The table lets s2 fill shard 0, and s2 has opened only the one before.
+  table_.mutable_shards(0)->add_fillers(2);
+  const Found found = Find({Answer(0, 4), Answer(1, 4), Answer(2, 4)});
+  EXPECT_THAT(found.filled[0], ElementsAre(0, 1));
 }
 
 TEST_F(FindBaseTest, WhoIsBehindIsNotAtTheBase) {
@@ -184,7 +193,10 @@ TEST_F(FindBaseTest, TwoHistoriesAreNotJoined) {
 
 TEST_F(FindBaseTest, AJobThatNobodyOpenedBeginsEmpty) {
   std::vector<v1::GetJobResponse> answers = {Answer(0, -1), Answer(1, -1), Answer(2, -1)};
-  for (v1::GetJobResponse& answer : answers) answer.clear_opened();
+  for (v1::GetJobResponse& answer : answers) {
+    answer.clear_opened();
+    answer.clear_filled_shards();
+  }
   const Found found = Find(answers);
   EXPECT_TRUE(found.enough()) << "founders are members since epoch 0";
   EXPECT_EQ(found.base, -1);
