@@ -146,7 +146,8 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
   }
 }
 
-void Job::Opened(std::shared_ptr<const model::EpochPlan> plan) {
+// This job changes no chunks, so no Open changes more than the plan.
+void Job::Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange&) {
   parts_->core.mu.AssertHeld();
   parts_->core.counters.steps.Opened();
   parts_->openings.Opened(std::move(plan));

@@ -107,7 +107,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // StepHost.
   v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
-  void Opened(std::shared_ptr<const model::EpochPlan> plan) override;
+  void Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange& change) override;
   void PinDue(int64_t version) override;
   void PinChanged(const v1::PinnedVersion& pin) override;
 

@@ -19,7 +19,7 @@ JobCore::JobCore(const std::string& job, const JobSurroundings& surroundings, St
                  PromiseLog* promises, StepHost* host, std::function<void(uint64_t)> expire)
     : name(job),
       around(surroundings),
-      machine(new StepMachine(surroundings.server_id, journal, host)),
+      machine(new StepMachine(surroundings.server_id, surroundings.disk, journal, host)),
       waiting(surroundings.deadlines, surroundings.waiting, std::move(expire)),
       worker(surroundings.foundation->MakeExecutor(1)),
       clerk(surroundings.foundation->MakeExecutor(1)),

@@ -29,6 +29,7 @@ using MayGrow =
 
 struct JobSurroundings {
   std::string server_id;
+  uint64_t disk = 0;  // Member.disk of this server
   storage::Catalog* catalog = nullptr;
   storage::Tiers* tiers = nullptr;
   Foundation* foundation = nullptr;

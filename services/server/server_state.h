@@ -173,6 +173,7 @@ struct StateServer::Impl {
   Foundation* const foundation;
   const absl::Time started = absl::Now();
   std::string server_id;
+  uint64_t disk = 0;  // Member.disk
   ServerCounters counters;
   // Requests and pushes that may wait.
   struct {

@@ -192,8 +192,8 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
   BALLAST_RETURN_IF_ERROR(RemoveSpills(options.data_directory, impl->foundation->disk()));
   BALLAST_ASSIGN_OR_RETURN(impl->server_id,
                            SettleServerId(impl->catalog.get(), options.server_id, options.data_directory));
-  BALLAST_ASSIGN_OR_RETURN(const uint64_t disk, SettleDisk(impl->catalog.get(), options.data_directory));
-  if (options.named) BALLAST_RETURN_IF_ERROR(options.named(impl->server_id, disk));
+  BALLAST_ASSIGN_OR_RETURN(impl->disk, SettleDisk(impl->catalog.get(), options.data_directory));
+  if (options.named) BALLAST_RETURN_IF_ERROR(options.named(impl->server_id, impl->disk));
   storage::TiersOptions tiers = TiersOf(options, devices, impl->foundation);
   BALLAST_ASSIGN_OR_RETURN(tiers.known, ReadKnownFiles(impl->catalog.get(), impl->server_id));
   FindOrphans(options.data_directory, impl->foundation->disk(), &stored);
@@ -215,7 +215,7 @@ absl::StatusOr<std::unique_ptr<StateServer>> StateServer::Start(const StateServe
     impl->coming_back.outcome = status;
     return status;
   };
-  std::unique_ptr<StateServer> server(new StateServer(std::move(impl), disk));
+  std::unique_ptr<StateServer> server(new StateServer(std::move(impl)));
   if (options.serve_while_recovering) {
     BALLAST_ASSIGN_OR_RETURN(server->impl_->coming_back.thread, model::MakeThread(load));
     return server;

@@ -12,9 +12,8 @@
 #include "ballast/storage/tier/dram_tier.h"
 
 namespace ballast::services {
-StateServer::StateServer(std::unique_ptr<Impl> impl, uint64_t disk)
+StateServer::StateServer(std::unique_ptr<Impl> impl)
     : impl_(std::move(impl)),
-      disk_(disk),
       scrubber_(std::make_unique<Scrubber>(impl_->options.scrub_bytes_per_s, &impl_->deadlines, [impl = impl_.get()] {
         Scrubber::Jobs jobs;
         for (const auto& [name, job] : impl->JobsByName()) {
@@ -65,6 +64,7 @@ void StateServer::Stop() {
 std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
   const size_t queue = answers.next_queue++;
   return Job::Make(name, {.server_id = server_id,
+                          .disk = disk,
                           .catalog = catalog.get(),
                           .tiers = tiers.get(),
                           .foundation = foundation,
@@ -233,7 +233,7 @@ void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyRespons
   v1::IdentifyResponse answer;
   answer.set_server_id(impl_->server_id);
   answer.set_protocol_version(model::kProtocolVersion);
-  answer.set_disk(disk_);
+  answer.set_disk(impl_->disk);
   answer.set_page(impl_->options.page);
   const storage::TierBytes budget = this->budget();
   answer.set_budget_bytes(budget.hbm + budget.dram + budget.nvme);
@@ -242,7 +242,7 @@ void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyRespons
 
 void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobResponse> reply) {
   reply = impl_->Counted(Call::kGetJob, std::move(reply));
-  reply = [disk = disk_, reply = std::move(reply)](absl::StatusOr<v1::GetJobResponse> answer) {
+  reply = [disk = impl_->disk, reply = std::move(reply)](absl::StatusOr<v1::GetJobResponse> answer) {
     if (answer.ok()) answer->set_disk(disk);
     reply(std::move(answer));
   };
@@ -265,7 +265,7 @@ void StateServer::GetJob(const v1::GetJobRequest& request, Reply<v1::GetJobRespo
 
 void StateServer::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
   reply = impl_->Counted(Call::kFence, std::move(reply));
-  reply = [disk = disk_, reply = std::move(reply)](absl::StatusOr<v1::FenceResponse> answer) {
+  reply = [disk = impl_->disk, reply = std::move(reply)](absl::StatusOr<v1::FenceResponse> answer) {
     if (answer.ok()) answer->mutable_job()->set_disk(disk);
     reply(std::move(answer));
   };
@@ -297,7 +297,7 @@ void StateServer::Open(const v1::OpenRequest& request, const CallLimit& limit, R
   const bool unknown = model::ReasonOf(job.status()) == model::kUnknownJob;
   if (!request.dry_run() || !unknown) reply = impl_->ForgetAfterError(name, request.epoch(), std::move(reply));
   if (const absl::Status known = model::CheckSentOpen(request); !known.ok()) return reply(known);
-  if (const absl::Status meant = CheckOwnDisk(request, impl_->server_id, disk_); !meant.ok()) return reply(meant);
+  if (const absl::Status meant = CheckOwnDisk(request, impl_->server_id, impl_->disk); !meant.ok()) return reply(meant);
   if (request.dry_run() && unknown) job = impl_->Planner(name);
   if (!job.ok()) return reply(job.status());
   (*job)->Open(request, limit, std::move(reply));
@@ -392,7 +392,7 @@ void StateServer::Lease(const v1::PullRequest& request, const CallLimit& limit, 
 }
 
 const std::string& StateServer::server_id() const { return impl_->server_id; }
-uint64_t StateServer::disk() const { return disk_; }
+uint64_t StateServer::disk() const { return impl_->disk; }
 storage::TierBytes StateServer::budget() const { return impl_->tiers->budget(); }
 const ServerCounters& StateServer::counters() const { return impl_->counters; }
 storage::TierTraffic StateServer::traffic() const { return impl_->tiers->traffic(); }

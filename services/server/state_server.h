@@ -200,9 +200,8 @@ class StateServer {
 
  private:
   struct Impl;
-  StateServer(std::unique_ptr<Impl> impl, uint64_t disk);
+  StateServer(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
-  const uint64_t disk_;
   std::unique_ptr<Scrubber> scrubber_;
 };
 

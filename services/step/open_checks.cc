@@ -2,51 +2,21 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/table.h"
 
 namespace ballast::services {
-namespace {
-
-// The same members, and every chunk on the same ones? A server may have moved to another address.
 bool SamePlaces(const v1::OpenRequest& a, const v1::OpenRequest& b) {
-  const auto& of_a = model::MembersOf(a);
-  const auto& of_b = model::MembersOf(b);
-  return a.has_table() == b.has_table() &&
-         std::equal(of_a.begin(), of_a.end(), of_b.begin(), of_b.end(),
+  if (a.has_table() || b.has_table()) return a.has_table() == b.has_table() && model::SameTable(a.table(), b.table());
+  return std::equal(a.members().begin(), a.members().end(), b.members().begin(), b.members().end(),
                     [](const v1::Member& x, const v1::Member& y) {
                       return x.server_id() == y.server_id() && x.weight() == y.weight() && x.disk() == y.disk();
-                    }) &&
-         std::equal(
-             a.table().shards().begin(), a.table().shards().end(), b.table().shards().begin(), b.table().shards().end(),
-             [](const v1::Shard& x, const v1::Shard& y) { return x.SerializeAsString() == y.SerializeAsString(); });
+                    });
 }
 
-// The shards that a server has in a table.
-std::vector<int> ShardsOf(const v1::Table& table, absl::string_view id) {
-  const auto member = std::find_if(table.members().begin(), table.members().end(),
-                                   [id](const v1::Member& one) { return one.server_id() == id; });
-  const auto index = static_cast<uint32_t>(member - table.members().begin());
-  std::vector<int> shards;
-  for (int s = 0; s < table.shards_size(); ++s) {
-    const auto& holders = table.shards(s).holders();
-    if (std::find(holders.begin(), holders.end(), index) != holders.end()) shards.push_back(s);
-  }
-  return shards;
-}
-
-// Tables by which the server has the same chunks, whatever the others have?
-bool SameShards(const v1::OpenRequest& a, const v1::OpenRequest& b, absl::string_view id) {
-  return a.has_table() && b.has_table() && a.table().shards_size() == b.table().shards_size() &&
-         ShardsOf(a.table(), id) == ShardsOf(b.table(), id);
-}
-
-}  // namespace
-
-absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer, absl::string_view id) {
+absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
   const v1::JobSpec& a = older.spec();
   const v1::JobSpec& b = newer.spec();
   const auto fixed = [](v1::JobSpec spec) {
@@ -63,7 +33,21 @@ absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest&
                                      "' may only grow by further registrations; the one that came differs from what "
                                      "is registered: take it from GetJob and append, or drop the job"));
   }
-  if (SamePlaces(older, newer) || SameShards(older, newer, id)) return absl::OkStatus();
+  if (newer.has_table() && (!older.has_table() || older.table().shards_size() == newer.table().shards_size())) {
+    return absl::OkStatus();
+  }
+  if (newer.has_table()) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        absl::StrCat("job '", a.name(), "' has ", older.table().shards_size(),
+                                     " shards for good; the Open that came has ", newer.table().shards_size()));
+  }
+  if (older.has_table()) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        absl::StrCat("job '", a.name(),
+                                     "' has its members in etcd; open it with the address of etcd, not with a list of "
+                                     "servers"));
+  }
+  if (SamePlaces(older, newer)) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
                       absl::StrCat("job '", a.name(), "' lies on ", model::MembersOf(older).size(),
                                    " server(s); other members or weights would move its chunks, which is not "
@@ -88,10 +72,19 @@ absl::Status CheckRegistered(const v1::OpenRequest& open, int known) {
   return absl::OkStatus();
 }
 
+bool Continues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
+  return older.has_table() && newer.has_table() && !newer.group().empty() && older.group() == newer.group() &&
+         older.tiling().SerializeAsString() == newer.tiling().SerializeAsString() &&
+         older.spec().SerializeAsString() == newer.spec().SerializeAsString();
+}
+
 bool SamePlan(const v1::OpenRequest& a, const v1::OpenRequest& b) {
   return a.tiling().SerializeAsString() == b.tiling().SerializeAsString() &&
          a.spec().SerializeAsString() == b.spec().SerializeAsString() && a.spec_digest() == b.spec_digest() &&
-         a.protocol_version() == b.protocol_version() && SamePlaces(a, b);
+         a.protocol_version() == b.protocol_version() && a.group() == b.group() &&
+         std::equal(a.tensor_steps().begin(), a.tensor_steps().end(), b.tensor_steps().begin(),
+                    b.tensor_steps().end()) &&
+         SamePlaces(a, b);
 }
 
 }  // namespace ballast::services

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "ballast/proto/base/status.h"
 
@@ -50,9 +51,10 @@ absl::Status ExplainUnknownSlice(const model::EpochPlan& plan, const v1::PushReq
 
 }  // namespace
 
-void SliceLedger::Open(const model::EpochPlan* plan, uint32_t member) {
+void SliceLedger::Open(const model::EpochPlan* plan, uint32_t member, bool keep) {
   plan_ = plan;
-  own_.clear();
+  passed_.clear();
+  const std::vector<uint32_t> own = std::exchange(own_, {});
   for (uint32_t i = 0; i < plan->slices().size(); ++i) {
     if (plan->Has(member, plan->slices()[i].chunk)) own_.push_back(i);
   }
@@ -62,9 +64,27 @@ void SliceLedger::Open(const model::EpochPlan* plan, uint32_t member) {
   by_rank_.resize(own_.size());
   std::vector<uint32_t> next(rank_begins_.begin(), rank_begins_.end() - 1);
   for (uint32_t place = 0; place < own_.size(); ++place) by_rank_[next[slice(place).rank]++] = place;
-  attempts_.assign(plan->world_size(), 0);
+  std::vector<Entry> held[2] = {std::move(entries_[0]), std::move(entries_[1])};
   for (auto& entries : entries_) entries.assign(own_.size(), Entry{});
   Forget();
+  if (!keep) {
+    attempts_.assign(plan->world_size(), 0);
+    return;
+  }
+  for (uint32_t place = 0; place < own_.size(); ++place) {
+    const auto was = std::lower_bound(own.begin(), own.end(), own_[place]);
+    if (was == own.end() || *was != own_[place]) continue;
+    for (int kind : {0, 1}) entries_[kind][place] = held[kind][was - own.begin()];
+  }
+}
+
+void SliceLedger::PassOver(std::vector<uint64_t> chunks) {
+  passed_ = std::move(chunks);
+  Forget();
+}
+
+bool SliceLedger::Passes(uint32_t place) const {
+  return std::binary_search(passed_.begin(), passed_.end(), slice(place).chunk);
 }
 
 void SliceLedger::NextStep() {
@@ -169,12 +189,25 @@ SliceLedger::Requirement& SliceLedger::Require(v1::SliceKind kind, absl::string_
                             /*valid=*/true};
   for (uint32_t place = 0; place < own_.size(); ++place) {
     if (!plan_->Touches(slice(place), presence)) continue;
+    if (Passes(place)) continue;
     requirement.required[place] = true;
     if (Covers(entries(kind)[place], attempt)) continue;
     ++requirement.missing;
     ++requirement.ranks[slice(place).rank].missing;
   }
   return requirement;
+}
+
+std::vector<uint64_t> SliceLedger::Lacking(v1::SliceKind kind, absl::string_view presence, uint64_t attempt) const {
+  std::vector<uint64_t> chunks;
+  for (uint32_t place = 0; place < own_.size() && !passed_.empty(); ++place) {
+    const model::Slice& slice = this->slice(place);
+    if (Covers(entries(kind)[place], attempt) || !plan_->Touches(slice, presence)) continue;
+    if (Passes(place)) chunks.push_back(slice.chunk);
+  }
+  std::sort(chunks.begin(), chunks.end());
+  chunks.erase(std::unique(chunks.begin(), chunks.end()), chunks.end());
+  return chunks;
 }
 
 void SliceLedger::AddMissingOf(uint32_t rank, v1::SliceKind kind, uint32_t count, Requirement* requirement,

@@ -20,7 +20,11 @@ namespace ballast::services {
 class SliceLedger {
  public:
   // A new epoch: nothing is held, every rank is at attempt 0. Borrows `plan`. Pushes under way keep their places.
-  void Open(const model::EpochPlan* plan, uint32_t member);
+  // `keep`: slices of chunks that stay on this server are still held, and ranks stay at their attempts. REQUIRES then:
+  // the same spec and tiling.
+  void Open(const model::EpochPlan* plan, uint32_t member, bool keep = false);
+  // Coverage passes over these chunks from here on, and over no others; ascending. Open passes over none.
+  void PassOver(std::vector<uint64_t> chunks);
   // The next step of the epoch: nothing is held, every rank is at attempt 0.
   void NextStep();
 
@@ -47,6 +51,10 @@ class SliceLedger {
   bool Covered(v1::SliceKind kind, absl::string_view presence, uint64_t attempt) {
     return Require(kind, presence, attempt).missing == 0;
   }
+  // The chunks passed over that lack a slice of the bitmap in this attempt, ascending.
+  std::vector<uint64_t> Lacking(v1::SliceKind kind, absl::string_view presence, uint64_t attempt) const;
+  // Is the place's chunk passed over?
+  bool Passes(uint32_t place) const;
   // Adds the slices that Covered lacks to `pending`: their number, and a bounded list of ranges. The list has slices of
   // `asker`, and the first of some other ranks. It searches only the asker's slices.
   void AddMissing(v1::SliceKind kind, absl::string_view presence, uint64_t attempt, uint32_t asker,
@@ -91,6 +99,7 @@ class SliceLedger {
 
   const model::EpochPlan* plan_ = nullptr;
   std::vector<uint32_t> own_;  // place -> index into the plan's slices; ascending
+  std::vector<uint64_t> passed_;
   // Places, by rank; those of rank r begin at rank_begins_[r].
   std::vector<uint32_t> by_rank_, rank_begins_;
   std::vector<Entry> entries_[2];

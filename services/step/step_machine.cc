@@ -4,13 +4,12 @@
 #include <utility>
 
 #include "ballast/proto/model/step_header.h"
-#include "ballast/services/step/open_checks.h"
 #include "ballast/services/step/step_state.h"
 
 namespace ballast::services {
 
-StepMachine::StepMachine(std::string server_id, StepJournal* journal, StepHost* host)
-    : impl_(std::make_unique<Impl>(std::move(server_id), journal, host)) {}
+StepMachine::StepMachine(std::string server_id, uint64_t disk, StepJournal* journal, StepHost* host)
+    : impl_(std::make_unique<Impl>(std::move(server_id), disk, journal, host)) {}
 StepMachine::~StepMachine() = default;
 
 v1::GetJobResponse StepMachine::Describe() const {
@@ -38,6 +37,10 @@ v1::GetJobResponse StepMachine::DescribeProgress() const {
     job.add_automatic_since(pin.automatic_since());
   }
   job.set_state_lost(m.state != Impl::State::kKnown);
+  job.set_disk(m.disk);
+  if (m.plan != nullptr) *job.mutable_opened() = m.plan->open().epoch();
+  if (m.plan != nullptr && m.plan->open().has_table()) job.set_filled_shards(m.FilledShards());
+  job.set_promised_group(m.PromisedGroup());
   return job;
 }
 
@@ -52,10 +55,8 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
   }
   const auto order = model::Compare(request.epoch(), m.promised);
   if (order < 0) {
-    return Precondition(
-        model::kStaleEpoch,
-        absl::StrCat("epoch ", Show(request.epoch()), " comes too late: server '", m.id, "' promised epoch ",
-                     Show(m.promised), " to a newer group; restart with resume=auto and a higher counter"));
+    return m.Stale(absl::StrCat("epoch ", Show(request.epoch()), " comes too late: server '", m.id, "' promised epoch ",
+                                Show(m.promised), " to a newer group; restart with resume=auto and a higher counter"));
   }
   if (request.expect_empty() && m.committed >= 0) {
     return model::Error(absl::StatusCode::kAlreadyExists, model::kJobExists,
@@ -65,6 +66,7 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
   }
   if (order > 0) {
     m.promised = request.epoch();
+    m.promised_group = request.group();
     m.promise_lsn = m.journal->Append(PromiseRecord{request.epoch()});
     m.journal->Sync(m.promise_lsn);
   }
@@ -73,52 +75,6 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
   v1::FenceResponse response;
   *response.mutable_job() = DescribeProgress();
   return response;
-}
-
-Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
-                                            std::shared_ptr<const model::EpochPlan> plan) {
-  Impl& m = *impl_;
-  const auto order = model::Compare(request.epoch(), m.promised);
-  if (order < 0) {
-    return Precondition(model::kStaleEpoch, absl::StrCat("epoch ", Show(request.epoch()), " was fenced by epoch ",
-                                                         Show(m.promised), "; restart the group with resume=auto"));
-  }
-  if (order > 0) {
-    return BadRequest(absl::StrCat("epoch ", Show(request.epoch()), " was never promised by server '", m.id,
-                                   "' (its promise is ", Show(m.promised), "); send Fence first"));
-  }
-  if (!m.Durable(m.promise_lsn)) return std::nullopt;
-  const bool was_open = m.plan != nullptr && model::Compare(m.plan->open().epoch(), request.epoch()) == 0;
-  if (was_open && m.state == Impl::State::kLost) return m.StateLost();
-  if (was_open) {
-    if (m.plan->open().base() != request.base()) {
-      return BadRequest(absl::StrCat("epoch ", Show(request.epoch()), " is open from step ", m.plan->open().base(),
-                                     ", not from ", request.base(), "; an epoch has one base"));
-    }
-    if (SamePlan(m.plan->open(), request)) return v1::OpenResponse();
-    return BadRequest(absl::StrCat("epoch ", Show(request.epoch()),
-                                   " is open with another tiling, spec or members; an epoch is opened once: fence a "
-                                   "new one to change them"));
-  }
-  if (m.plan != nullptr) BALLAST_RETURN_IF_ERROR(CheckContinues(m.plan->open(), request, m.id));
-  BALLAST_RETURN_IF_ERROR(CheckRegistered(request, m.plan == nullptr ? 0 : m.plan->open().spec().registrations_size()));
-  if (plan == nullptr) {
-    BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request));
-    plan = std::make_shared<const model::EpochPlan>(std::move(made));
-  }
-  BALLAST_ASSIGN_OR_RETURN(const uint32_t member, plan->FindMember(m.id));
-  BALLAST_RETURN_IF_ERROR(request.has_restores() ? m.CheckStartsAnew(request) : m.CheckBase(request));
-  if (request.has_restores()) {
-    m.committed = request.base();
-    m.decision.reset();
-    m.due_pin.reset();
-    m.state = Impl::State::kToRestore;
-  } else if (request.base() == m.committed + 1) {
-    m.Decide(request.base_decision(), /*log=*/true);
-  }
-  m.journal->Append(OpenRecord{request});
-  m.Adopt(std::move(plan), member);
-  return v1::OpenResponse();
 }
 
 absl::StatusOr<v1::NormResponse> StepMachine::Norm(const v1::NormRequest& request) {
@@ -134,6 +90,7 @@ absl::StatusOr<v1::NormResponse> StepMachine::Norm(const v1::NormRequest& reques
   }
   v1::NormResponse response;
   for (const uint64_t chunk : m.slices.Chunks(request.gradient_presence())) {
+    if (m.unfilled.contains(chunk)) continue;
     *response.add_norms() = m.host->Norm(chunk, request.gradient_presence());
   }
   return response;
@@ -141,8 +98,11 @@ absl::StatusOr<v1::NormResponse> StepMachine::Norm(const v1::NormRequest& reques
 
 absl::StatusOr<model::SealAnswer> StepMachine::Seal(const v1::SealRequest& request) {
   Impl& m = *impl_;
+  // Where members change, the group's own next epoch may have come first (rule 30).
+  const bool decided = m.decision.has_value() && SameKey(*m.decision, request);
+  if (decided && m.plan != nullptr && m.plan->open().has_table()) return m.Decided(request.rank() == 0);
   BALLAST_RETURN_IF_ERROR(m.CheckEpoch(request.epoch()));
-  if (m.decision.has_value() && SameKey(*m.decision, request)) return m.Decided(request.rank() == 0);
+  if (decided) return m.Decided(request.rank() == 0);
   BALLAST_RETURN_IF_ERROR(m.CheckStep(request.step()));
   BALLAST_RETURN_IF_ERROR(m.CheckRank(request.rank()));
   // Seals are volatile: after a restart a prepared record speaks for all of them.
@@ -269,21 +229,24 @@ const v1::PinnedVersion* StepMachine::FindPin(int64_t version) const {
 absl::Status StepMachine::LoseState(const v1::OpenRequest& open) {
   Impl& m = *impl_;
   BALLAST_ASSIGN_OR_RETURN(model::EpochPlan known, model::EpochPlan::Make(open));
-  BALLAST_ASSIGN_OR_RETURN(const uint32_t member, known.FindMember(m.id));
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t index, known.FindMember(m.id));
   // Without a newer pin the epoch can have prepared all versions up to the next due version, which is included.
   int64_t from = open.base();
   if (!m.pins.empty()) from = std::max(from, m.pins.rbegin()->first);
   const auto interval = static_cast<int64_t>(open.spec().pin_interval());
   m.committed = from < 0 ? 0 : (from / interval + 1) * interval;
   m.state = Impl::State::kLost;
-  m.Adopt(std::make_shared<const model::EpochPlan>(std::move(known)), member);
+  m.Adopt(std::make_shared<const model::EpochPlan>(std::move(known)), index, {});
   return absl::OkStatus();
 }
 
 bool StepMachine::state_lost() const { return impl_->state != Impl::State::kKnown; }
 absl::Status StepMachine::StateStatus() const { return state_lost() ? impl_->StateLost() : absl::OkStatus(); }
 
-void StepMachine::Synced(uint64_t lsn) { impl_->synced = std::max(impl_->synced, lsn); }
+void StepMachine::Synced(uint64_t lsn) {
+  impl_->synced = std::max(impl_->synced, lsn);
+  if (impl_->Durable(impl_->table_lsn)) impl_->TellDurable();
+}
 
 int64_t StepMachine::committed() const { return impl_->committed; }
 const v1::Epoch& StepMachine::promised() const { return impl_->promised; }

@@ -65,6 +65,14 @@ class StepJournal {
   virtual void Sync(uint64_t lsn) = 0;
 };
 
+// What an Open changes beside the plan.
+struct OpenChange {
+  // Slices and attempts of step base + 1 stay (rule 26). Otherwise all provisional slices are void.
+  bool keeps_slices = false;
+  // The server begins at the Open's base (rule 25): nothing that it had of the job counts any more.
+  bool forgets = false;
+};
+
 // What the machine's decisions do to a job.
 class StepHost {
  public:
@@ -74,9 +82,21 @@ class StepHost {
   virtual v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) = 0;
   // Step `prepared.step` is decided: apply it to the chunks. Called once per step, in order.
   virtual void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) = 0;
-  // A new epoch is open: provisional slices of older epochs are void, chunks of a longer spec may have to be added.
-  // With OpenRequest::restores, the chunks' content is void until the restore is applied.
-  virtual void Opened(std::shared_ptr<const model::EpochPlan> plan) = 0;
+  // A new epoch is open: provisional slices of older epochs are void unless `change` keeps them, chunks of a longer
+  // spec or of another table may have to be added. With OpenRequest::restores, the chunks' content is void until the
+  // restore is applied. Chunks that the plan does not give to this server any more, and those of an Open that forgets,
+  // stay on the disk until TableDurable.
+  virtual void Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange& change) = 0;
+  // Can this host import chunks, give chunks up and keep slices over an Open? If not, the machine refuses an Open that
+  // asks for chunks to be imported or given up (UNSUPPORTED), and every Open voids slices.
+  virtual bool ChangesChunks() const { return false; }
+  // The Open of another table is durable. `given_up`: what this server had of these chunks before the Open may go. From
+  // here on unfilled chunks may be imported. Only for hosts that change chunks. Not in a replay: after the last record
+  // the host frees what the plan does not give to this server, and states of unfilled chunks that MarkFilled refuses.
+  virtual void TableDurable(absl::Span<const uint64_t> given_up);
+  // Step `step` is prepared, or was found so in the log, without all slices of these chunks, which are being filled:
+  // what was imported of them as of an older version cannot follow, and is void (rule 28).
+  virtual void PassedOver(absl::Span<const uint64_t> chunks, int64_t step);
   // Pin `version`, the last version that Apply was called for (DURABILITY_EVERY_K). Comes after PinChanged for the pins
   // that are not needed any more.
   virtual void PinDue(int64_t version) = 0;
@@ -91,8 +111,8 @@ using Outcome = absl::StatusOr<std::optional<T>>;
 
 class StepMachine {
  public:
-  // Borrows `journal` and `host`.
-  StepMachine(std::string server_id, StepJournal* journal, StepHost* host);
+  // Borrows `journal` and `host`. `disk`: Member.disk of this server; a table that means another one is refused.
+  StepMachine(std::string server_id, uint64_t disk, StepJournal* journal, StepHost* host);
   ~StepMachine();
 
   // Recovery: replays a durable record. Call with all records in order, before any other call. Replayed decisions call
@@ -114,9 +134,9 @@ class StepMachine {
                                  std::shared_ptr<const model::EpochPlan> plan = nullptr);
 
   // Rule 3 in two halves, so that the payload is copied outside the lock. Admit checks everything but the bytes:
-  //   kHeld: this very slice is there already, answer OK;  kReceive: copy the bytes, then call EndPush;
-  //   kWaits: the slice may come, but `has_room(its index in the plan)` says that there is no room for it now. Nothing
-  //   has changed.
+  //   kHeld: this very slice is there already, or is not needed, answer OK;  kReceive: copy the bytes, then call
+  //   EndPush; kWaits: the slice may come, but `has_room(its index in the plan)` says that there is no room for it now.
+  //   Nothing has changed.
   // A push that is refused, or held already, never waits for room. From kReceive to EndPush the slice's place belongs
   // to this push: a second push of the slice is UNAVAILABLE (BUSY).
   enum class Admission { kHeld, kReceive, kWaits };
@@ -151,6 +171,22 @@ class StepMachine {
   // (CheckPromised) or is not open (CheckEpoch); STATE_LOST if the epoch is from before the loss.
   absl::Status CheckPromised(const v1::Epoch& epoch) const;
   absl::Status CheckEpoch(const v1::Epoch& epoch) const;
+
+  // Rule 28. The chunks that this server's table gives it and that it lacks, each with the least version that its
+  // import may have. Slices, coverage and norms pass over them. A step that is prepared without all slices of such a
+  // chunk raises its least version.
+  const std::map<uint64_t, int64_t>& unfilled() const;
+  // Whether imports may begin: the Open that named these chunks is durable.
+  bool may_import() const;
+  // May the chunk's state, imported from a holder as of `version`, become durable here? OK also if the chunk is filled.
+  // FAILED_PRECONDITION: (VERSION_GONE) import again, as of the least version or later; (BEHIND) the version is not
+  // committed here yet: ask again after its commit. UNAVAILABLE (BUSY): ask again after a sync.
+  absl::Status CheckImport(uint64_t chunk, int64_t version);
+  // The chunk's state as of `version`, for which CheckImport was OK before it was written, is durable, with the
+  // versions that the server keeps. The host has applied no step after `version` without this chunk. From here on the
+  // chunk is like any other. A restarted server calls this, after the last Replay, for each unfilled chunk of which its
+  // disk has a state. FAILED_PRECONDITION (VERSION_GONE): the state is too old, and void.
+  absl::Status MarkFilled(uint64_t chunk, int64_t version);
 
   // The content of a pin of `committed`, without chunks. REQUIRES: committed >= 0.
   v1::PinnedVersion DescribeVersion() const;

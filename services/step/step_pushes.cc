@@ -19,6 +19,8 @@ absl::StatusOr<StepMachine::Admission> StepMachine::Admit(const v1::PushRequest&
   const std::optional<uint32_t> held = m.slices.Held(header.kind(), place);
   const bool replaces = header.attempt() > m.slices.attempt(header.rank());
   if (held == header.crc32c() && !replaces) return Admission::kHeld;
+  // A chunk that is being filled needs no slices, and need not have come before the step was prepared.
+  if (m.prepared.has_value() && m.slices.Passes(place)) return Admission::kHeld;
   if (m.prepared.has_value()) {
     return Precondition(model::kAlreadySealed,
                         absl::StrCat("step ", header.step(), " is prepared on server '", m.id,
@@ -46,11 +48,12 @@ absl::Status StepMachine::EndPush(const v1::PushRequest& header, const absl::Sta
   m.slices.FreePlace(header);
   BALLAST_RETURN_IF_ERROR(received);
   BALLAST_RETURN_IF_ERROR(m.CheckPush(header));
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t place, m.slices.FindPlace(header));
+  if (m.prepared.has_value() && m.slices.Passes(place)) return absl::OkStatus();
   if (m.prepared.has_value()) {
     return Precondition(model::kAlreadySealed, absl::StrCat("step ", header.step(), " was prepared on server '", m.id,
                                                             "' while this slice, which it does not need, came in"));
   }
-  BALLAST_ASSIGN_OR_RETURN(const uint32_t place, m.slices.FindPlace(header));
   m.journal->Append(SliceRecord{header, bytes});
   m.slices.Hold(header.kind(), place, header.attempt(), header.crc32c());
   m.TryPrepare();

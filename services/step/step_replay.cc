@@ -1,5 +1,7 @@
 // Recovery: replaying the durable records in order restores the machine's state (rules 8 and 13).
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ballast/proto/model/step_header.h"
@@ -8,14 +10,18 @@
 namespace ballast::services {
 
 absl::Status StepMachine::Impl::ReplayOpen(const v1::OpenRequest& open) {
+  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan next, model::EpochPlan::Make(open));
+  BALLAST_ASSIGN_OR_RETURN(const uint32_t index, next.FindMember(id));
+  const bool forgets = open.has_table() && !Fits(open) && Begins(open);
   // Open at base - 1 logged the decision before it.
-  if (open.base() != committed) {
+  if (!forgets && open.base() != committed) {
     return Diverged(absl::StrCat("the log of server '", id, "' opens an epoch from step ", open.base(), " after step ",
                                  committed, "; records are missing"));
   }
-  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan next, model::EpochPlan::Make(open));
-  BALLAST_ASSIGN_OR_RETURN(const uint32_t member, next.FindMember(id));
-  Adopt(std::make_shared<const model::EpochPlan>(std::move(next)), member);
+  BALLAST_ASSIGN_OR_RETURN(Change change, ChangeTo(next, index, forgets, /*replays=*/true));
+  if (forgets) Forget(open);
+  Adopt(std::make_shared<const model::EpochPlan>(std::move(next)), index, std::move(change));
+  to_give_up.reset();  // the host compares its disk with the plan after the last record
   return absl::OkStatus();
 }
 
@@ -46,6 +52,7 @@ absl::Status StepMachine::Impl::ReplayPrepared(const v1::PreparedRecord& record)
   }
   prepared = record;
   prepared_lsn = 0;
+  PassOver(Lacking(record.header(), record.attempt()), record.step());
   return absl::OkStatus();
 }
 
@@ -60,8 +67,13 @@ absl::Status StepMachine::Impl::ReplayDecision(const v1::Decision& replayed) {
 
 // A snapshot at the start of a log is taken as it is; a later snapshot repeats known state.
 absl::Status StepMachine::Impl::ReplaySnapshot(const v1::LogSnapshot& snapshot) {
+  std::map<uint64_t, int64_t> lacks;
+  for (const v1::UnfilledChunk& chunk : snapshot.unfilled()) lacks[chunk.chunk()] = chunk.least();
   if (plan != nullptr || committed >= 0) {
-    if (snapshot.committed() == committed) return absl::OkStatus();
+    if (snapshot.committed() == committed) {
+      SetUnfilled(std::move(lacks));  // some may have been filled since the records before it
+      return absl::OkStatus();
+    }
     return Diverged(absl::StrCat("a snapshot in the log of server '", id, "' is of step ", snapshot.committed(),
                                  ", the records before it lead to step ", committed, "; records are missing"));
   }
@@ -72,8 +84,8 @@ absl::Status StepMachine::Impl::ReplaySnapshot(const v1::LogSnapshot& snapshot) 
   promised = snapshot.promised();
   if (snapshot.has_open()) {
     BALLAST_ASSIGN_OR_RETURN(model::EpochPlan opened, model::EpochPlan::Make(snapshot.open()));
-    BALLAST_ASSIGN_OR_RETURN(const uint32_t member, opened.FindMember(id));
-    Adopt(std::make_shared<const model::EpochPlan>(std::move(opened)), member);
+    BALLAST_ASSIGN_OR_RETURN(const uint32_t index, opened.FindMember(id));
+    Adopt(std::make_shared<const model::EpochPlan>(std::move(opened)), index, Change());
   }
   committed = snapshot.committed();
   if (snapshot.has_decision()) decision = snapshot.decision();
@@ -82,6 +94,7 @@ absl::Status StepMachine::Impl::ReplaySnapshot(const v1::LogSnapshot& snapshot) 
       return Diverged(absl::StrCat("a snapshot in the log of server '", id, "' prepares without an Open"));
     BALLAST_RETURN_IF_ERROR(ReplayPrepared(snapshot.prepared()));
   }
+  SetUnfilled(std::move(lacks));
   tensor_steps.assign(snapshot.tensor_steps().begin(), snapshot.tensor_steps().end());
   if (plan != nullptr) tensor_steps.resize(plan->layout().tensors().size(), 0);
   skipped = snapshot.skipped_steps();
@@ -103,6 +116,11 @@ v1::LogSnapshot StepMachine::Snapshot() const {
   if (m.prepared.has_value()) *snapshot.mutable_prepared() = *m.prepared;
   snapshot.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
   snapshot.set_skipped_steps(m.skipped);
+  for (const auto& [chunk, least] : m.unfilled) {
+    v1::UnfilledChunk* const lacks = snapshot.add_unfilled();
+    lacks->set_chunk(chunk);
+    lacks->set_least(least);
+  }
   return snapshot;
 }
 

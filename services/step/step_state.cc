@@ -2,7 +2,22 @@
 
 #include <algorithm>
 
+#include "absl/strings/escaping.h"
+
 namespace ballast::services {
+
+const std::string& StepMachine::Impl::PromisedGroup() const {
+  const bool open = plan != nullptr && model::Compare(plan->open().epoch(), promised) == 0;
+  return promised_group.empty() && open ? plan->open().group() : promised_group;
+}
+
+absl::Status StepMachine::Impl::Stale(absl::string_view message) const {
+  absl::Status status = Precondition(model::kStaleEpoch, message);
+  model::SetDetail(model::kPromised, Show(promised), &status);
+  // The group's name is not text.
+  model::SetDetail(model::kGroup, absl::BytesToHexString(PromisedGroup()), &status);
+  return status;
+}
 
 absl::Status StepMachine::Impl::CheckPromised(const v1::Epoch& epoch) const {
   const auto order = model::Compare(epoch, promised);
@@ -11,11 +26,10 @@ absl::Status StepMachine::Impl::CheckPromised(const v1::Epoch& epoch) const {
     return StateLost();
   }
   if (order < 0) {
-    return Precondition(model::kStaleEpoch,
-                        absl::StrCat("epoch ", Show(epoch),
-                                     " is over: another session (of a restarted trainer, or of a second optimizer) "
-                                     "opened the job since, with epoch ",
-                                     Show(promised), "; end this one, and open the job again with resume=auto"));
+    return Stale(absl::StrCat("epoch ", Show(epoch),
+                              " is over: another session (of a restarted trainer, or of a second optimizer) "
+                              "opened the job since, with epoch ",
+                              Show(promised), "; end this one, and open the job again with resume=auto"));
   }
   return order > 0 ? NotOpen(epoch) : absl::OkStatus();
 }
@@ -87,9 +101,12 @@ void StepMachine::Impl::TryPrepare() {
   record.set_plan_hash(sealed.plan_hash());
   *record.mutable_header() = header;
   *record.mutable_blobs() = sealed.blobs();
+  const std::vector<uint64_t> lacking = Lacking(header, sealed.attempt());
   for (const uint64_t chunk : slices.Chunks(header.gradient_presence())) {
+    if (std::binary_search(lacking.begin(), lacking.end(), chunk)) continue;
     *record.add_norms() = host->Norm(chunk, header.gradient_presence());
   }
+  PassOver(lacking, record.step());
   if (const auto pin = pins.find(header.restored_version());
       header.kind() == v1::STEP_KIND_RESTORE && pin != pins.end()) {
     *record.mutable_restored_tensor_steps() = pin->second.tensor_steps();
@@ -105,7 +122,7 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
   for (model::SealAnswer& answer : answers) answer.reset();
   // The sealed blobs count, not the blobs of the commit.
   *decision->mutable_blobs() = record.blobs();
-  if (log) journal->Append(DecisionRecord{*decision});
+  decision_lsn = log ? journal->Append(DecisionRecord{*decision}) : 0;
   committed = decision->step();
   const bool skip = decision->verdict().skip();
   if (skip) ++skipped;
@@ -122,22 +139,7 @@ void StepMachine::Impl::Decide(const v1::Decision& request, bool log) {
 }
 
 void StepMachine::Impl::CountSteps(const v1::PreparedRecord& record, bool skip) {
-  const v1::StepHeader& header = record.header();
-  if (header.kind() == v1::STEP_KIND_UPDATE && !skip) {
-    for (uint32_t tensor = 0; tensor < tensor_steps.size(); ++tensor) {
-      if (model::HasBit(header.gradient_presence(), tensor)) ++tensor_steps[tensor];
-    }
-  }
-  if (header.kind() == v1::STEP_KIND_RESTORE) {
-    tensor_steps.assign(record.restored_tensor_steps().begin(), record.restored_tensor_steps().end());
-    tensor_steps.resize(plan->layout().tensors().size(), 0);
-  }
-  if (header.kind() == v1::STEP_KIND_VALUES && !header.value_tensor_steps().empty()) {
-    for (uint32_t tensor = 0; tensor < tensor_steps.size(); ++tensor) {
-      if (!model::HasBit(header.value_presence(), tensor)) continue;
-      tensor_steps[tensor] = header.value_tensor_steps(static_cast<int>(tensor));
-    }
-  }
+  model::CountSteps(record, skip, &tensor_steps);
 }
 
 // All servers prepared this step, so all have the pin that was due before this step. After a restore only the restored
@@ -252,6 +254,12 @@ absl::Status StepMachine::Impl::CheckRestore(const v1::StepHeader& header,
                                                         plan->open().restores()));
   }
   if (!restore) return absl::OkStatus();
+  if (!unfilled.empty()) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        absl::StrCat("server '", id, "' still copies ", unfilled.size(),
+                                     " chunk(s), the first is chunk ", unfilled.begin()->first,
+                                     ", and cannot restore version ", version, " before it has them; send this again"));
+  }
   if (committed != plan->open().base()) {
     return BadRequest(absl::StrCat("a restore is the first transaction of an epoch: this one began at version ",
                                    plan->open().base(), " and is at ", committed, "; fence a new one"));
@@ -275,21 +283,13 @@ absl::Status StepMachine::Impl::CheckRestore(const v1::StepHeader& header,
                                    " now: tensors that were registered since have no state at that version"));
 }
 
-void StepMachine::Impl::Adopt(std::shared_ptr<const model::EpochPlan> next, uint32_t member) {
-  slices.Open(next.get(), member);
-  seals.Open(next.get());
-  plan = std::move(next);
-  prepared.reset();
-  tensor_steps.resize(plan->layout().tensors().size(), 0);
-  host->Opened(plan);
-}
-
 model::SealAnswer StepMachine::Impl::Prepared(bool with_blobs) {
   model::SealAnswer& answer = answers[with_blobs];
   if (answer == nullptr || !SameKey((*answer)->prepared(), *prepared)) {
     v1::SealResponse response;
     *response.mutable_prepared() = *prepared;
     if (!with_blobs) response.mutable_prepared()->clear_blobs();
+    response.set_unfilled_chunks(unfilled.size());
     answer = std::make_shared<model::SealAnswer::element_type>(std::move(response));
   }
   return answer;
@@ -301,6 +301,7 @@ model::SealAnswer StepMachine::Impl::Decided(bool with_blobs) {
     v1::SealResponse response;
     *response.mutable_decided() = *decision;
     if (!with_blobs) response.mutable_decided()->clear_blobs();
+    response.set_unfilled_chunks(unfilled.size());
     answer = std::make_shared<model::SealAnswer::element_type>(std::move(response));
   }
   return answer;

@@ -42,9 +42,13 @@ inline absl::Status Diverged(absl::string_view message) {
 }
 
 struct StepMachine::Impl {
-  Impl(std::string server_id, StepJournal* step_journal, StepHost* step_host)
-      : id(std::move(server_id)), journal(step_journal), host(step_host) {}
+  Impl(std::string server_id, uint64_t own_disk, StepJournal* step_journal, StepHost* step_host)
+      : id(std::move(server_id)), disk(own_disk), journal(step_journal), host(step_host) {}
 
+  // Of the group that promised or opened the newest epoch; empty if nobody told.
+  const std::string& PromisedGroup() const;
+  // STALE_EPOCH, with the promised epoch and its group as details (rule 30).
+  absl::Status Stale(absl::string_view message) const;
   absl::Status CheckPromised(const v1::Epoch& epoch) const;
   absl::Status CheckEpoch(const v1::Epoch& epoch) const;
   absl::Status NotOpen(const v1::Epoch& epoch) const;
@@ -79,7 +83,34 @@ struct StepMachine::Impl {
   // Makes `kept` the only automatic pin.
   void KeepOneAutomatic(int64_t kept, int64_t since);
   uint64_t pin_interval() const { return plan->open().spec().pin_interval(); }
-  void Adopt(std::shared_ptr<const model::EpochPlan> next, uint32_t member);
+  // What an Open changes of this server's chunks.
+  struct Change {
+    OpenChange told;
+    bool table = false;                    // another table: the Open is synced
+    std::map<uint64_t, int64_t> unfilled;  // chunk -> least version of its import
+    std::vector<uint64_t> given_up;
+  };
+  // Is this server at the Open's base, or one step before it and has prepared that one?
+  bool Fits(const v1::OpenRequest& request) const;
+  // Rules 25 and 26. DATA_LOSS (DIVERGED) if a holder lacks a chunk. `replays`: the log shows that it has its chunks.
+  absl::StatusOr<Change> ChangeTo(const model::EpochPlan& next, uint32_t member, bool forgets, bool replays) const;
+  bool Begins(const v1::OpenRequest& open) const;
+  absl::Status CheckOwnDisk(const v1::OpenRequest& request) const;
+  absl::Status CheckStepCounts(const model::EpochPlan& next, bool forgets) const;
+  absl::Status CheckChanges(const Change& change, const std::string& job) const;
+  // Begins at the Open's base, and forgets all but the promise.
+  void Forget(const v1::OpenRequest& open);
+  void Adopt(std::shared_ptr<const model::EpochPlan> next, uint32_t member, Change change);
+  void TellDurable();
+  // Unfilled chunks that lack a slice of the transaction.
+  std::vector<uint64_t> Lacking(const v1::StepHeader& header, uint64_t attempt);
+  // A step is prepared without all slices of these chunks: their imports must contain it (rule 28).
+  void PassOver(absl::Span<const uint64_t> chunks, int64_t step);
+  // As a bitmap. REQUIRES: a table.
+  std::string FilledShards() const;
+  // Rule 28: VERSION_GONE for an import of the chunk as of an older version than its least.
+  absl::Status CheckLeast(uint64_t chunk, int64_t version) const;
+  void SetUnfilled(std::map<uint64_t, int64_t> next);
   v1::SealResponse Pending(uint32_t asker);
   // The answers to seals: the same message for as long as the record or the decision is the same.
   model::SealAnswer Prepared(bool with_blobs);
@@ -92,13 +123,22 @@ struct StepMachine::Impl {
   absl::Status ReplayDecision(const v1::Decision& replayed);
 
   const std::string id;
+  const uint64_t disk;
   StepJournal* const journal;
   StepHost* const host;
   uint64_t synced = 0;
 
   v1::Epoch promised;
+  std::string promised_group;  // volatile
   uint64_t promise_lsn = 0;
   std::shared_ptr<const model::EpochPlan> plan;
+  uint32_t member = 0;                   // this server's, in the plan
+  std::map<uint64_t, int64_t> unfilled;  // chunk -> least version of its import
+  // Until the Open of another table is durable: what may go then.
+  uint64_t table_lsn = 0;
+  std::optional<std::vector<uint64_t>> to_give_up;
+  std::vector<v1::PinnedVersion> pins_to_drop;
+  uint64_t decision_lsn = 0;
   int64_t committed = -1;
   std::optional<v1::Decision> decision;        // of `committed`
   std::optional<v1::PreparedRecord> prepared;  // of `committed` + 1

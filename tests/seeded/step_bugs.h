@@ -35,6 +35,19 @@ enum class SeededBug {
   kLossNotTold,                 // every-K: a server that lost its state does not say so
   kUpdateOfLostState,           // every-K: an epoch that must begin with a restore begins with something else
   kRestoreKeepsPins,            // every-K: pins of versions that a restore gave up stay
+  kSameName,                    // members: a server that was wiped is taken for the one that had its name
+  kWipedHolds,                  // members: a server that lacks a chunk holds it
+  kResetKeeps,                  // members: a server that begins at the base keeps chunks from before
+  kOpenUnpromised,              // members: an Open needs no promise
+  kSlicesOfAnyGroup,            // members: slices of another group's epoch stay
+  kTableNotSynced,              // members: an Open of another table is not durable when chunks are freed
+  kOnlyOtherChunksSynced,       // members: ... is synced only if this server's chunks are others
+  kNothingFreed,                // members: chunks that were given up are never freed
+  kLeastVersionIgnored,         // members: an import may be older than a step that was prepared without the chunk
+  kLeastVersionForgotten,       // members: a restart forgets the least version of an import
+  kUnfilledForgotten,           // members: a restart takes chunks that are being filled for filled
+  kFilledUndecided,             // members: a chunk is filled before its version's decision is durable
+  kNormsOfFilledAlone,          // members: a prepared record lacks norms of chunks that are being filled
 };
 
 inline SeededBug seeded_bug = SeededBug::kNone;

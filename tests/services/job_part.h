@@ -249,7 +249,7 @@ class JobPartTest : public testing::Test, protected StepHost {
     }
     for (const auto& chunk : work.untouched) chunk->Reach(work.step);
   }
-  void Opened(std::shared_ptr<const model::EpochPlan> plan) override {
+  void Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange&) override {
     core_.mu.AssertHeld();
     if (core_.state.store() == nullptr) MakeStore(*plan);
     std::vector<uint64_t> indices;

@@ -338,7 +338,7 @@ void SimServer::KeepInCatalog(size_t kept) {
   log_.clear();
 }
 
-void SimServer::Opened(std::shared_ptr<const model::EpochPlan> plan) {
+void SimServer::Opened(std::shared_ptr<const model::EpochPlan> plan, const services::OpenChange&) {
   plan_ = std::move(plan);
   if (!plan_->open().has_restores()) return;
   applied_ = plan_->open().base();
@@ -360,7 +360,7 @@ void SimServer::Restart() {
   applied_ = -1;
   services::StepJournal* const journal = this;
   services::StepHost* const host = this;
-  machine_ = std::make_unique<services::StepMachine>(ServerName(index_), journal, host);
+  machine_ = std::make_unique<services::StepMachine>(ServerName(index_), /*disk=*/0, journal, host);
   synced_ = sync_wanted_ = log_.size();
   machine_->Synced(synced_);
   restore_ = -1;

@@ -57,7 +57,7 @@ class SimServer : private services::StepJournal, private services::StepHost {
   void Sync(uint64_t lsn) override { sync_wanted_ = std::max(sync_wanted_, lsn); }
   v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
-  void Opened(std::shared_ptr<const model::EpochPlan> plan) override;
+  void Opened(std::shared_ptr<const model::EpochPlan> plan, const services::OpenChange& change) override;
   void PinDue(int64_t version) override;
   void PinChanged(const v1::PinnedVersion& pin) override { pinning_.push_back({.version = pin, .changes = true}); }
 

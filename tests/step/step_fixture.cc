@@ -130,6 +130,7 @@ void StepMachineTest::PushAll(uint32_t rank, int64_t step, uint64_t attempt, con
     for (const v1::PushRequest& slice : Slices(rank, step, attempt, kind)) {
       const auto index = plan.FindSlice(rank, slice.unit(), {slice.begin(), slice.end()});
       if (!plan.Touches(plan.slices()[*index], presence)) continue;
+      if (!plan.Has(*plan.FindMember("a"), plan.slices()[*index].chunk)) continue;
       const absl::Status status = Push(slice);
       ASSERT_TRUE(status.ok()) << status;
     }
@@ -180,7 +181,7 @@ void StepMachineTest::RunStep(int64_t step, const v1::StepHeader& header) {
 void StepMachineTest::Restart(size_t records) {
   host_.log.resize(records);
   host_.applied.clear();
-  machine_ = std::make_unique<StepMachine>("a", &host_, &host_);
+  machine_ = std::make_unique<StepMachine>("a", kDisk, &host_, &host_);
   for (const StepRecord& record : host_.log) {
     const absl::Status status = machine_->Replay(record);
     ASSERT_TRUE(status.ok()) << status;

@@ -28,7 +28,7 @@ class RecordingHost : public StepJournal, public StepHost {
     applied.emplace_back(prepared, decision);
     calls.push_back("apply");
   }
-  void Opened(std::shared_ptr<const model::EpochPlan>) override { ++opened; }
+  void Opened(std::shared_ptr<const model::EpochPlan>, const OpenChange&) override { ++opened; }
   void PinDue(int64_t version) override { calls.push_back(absl::StrCat("due ", version)); }
   void PinChanged(const v1::PinnedVersion& pin) override {
     calls.push_back(absl::StrCat(pin.automatic() || pin.requested() ? "keep " : "drop ", pin.version()));
@@ -42,13 +42,15 @@ class RecordingHost : public StepJournal, public StepHost {
   std::vector<std::string> calls;  // Apply, PinDue and PinChanged, in order
 };
 
+inline constexpr uint64_t kDisk = 77;  // of server "a"
+
 v1::Epoch MakeEpoch(uint64_t counter, uint64_t nonce = 7);
 v1::FenceRequest MakeFence(uint64_t counter, bool expect_empty = false);
 
 // Two tensors in two units, two ranks, and only server "a" unless a test adds servers.
 class StepMachineTest : public testing::Test {
  protected:
-  StepMachineTest() : machine_(std::make_unique<StepMachine>("a", &host_, &host_)) {}
+  StepMachineTest() : machine_(std::make_unique<StepMachine>("a", kDisk, &host_, &host_)) {}
 
   void SyncAll() { machine_->Synced(host_.log.size()); }
   v1::OpenRequest MakeOpen(uint64_t counter, int64_t base, uint32_t world_size = 2);

@@ -79,7 +79,7 @@ TEST_F(StepMachineTest, ALogWithAGapIsDataLoss) {
   Start(1);
   RunStep(0, Values());
   const std::vector<StepRecord> log = host_.log;
-  StepMachine gap("a", &host_, &host_);
+  StepMachine gap("a", kDisk, &host_, &host_);
   absl::Status status;
   for (size_t i = 0; i < log.size() && status.ok(); ++i) {
     if (!std::holds_alternative<PreparedStepRecord>(log[i])) status = gap.Replay(log[i]);
@@ -92,7 +92,7 @@ TEST_F(StepMachineTest, APreparedRecordThatDoesNotFitItsEpochIsDataLoss) {
   RunStep(0, Values());
   for (const bool snapshot : {false, true}) {
     for (const bool header : {false, true}) {
-      StepMachine other("a", &host_, &host_);
+      StepMachine other("a", kDisk, &host_, &host_);
       absl::Status status;
       for (StepRecord record : host_.log) {
         auto* found = std::get_if<PreparedStepRecord>(&record);
@@ -104,7 +104,7 @@ TEST_F(StepMachineTest, APreparedRecordThatDoesNotFitItsEpochIsDataLoss) {
         if (!header) found->prepared.set_plan_hash("another");
         v1::LogSnapshot before = other.Snapshot();
         *before.mutable_prepared() = found->prepared;
-        StepMachine fresh("a", &host_, &host_);
+        StepMachine fresh("a", kDisk, &host_, &host_);
         status = snapshot ? fresh.Replay(SnapshotRecord{before}) : other.Replay(record);
         break;
       }
@@ -171,7 +171,7 @@ TEST_F(StepMachineTest, ALogFromBeforeTheSpecsDigestRecovers) {
   EXPECT_EQ(machine_->Describe().decision().plan_hash(), before);
   // A snapshot of this version begins a log that goes on from there.
   const v1::LogSnapshot snapshot = machine_->Snapshot();
-  StepMachine other("a", &host_, &host_);
+  StepMachine other("a", kDisk, &host_, &host_);
   EXPECT_EQ(other.Replay(SnapshotRecord{snapshot}), absl::OkStatus());
   // The next group decides what is prepared, and opens by the new rule.
   const v1::Decision decision = DecisionOf(machine_->Describe().prepared());
@@ -201,7 +201,7 @@ TEST_F(StepMachineTest, ALogOfALaterVersionsSpecIsRefused) {
       *before.mutable_promised() = open.epoch();
       *before.mutable_open() = open;
       before.set_committed(-1);
-      StepMachine other("a", &host_, &host_);
+      StepMachine other("a", kDisk, &host_, &host_);
       const absl::Status status = snapshot ? other.Replay(SnapshotRecord{before}) : other.Replay(OpenRecord{open});
       EXPECT_THAT(status, Fails(StatusCode::kInvalidArgument, model::kVersionsDiffer,
                                 dropped ? "not the digest of its spec" : "a ballast.v1.JobSpec came with field 99"));

@@ -55,7 +55,7 @@ class Replayer : public StepJournal, public StepHost, public LogVisitor {
         path_(path),
         findings_(findings),
         server_id_(server_id),
-        machine_(server_id, this, this),
+        machine_(server_id, /*disk=*/0, this, this),
         records_(log.file.get(), &log.scanned),
         walk_(&records_, log.scanned.live.size()) {}
 
@@ -66,7 +66,7 @@ class Replayer : public StepJournal, public StepHost, public LogVisitor {
   uint64_t Append(const StepRecord&) override { return ++lsn_; }
   void Sync(uint64_t) override {}
   v1::ChunkNorm Norm(uint64_t, absl::string_view) override { return {}; }
-  void Opened(std::shared_ptr<const model::EpochPlan>) override {}
+  void Opened(std::shared_ptr<const model::EpochPlan>, const OpenChange&) override {}
   void PinDue(int64_t) override {}
   void PinChanged(const v1::PinnedVersion&) override {}
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;

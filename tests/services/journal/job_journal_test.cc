@@ -20,7 +20,7 @@ class NoHost : public StepHost {
  public:
   v1::ChunkNorm Norm(uint64_t, absl::string_view) override { return {}; }
   void Apply(const v1::PreparedRecord&, const v1::Decision&) override {}
-  void Opened(std::shared_ptr<const model::EpochPlan>) override {}
+  void Opened(std::shared_ptr<const model::EpochPlan>, const OpenChange&) override {}
   void PinDue(int64_t) override {}
   void PinChanged(const v1::PinnedVersion&) override {}
 };
