@@ -1,0 +1,273 @@
+#include "ballast/tests/sim_members/schedule.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace ballast::sim_members {
+namespace {
+
+constexpr int kFaultyEvents = 700;
+constexpr int kHealedEvents = 20000;
+constexpr size_t kGroupsMax = 8;
+
+class Schedule {
+ public:
+  explicit Schedule(const ScheduleOptions& options)
+      : options_(options), random_(options.seed), calm_(uint64_t{1} << random_.Below(4)), net_(&random_) {
+    for (int i = 0; i < kServers; ++i) {
+      servers_.push_back(std::make_unique<Server>(i, random_.Next(), options.bug, &random_, &oracle_));
+    }
+    wish_.replicas = random_.Percent(75) ? 2 : 1;
+    strict_ = wish_.replicas == 2;
+    const int founders = 2 + static_cast<int>(random_.Below(2));
+    for (int i = 0; i < founders; ++i) wish_.servers.push_back(i);
+    std::vector<v1::Member> members;
+    for (const int server : wish_.servers) {
+      v1::Member& member = members.emplace_back();
+      member.set_server_id(ServerName(server));
+      member.set_weight(1);
+      member.set_disk(servers_[static_cast<size_t>(server)]->disk());
+    }
+    // Three shards of a chunk each, or two, of which one has two chunks that are filled one by one.
+    const std::vector<uint64_t> elements = model::ShardElements(JobLayout(), random_.Percent(50) ? 3 : 2);
+    key_.revision = 1;
+    key_.table =
+        model::FirstTable({.servers = members, .replicas = wish_.replicas, .shard_elements = elements}, v1::Epoch());
+    around_ = {&random_,    &oracle_,
+               &net_,       &key_,
+               &wish_,      &servers_,
+               &tally_,     [this](bool left_out) { Written(left_out); },
+               options.bug, options.leave_on_error};
+  }
+
+  ScheduleResult Run() {
+    Launch();
+    for (int i = 0; i < kFaultyEvents && GoesOn(); ++i) {
+      if (!Fault()) Event();
+    }
+    Heal();
+    const int64_t goal = oracle_.last() + 2;
+    for (int i = 0; GoesOn() && !(oracle_.last() >= goal && Settled()); ++i) {
+      if (i == kHealedEvents) {
+        oracle_.Broken(absl::StrCat("no progress: step ", oracle_.last(), " of ", goal, " is decided, and ", Why(),
+                                    ", ", kHealedEvents, " events after the last fault"));
+      }
+      if (std::none_of(groups_.begin(), groups_.end(), [](const auto& group) { return !group->dead(); })) Launch();
+      Event();
+    }
+    for (const auto& server : servers_) {
+      tally_.imports += server->imports();
+      tally_.late_imports += server->late_imports();
+      tally_.passed_over += server->passed_over();
+    }
+    tally_.steps = static_cast<uint64_t>(oracle_.last() + 1);
+    return {oracle_.violation(), tally_};
+  }
+
+ private:
+  bool GoesOn() const { return oracle_.violation().empty() && tally_.lost == 0; }
+
+  void Launch() {
+    ++tally_.groups;
+    Intent intent{options_.seed, static_cast<uint32_t>(groups_.size()), 1 + static_cast<uint32_t>(random_.Below(2))};
+    groups_.push_back(std::make_unique<Group>(intent, around_));
+  }
+
+  Server& Some() { return *servers_[random_.Below(kServers)]; }
+
+  // True if it used the turn.
+  bool Fault() {
+    const uint64_t chance = random_.Below(1000 * calm_);
+    if (chance < 8) {
+      Server& server = Some();
+      if (!server.up()) return false;
+      ++tally_.crashes;
+      server.Crash();
+    } else if (chance < 11) {
+      LoseDisk();
+    } else if (chance < 16) {
+      if (groups_.size() >= kGroupsMax) return false;
+      if (random_.Percent(60)) groups_.back()->Kill();
+      Launch();
+    } else if (chance < 24) {
+      ChangeWish();
+    } else if (random_.Percent(8)) {
+      for (const auto& server : servers_) {
+        if (server->up() || server->gone()) continue;
+        server->Restart();
+        return true;
+      }
+      return false;
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  void LoseDisk() {
+    Server& server = Some();
+    if (server.gone() || tally_.disks_lost >= 2) return;
+    const bool member = std::any_of(key_.table.members().begin(), key_.table.members().end(),
+                                    [&](const v1::Member& m) { return m.server_id() == ServerName(server.index()); });
+    const bool first = tally_.disks_lost == 0;
+    tally_.disks_lost += member;
+    server.LoseDisk(/*back=*/random_.Percent(60), random_.Next());
+    if (!oracle_.violation().empty() || Covered()) return;
+    if (strict_ && first && !suspected_) oracle_.Broken("one disk less, and decided steps are lost");
+    tally_.lost = 1;
+  }
+
+  void ChangeWish() {
+    std::vector<int> servers;
+    for (int i = 0; i < kServers; ++i) {
+      if (!servers_[static_cast<size_t>(i)]->gone() && random_.Percent(65)) servers.push_back(i);
+    }
+    if (servers.size() < 2) return;
+    wish_.servers = servers;
+    if (!strict_) wish_.replicas = 1 + static_cast<uint32_t>(random_.Below(2));
+  }
+
+  void Heal() {
+    net_.Heal();
+    std::vector<int> alive;
+    for (const auto& server : servers_) {
+      if (server->gone()) continue;
+      if (!server->up() && GoesOn()) server->Restart();
+      alive.push_back(server->index());
+    }
+    std::erase_if(wish_.servers, [&](int server) { return servers_[static_cast<size_t>(server)]->gone(); });
+    if (wish_.servers.empty()) wish_.servers = alive;
+  }
+
+  void Event() {
+    const uint64_t chance = random_.Below(100);
+    if (chance < 55 && net_.Deliver()) return;
+    if (chance < 75) {
+      size_t which = groups_.size() - 1;
+      while (which > 0 && (groups_[which]->dead() || random_.Percent(15))) --which;
+      if (!groups_[which]->dead()) groups_[which]->Tick(/*timeout=*/random_.Percent(20));
+      return;
+    }
+    Server& server = Some();
+    if (!server.up()) return;
+    server.FinishSync();
+    if (random_.Percent(70)) server.ApplyNext();
+    if (random_.Percent(30)) server.Flush();
+    if (random_.Percent(50)) server.WriteImport();
+    if (random_.Percent(3)) server.MaybeSnapshot();
+    if (random_.Percent(40)) Import(&server);
+  }
+
+  // Fetch and install, apart.
+  void Import(Server* importer) {
+    const std::optional<uint64_t> chunk = importer->Wants();
+    if (!chunk.has_value()) return;
+    const model::EpochPlan& plan = *importer->machine().plan();
+    std::vector<int> sources;
+    for (const uint32_t member : plan.holders_of(*chunk)) {
+      sources.push_back(ServerOf(plan.members()[static_cast<int>(member)].server_id()));
+    }
+    if (options_.bug == Bug::kFillerSource) {
+      for (const uint32_t member : plan.fillers_of(*chunk)) {
+        sources.push_back(ServerOf(plan.members()[static_cast<int>(member)].server_id()));
+      }
+    }
+    Server* const source = servers_[static_cast<size_t>(sources[random_.Below(sources.size())])].get();
+    if (source == importer) return;
+    net_.Post([this, importer, source, chunk = *chunk, life = importer->life()] {
+      if (!source->up()) return;
+      const std::optional<ChunkState> state = source->Export(chunk);
+      if (!state.has_value()) return;
+      net_.Post([importer, chunk, life, state = *state] {
+        if (importer->up() && importer->life() == life) importer->Install(chunk, state);
+      });
+    });
+  }
+
+  void Written(bool left_out) {
+    suspected_ = suspected_ || left_out;
+    // A wish for servers of which only one is there has one copy.
+    for (const v1::Shard& shard : key_.table.shards()) suspected_ = suspected_ || shard.holders_size() < 2;
+    if (Covered()) return;
+    if (!suspected_ && tally_.disks_lost == 0) {
+      oracle_.Broken("a table leaves no copy of some chunk that makes up all decided steps");
+    }
+    tally_.lost = 1;
+  }
+
+  // Somebody of the table in the key has each chunk, or may have it when it comes back.
+  bool Covered() const {
+    const int64_t last = oracle_.last();
+    for (const model::Chunk& chunk : JobLayout().chunks()) {
+      if (!Covered(chunk.index, last)) return false;
+    }
+    return true;
+  }
+  bool Covered(uint64_t chunk, int64_t last) const {
+    const v1::Shard& shard = model::ShardOf(key_.table, chunk);
+    for (const auto* places : {&shard.holders(), &shard.fillers()}) {
+      if (last < 0 && places == &shard.fillers()) continue;  // nothing to import yet, and nobody knows that
+      for (const uint32_t m : *places) {
+        const v1::Member& member = key_.table.members(static_cast<int>(m));
+        const Server& server = *servers_[static_cast<size_t>(ServerOf(member.server_id()))];
+        if (server.gone() || server.disk() != member.disk()) continue;
+        if (!server.up() || last < 0) return true;
+        if (server.machine().plan() == nullptr) continue;
+        if (model::Compare(server.machine().plan()->open().epoch(), member.since()) < 0) continue;
+        if (server.HasCopy(chunk, last, &oracle_.decision(last))) return true;
+      }
+    }
+    return false;
+  }
+
+  // All copies are filled, as many as wanted, and nothing more is kept.
+  bool Settled() const { return Why().empty(); }
+  std::string Why() const {
+    if (oracle_.last() < 0) return "the job never began";
+    for (const model::Chunk& chunk : JobLayout().chunks()) {
+      const v1::Shard& shard = model::ShardOf(key_.table, chunk.index);
+      if (!shard.fillers().empty()) return "a change never ends";
+      const size_t wanted = std::min<size_t>(wish_.replicas, wish_.servers.size());
+      if (static_cast<size_t>(shard.holders_size()) != wanted) return "copies are missing, or surplus ones stay";
+      for (const uint32_t m : shard.holders()) {
+        const Server& server =
+            *servers_[static_cast<size_t>(ServerOf(key_.table.members(static_cast<int>(m)).server_id()))];
+        if (!server.up() || !server.HasCopy(chunk.index, oracle_.last(), &oracle_.decision(oracle_.last()))) {
+          return absl::StrCat("a holder, server ", ServerName(server.index()), ", lacks chunk ", chunk.index);
+        }
+      }
+      for (const v1::Member& m : key_.table.members()) {
+        const Server& server = *servers_[static_cast<size_t>(ServerOf(m.server_id()))];
+        const bool holds = std::any_of(shard.holders().begin(), shard.holders().end(), [&](uint32_t h) {
+          return key_.table.members(static_cast<int>(h)).server_id() == m.server_id();
+        });
+        if (!holds && server.up() && server.Keeps(chunk.index)) return "a chunk that was given up is never freed";
+      }
+    }
+    return "";
+  }
+
+  const ScheduleOptions options_;
+  Random random_;
+  const uint64_t calm_;  // the higher, the rarer are faults
+  Oracle oracle_;
+  Net net_;
+  Key key_;
+  Wish wish_;
+  Tally tally_;
+  Around around_;
+  bool strict_ = false;     // two copies are wanted all the time
+  bool suspected_ = false;  // a member was left out that may be alive
+  std::vector<std::unique_ptr<Server>> servers_;
+  std::vector<std::unique_ptr<Group>> groups_;
+};
+
+}  // namespace
+
+ScheduleResult RunSchedule(const ScheduleOptions& options) { return Schedule(options).Run(); }
+
+}  // namespace ballast::sim_members
