@@ -194,6 +194,7 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
                                    " is open with another tiling, spec or members; an epoch is opened once: fence a "
                                    "new one to change them"));
   }
+  BALLAST_RETURN_IF_ERROR(m.CheckOwnDisk(request));
   // Who forgets the job compares nothing with what it had.
   const bool forgets = request.has_table() && !m.Fits(request) && m.Begins(request);
   if (!forgets) {
@@ -206,7 +207,6 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
     plan = std::make_shared<const model::EpochPlan>(std::move(made));
   }
   BALLAST_ASSIGN_OR_RETURN(const uint32_t index, plan->FindMember(m.id));
-  BALLAST_RETURN_IF_ERROR(m.CheckOwnDisk(request));
   if (!forgets) BALLAST_RETURN_IF_ERROR(request.has_restores() ? m.CheckStartsAnew(request) : m.CheckBase(request));
   BALLAST_RETURN_IF_ERROR(m.CheckStepCounts(*plan, forgets));
   BALLAST_ASSIGN_OR_RETURN(Impl::Change change, m.ChangeTo(*plan, index, forgets, /*replays=*/false));

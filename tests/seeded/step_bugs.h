@@ -38,7 +38,7 @@ enum class SeededBug {
   kSameName,                    // members: a server that was wiped is taken for the one that had its name
   kWipedHolds,                  // members: a server that lacks a chunk holds it
   kResetKeeps,                  // members: a server that begins at the base keeps chunks from before
-  kOpenUnpromised,              // members: an Open needs no promise
+  kOpenUnpromised,              // members: an Open counts although a newer epoch is promised
   kSlicesOfAnyGroup,            // members: slices of another group's epoch stay
   kTableNotSynced,              // members: an Open of another table is not durable when chunks are freed
   kOnlyOtherChunksSynced,       // members: ... is synced only if this server's chunks are others

@@ -98,7 +98,7 @@ class Schedule {
     } else if (random_.Percent(8)) {
       for (const auto& server : servers_) {
         if (server->up() || server->gone()) continue;
-        server->Restart();
+        Restart(server.get());
         return true;
       }
       return false;
@@ -106,6 +106,14 @@ class Schedule {
       return false;
     }
     return true;
+  }
+
+  // What a server has that was down shows now.
+  void Restart(Server* server) {
+    server->Restart();
+    if (!oracle_.violation().empty() || Covered()) return;
+    if (!suspected_ && tally_.disks_lost == 0) oracle_.Broken("after a restart no copy of some chunk is left");
+    tally_.lost = 1;
   }
 
   void LoseDisk() {
@@ -136,7 +144,7 @@ class Schedule {
     std::vector<int> alive;
     for (const auto& server : servers_) {
       if (server->gone()) continue;
-      if (!server->up() && GoesOn()) server->Restart();
+      if (!server->up() && GoesOn()) Restart(server.get());
       alive.push_back(server->index());
     }
     std::erase_if(wish_.servers, [&](int server) { return servers_[static_cast<size_t>(server)]->gone(); });
