@@ -199,7 +199,9 @@ class Schedule {
   void Written(bool left_out) {
     suspected_ = suspected_ || left_out;
     // A wish for servers of which only one is there has one copy.
-    for (const v1::Shard& shard : key_.table.shards()) suspected_ = suspected_ || shard.holders_size() < 2;
+    for (const v1::Shard& shard : key_.table.shards()) {
+      suspected_ = suspected_ || shard.holders_size() + shard.fillers_size() < 2;
+    }
     if (Covered()) return;
     if (!suspected_ && tally_.disks_lost == 0) {
       oracle_.Broken("a table leaves no copy of some chunk that makes up all decided steps");
