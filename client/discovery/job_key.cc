@@ -65,7 +65,8 @@ v1::JobKey JobKey::ClaimedBy(const v1::Epoch& epoch, const v1::Table& table) con
   // Random, and no two jobs are made by one epoch.
   if (!exists() && !table.shards().empty()) next.mutable_table()->set_life(std::max<uint64_t>(1, epoch.nonce()));
   for (v1::Member& member : *next.mutable_table()->mutable_members()) {
-    if (!exists()) *member.mutable_since() = epoch;
+    // The founders of a job with places are members since epoch 0: what they have, or have not yet, is all there is.
+    if (!exists() && table.shards().empty()) *member.mutable_since() = epoch;
     for (const v1::Member& now : table.members()) {
       if (now.server_id() == member.server_id()) member.set_address(now.address());
     }

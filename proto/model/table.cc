@@ -339,6 +339,7 @@ v1::Table NextTable(const v1::Table& now, absl::Span<const std::vector<uint32_t>
   const Places places(now, wanted.servers);
   v1::Table next;
   next.set_replicas(wanted.replicas);
+  next.set_life(now.life());
   for (const v1::Member& member : places.members) {
     *next.add_members() = member;
     if (!member.has_since()) *next.mutable_members(next.members_size() - 1)->mutable_since() = epoch;

@@ -206,28 +206,6 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Planner(const std::strin
   return planner;
 }
 
-namespace {
-
-// A server that was wiped and got its old name is not the member that a table means. No server fills copies yet.
-absl::Status CheckOwnDisk(const v1::OpenRequest& open, const std::string& server_id, uint64_t disk) {
-  for (const v1::Shard& shard : open.table().shards()) {
-    if (shard.fillers().empty()) continue;
-    return model::Error(
-        absl::StatusCode::kUnimplemented, model::kUnsupported,
-        absl::StrCat("the table of job '", open.spec().name(), "' has servers that fill, which this version does not"));
-  }
-  for (const v1::Member& member : open.table().members()) {
-    if (member.server_id() != server_id || member.disk() == disk) continue;
-    return model::Error(absl::StatusCode::kFailedPrecondition, model::kOtherServer,
-                        absl::StrCat("server '", server_id, "' has data directory number ", model::ShowDisk(disk),
-                                     ", and job '", open.spec().name(), "' wants the one with number ",
-                                     model::ShowDisk(member.disk()), ": this server's directory was replaced"));
-  }
-  return absl::OkStatus();
-}
-
-}  // namespace
-
 void StateServer::Identify(const v1::IdentifyRequest&, Reply<v1::IdentifyResponse> reply) {
   reply = impl_->Counted(Call::kIdentify, std::move(reply));
   v1::IdentifyResponse answer;
@@ -297,7 +275,6 @@ void StateServer::Open(const v1::OpenRequest& request, const CallLimit& limit, R
   const bool unknown = model::ReasonOf(job.status()) == model::kUnknownJob;
   if (!request.dry_run() || !unknown) reply = impl_->ForgetAfterError(name, request.epoch(), std::move(reply));
   if (const absl::Status known = model::CheckSentOpen(request); !known.ok()) return reply(known);
-  if (const absl::Status meant = CheckOwnDisk(request, impl_->server_id, impl_->disk); !meant.ok()) return reply(meant);
   if (request.dry_run() && unknown) job = impl_->Planner(name);
   if (!job.ok()) return reply(job.status());
   (*job)->Open(request, limit, std::move(reply));
