@@ -64,21 +64,28 @@ class Loads {
   // Gives the copy of the shard's most loaded server to the least loaded one, if that brings a server closer to its
   // share, and both loads closer to each other.
   bool Level(size_t shard) {
-    Kind& kind = kinds_[KindOf(shard)];
-    const uint32_t from = *std::max_element(places_[shard].begin(), places_[shard].end(), [&](uint32_t a, uint32_t b) {
-      return Load(shard, a, 0) < Load(shard, b, 0);
-    });
+    const Kind& kind = kinds_[KindOf(shard)];
+    const uint32_t from = MostLoaded(shard);
     const std::optional<uint32_t> to = LeastWithout(shard);
     if (!to.has_value() || Load(shard, *to, WeightOf(shard)) >= Load(shard, from, 0)) return false;
     const double share = static_cast<double>(kind.total) / weights_;
     const double more = static_cast<double>(WeightOf(shard)) / wanted_.servers[from].weight();
     if (Load(shard, *to, WeightOf(shard)) > share && Load(shard, from, 0) <= share + more) return false;
-    std::erase(places_[shard], from);
-    for (const uint32_t other : places_[shard]) --kind.together[std::minmax(from, other)];
-    kind.of_server[from] -= WeightOf(shard);
-    kind.total -= WeightOf(shard);
+    Remove(shard, from);
     Add(shard, *to);
     return true;
+  }
+  void Remove(size_t shard, uint32_t server) {
+    Kind& kind = kinds_[KindOf(shard)];
+    std::erase(places_[shard], server);
+    for (const uint32_t other : places_[shard]) --kind.together[std::minmax(server, other)];
+    kind.of_server[server] -= WeightOf(shard);
+    kind.total -= WeightOf(shard);
+  }
+  // Of the servers that have the shard.
+  uint32_t MostLoaded(size_t shard) const {
+    return *std::max_element(places_[shard].begin(), places_[shard].end(),
+                             [&](uint32_t a, uint32_t b) { return Load(shard, a, 0) < Load(shard, b, 0); });
   }
 
  private:
@@ -133,7 +140,7 @@ void Keep(const v1::Table& now, uint32_t replicas, const std::vector<std::option
     }
   }
   for (int s = 0; s < now.shards_size(); ++s) {
-    while (loads->places(s).size() > replicas) loads->Remove(s, loads->MostLoaded(loads->places(s)));
+    while (loads->places(s).size() > replicas) loads->Remove(s, loads->MostLoaded(s));
   }
 }
 

@@ -176,8 +176,8 @@ void Job::GetJob(bool with_open, Reply<v1::GetJobResponse> reply) {
       [this, plan, with_open]() -> Outcome<v1::GetJobResponse> {
         parts_->core.mu.AssertHeld();
         v1::GetJobResponse job = parts_->core.Describe();
-        const model::EpochPlan* const plan = parts_->core.machine->plan();
-        const uint64_t of_table = plan == nullptr ? 0 : plan->open().table().life();
+        const model::EpochPlan* const opened = parts_->core.machine->plan();
+        const uint64_t of_table = opened == nullptr ? 0 : opened->open().table().life();
         job.set_life(of_table != 0 ? of_table : parts_->journal.life());
         job.set_leases_pins(true);
         if (with_open) *plan = parts_->core.state.plan();
