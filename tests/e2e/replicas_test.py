@@ -93,7 +93,7 @@ def test_machines_die_with_their_disks(etcd, folder, bits):
     # A chunk that is nowhere else is waited for, by name.
     a.end(signal.SIGKILL)
     code, text = open_again(url, 'lose', '--failover-after', '1')
-    assert code == 1 and 'no server that answers holds' in text and "start 'a' (last seen at" in text, text
+    assert code == 1 and 'no server that answers holds' in text and "which 'a' (last seen at" in text, text
     a.start()
     code, text = open_again(url, 'lose', '--failover-after', '1')
     assert code == 0 and 'goes on without' not in text and digest_of(text) == bits, text
