@@ -189,6 +189,8 @@ class Directory {
   }
 
  private:
+  static bool IsRecovering(const std::vector<v1::ServerEntry>& entries, const std::string& id, const Place& place);
+
   void Run() {
     registry::Pauses pauses;
     absl::Time looked = absl::InfinitePast();
@@ -198,12 +200,7 @@ class Directory {
       // unreadable.
       const auto entries = registry_->List(absl::Now() + kLookTimeout, registry::Registry::OnUnreadable::kPassOver);
       if (entries.ok()) {
-        for (const auto& [id, place] : places_) {
-          const bool recovers = std::any_of(entries->begin(), entries->end(), [&](const v1::ServerEntry& entry) {
-            return entry.server_id() == id && place->IsOf(entry) && entry.state() == v1::SERVER_STATE_RECOVERING;
-          });
-          place->SetRecovers(recovers);
-        }
+        for (const auto& place : places_) place.second->SetRecovers(IsRecovering(*entries, place.first, *place.second));
         for (const v1::ServerEntry& entry : *entries) {
           const auto place = places_.find(entry.server_id());
           if (place == places_.end() || !place->second->IsOf(entry)) continue;
@@ -221,6 +218,13 @@ class Directory {
   std::thread thread_;
   absl::Status made_;
 };
+
+// No entry of the server: it does not.
+bool Directory::IsRecovering(const std::vector<v1::ServerEntry>& entries, const std::string& id, const Place& place) {
+  return std::any_of(entries.begin(), entries.end(), [&](const v1::ServerEntry& entry) {
+    return entry.server_id() == id && place.IsOf(entry) && entry.state() == v1::SERVER_STATE_RECOVERING;
+  });
+}
 
 class DiscoveredTransport final : public Transport {
  public:

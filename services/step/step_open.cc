@@ -71,22 +71,36 @@ absl::Status StepMachine::Impl::CheckChanges(const Change& change, const std::st
                                    ", which this version cannot: keep the table that the job has"));
 }
 
+namespace {
+
+// Which tensors are registered at the base: nobody has state of them.
+std::vector<bool> NewestOf(const v1::OpenRequest& open) {
+  std::vector<bool> newest;
+  for (const v1::Registration& registration : open.spec().registrations()) {
+    newest.insert(newest.end(), static_cast<size_t>(registration.tensors_size()),
+                  registration.version() >= open.base());
+  }
+  return newest;
+}
+
+}  // namespace
+
+void StepMachine::Impl::SetTold(const v1::OpenRequest& open, bool forgets, Change* change) const {
+  change->told.forgets = forgets;
+  change->table = plan == nullptr || forgets || !SamePlaces(plan->open(), open);
+  change->told.keeps_slices = host->ChangesChunks() && plan != nullptr && !forgets && Continues(plan->open(), open);
+}
+
 absl::StatusOr<StepMachine::Impl::Change> StepMachine::Impl::ChangeTo(const model::EpochPlan& next, uint32_t index,
                                                                       bool forgets, bool replays) const {
   Change change;
   const v1::OpenRequest& open = next.open();
   if (!open.has_table()) return change;
-  change.told.forgets = forgets;
-  change.table = plan == nullptr || forgets || !SamePlaces(plan->open(), open);
-  change.told.keeps_slices = host->ChangesChunks() && plan != nullptr && !forgets && Continues(plan->open(), open);
+  SetTold(open, forgets, &change);
   const auto had = [&](uint64_t chunk) {
     return plan != nullptr && chunk < plan->layout().chunks().size() && plan->Has(member, chunk);
   };
-  std::vector<bool> newest(next.layout().tensors().size(), false);  // registered at the base: nobody has state of them
-  uint32_t tensor = 0;
-  for (const v1::Registration& registration : open.spec().registrations()) {
-    for (int i = 0; i < registration.tensors_size(); ++i) newest[tensor++] = registration.version() >= open.base();
-  }
+  const std::vector<bool> newest = NewestOf(open);
   for (const model::Chunk& chunk : next.layout().chunks()) {
     if (!next.Has(index, chunk.index)) {
       if (had(chunk.index)) change.given_up.push_back(chunk.index);
@@ -166,6 +180,21 @@ void StepMachine::Impl::PassOver(absl::Span<const uint64_t> chunks, int64_t step
   if (!chunks.empty()) host->PassedOver(chunks, step);
 }
 
+Outcome<v1::OpenResponse> StepMachine::Impl::OpenAgain(const v1::OpenRequest& request) const {
+  if (state == State::kLost) return StateLost();
+  if (plan->open().base() != request.base()) {
+    return BadRequest(absl::StrCat("epoch ", Show(request.epoch()), " is open from step ", plan->open().base(),
+                                   ", not from ", request.base(), "; an epoch has one base"));
+  }
+  if (SamePlan(plan->open(), request)) {
+    if (!Durable(table_lsn)) return std::nullopt;
+    return v1::OpenResponse();
+  }
+  return BadRequest(absl::StrCat("epoch ", Show(request.epoch()),
+                                 " is open with another tiling, spec or members; an epoch is opened once: fence a "
+                                 "new one to change them"));
+}
+
 Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
                                             std::shared_ptr<const model::EpochPlan> plan) {
   Impl& m = *impl_;
@@ -179,21 +208,7 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
                                    "' (its promise is ", Show(m.promised), "); send Fence first"));
   }
   if (!m.Durable(m.promise_lsn)) return std::nullopt;
-  const bool was_open = m.plan != nullptr && model::Compare(m.plan->open().epoch(), request.epoch()) == 0;
-  if (was_open && m.state == Impl::State::kLost) return m.StateLost();
-  if (was_open) {
-    if (m.plan->open().base() != request.base()) {
-      return BadRequest(absl::StrCat("epoch ", Show(request.epoch()), " is open from step ", m.plan->open().base(),
-                                     ", not from ", request.base(), "; an epoch has one base"));
-    }
-    if (SamePlan(m.plan->open(), request)) {
-      if (!m.Durable(m.table_lsn)) return std::nullopt;
-      return v1::OpenResponse();
-    }
-    return BadRequest(absl::StrCat("epoch ", Show(request.epoch()),
-                                   " is open with another tiling, spec or members; an epoch is opened once: fence a "
-                                   "new one to change them"));
-  }
+  if (m.plan != nullptr && model::Compare(m.plan->open().epoch(), request.epoch()) == 0) return m.OpenAgain(request);
   BALLAST_RETURN_IF_ERROR(m.CheckOwnDisk(request));
   // Who forgets the job compares nothing with what it had.
   const bool forgets = request.has_table() && !m.Fits(request) && m.Begins(request);

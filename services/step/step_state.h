@@ -93,8 +93,11 @@ struct StepMachine::Impl {
   // Is this server at the Open's base, or one step before it and has prepared that one?
   bool Fits(const v1::OpenRequest& request) const;
   // Rules 25 and 26. DATA_LOSS (DIVERGED) if a holder lacks a chunk. `replays`: the log shows that it has its chunks.
+  void SetTold(const v1::OpenRequest& open, bool forgets, Change* change) const;
   absl::StatusOr<Change> ChangeTo(const model::EpochPlan& next, uint32_t member, bool forgets, bool replays) const;
   bool Begins(const v1::OpenRequest& open) const;
+  // The answer to an Open of the epoch that is open.
+  Outcome<v1::OpenResponse> OpenAgain(const v1::OpenRequest& request) const;
   absl::Status CheckOwnDisk(const v1::OpenRequest& request) const;
   absl::Status CheckStepCounts(const model::EpochPlan& next, bool forgets) const;
   absl::Status CheckChanges(const Change& change, const std::string& job) const;

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 
-ARRAYS = (3, 4, 3, 4, 1, 2, 2, 2, 2)  # p and the moments, in the order of enum Rule
+ARRAYS = (3, 4, 3, 4, 1, 2, 2, 2, 2, 4, 3)  # p and the moments, in the order of enum Rule
 LINES = {'AVX2': 1, 'AVX3': 2, 'AVX3_DL': 2}  # of two vectors
 
 

@@ -91,11 +91,21 @@ TEST_F(ParametersTest, AFailedPullIsTheAcquiresError) {
 TEST_F(ParametersTest, ARangeIsReadInChunksWithItsContent) {
   std::vector<kernels::bf16> read(400);
   const model::Range range{65536 - 150, 65536 + 250};
-  ASSERT_EQ(
-      parameters_.Read(0, range, v1::CONTENT_MASTER, 4, {reinterpret_cast<std::byte*>(read.data()), 2 * read.size()}),
-      absl::OkStatus());
+  const absl::Span<std::byte> to(reinterpret_cast<std::byte*>(read.data()), 2 * read.size());
+  ASSERT_EQ(parameters_.Read(0, range, v1::CONTENT_WORKING, 4, to), absl::OkStatus());
   for (uint64_t i = 0; i < read.size(); ++i) ASSERT_EQ(read[i], At(range.begin + i, 4));
   EXPECT_EQ(Pulls(), 2);
+  // Masters are fp32, whatever the parameters.
+  EXPECT_EQ(model::ReasonOf(parameters_.Read(0, range, v1::CONTENT_MASTER, 4, to)), model::kBadLength);
+  std::vector<float> masters(read.size());
+  ASSERT_EQ(parameters_.Read(0, range, v1::CONTENT_MASTER, 4,
+                             {reinterpret_cast<std::byte*>(masters.data()), 4 * masters.size()}),
+            absl::OkStatus());
+  EXPECT_EQ(Pulls(), 4);
+  for (uint32_t server = 0; server < 2; ++server) {
+    const auto pulled = servers_[server].pulled();
+    EXPECT_TRUE(pulled.empty() || pulled.back().content() == v1::CONTENT_MASTER);
+  }
 }
 
 TEST_F(ParametersTest, RunsGoToTheirOwnPlaces) {
