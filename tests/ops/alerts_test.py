@@ -72,6 +72,7 @@ def test_reasons():
         'LIMIT',  # BallastLimitNear
         'OTHER_SERVER', 'TLS',  # a client at the wrong door
         'LATER_VERSION',  # ends a start
+        'KEY_LOST',  # a client's, of etcd
         'NO_IDENTITY', 'NO_RIGHT', 'QUOTA',
     }
     assert counted <= known, counted - known
