@@ -37,7 +37,7 @@ def counter(server, name):
 def test_each_chunk_is_on_two_servers(etcd, folder, bits):
     servers = three(etcd, 'twice', folder)
     url = etcd.url('twice') + '?servers=3'
-    training = Training(url, 'twice', folder, '--replicas', '2')
+    training = Training(url, 'twice', folder, '--replicas', '2', '--failover-after', '30')
     for server, step in zip(servers, (8, 16, 24)):
         training.step(step)
         server.end(signal.SIGKILL)
@@ -62,7 +62,7 @@ def test_each_chunk_is_on_two_servers(etcd, folder, bits):
     servers[1].start()
     code, text = run(BIN / 'ballastctl', 'members', '--job', 'twice', '--servers', etcd.url('twice'))
     assert code == 1 and 'b  holds' in text and 'NOT REGISTERED' in text, text
-    code, text = open_again(url, 'twice', '--failover-after', '1')
+    code, text = open_again(url, 'twice', '--failover-after', '3')
     assert code == 0 and "goes on without 'b'" in text and digest_of(text) == bits, text
 
 
@@ -70,15 +70,15 @@ def test_machines_die_with_their_disks(etcd, folder, bits):
     servers = three(etcd, 'lose', folder)
     a, b, c = servers
     url = etcd.url('lose') + '?servers=3'
-    training = Training(url, 'lose', folder, '--replicas', '2', '--failover-after', '1')
+    training = Training(url, 'lose', folder, '--replicas', '2', '--failover-after', '3')
     training.step(12)
     b.end(signal.SIGKILL)
     shutil.rmtree(folder / 'b')
     assert training.process.wait(100) == 1
     text = training.log.read_text()
-    assert 'no answer for 1s (failover_after), and other servers have all its chunks' in text and 'SERVER_DOWN' in text, text
+    assert 'no answer for 3s (failover_after), and other servers have all its chunks' in text and 'SERVER_DOWN' in text, text
     # The group is started again, as its launcher would.
-    code, text = open_again(url, 'lose', '--failover-after', '1', '--stop-at', '24')
+    code, text = open_again(url, 'lose', '--failover-after', '3', '--stop-at', '24')
     assert code == 0 and "job 'lose' goes on without 'b' (last seen at" in text, text
     lost = int(re.search(r'the job has forgotten them; (\d+) of 1024 shards now have fewer than 2 copies', text)[1])
     assert 600 < lost < 750, 'two thirds had a copy on b'
@@ -92,10 +92,10 @@ def test_machines_die_with_their_disks(etcd, folder, bits):
     assert code == 0, text
     # A chunk that is nowhere else is waited for, by name.
     a.end(signal.SIGKILL)
-    code, text = open_again(url, 'lose', '--failover-after', '1')
+    code, text = open_again(url, 'lose', '--failover-after', '3')
     assert code == 1 and 'no server that answers holds' in text and "which 'a' (last seen at" in text, text
     a.start()
-    code, text = open_again(url, 'lose', '--failover-after', '1')
+    code, text = open_again(url, 'lose', '--failover-after', '3')
     assert code == 0 and 'goes on without' not in text and digest_of(text) == bits, text
 
 
@@ -106,7 +106,7 @@ def test_a_server_that_was_left_out_comes_back(etcd, folder, bits):
     code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', 'back', '--replicas', '2', '--stop-at', '10')
     assert code == 0, text
     servers[1].end(signal.SIGKILL)
-    code, text = open_again(url, 'back', '--failover-after', '1', '--stop-at', '20')
+    code, text = open_again(url, 'back', '--failover-after', '3', '--stop-at', '20')
     assert code == 0 and "goes on without 'b'" in text, text
     servers[1].start()
     wait_for(lambda: len(etcd.entries('back')) == 3, 'b is back')
@@ -128,12 +128,12 @@ def test_a_server_that_hangs(etcd, folder, bits):
     """It takes connections and answers nothing, as a machine without power does."""
     servers = three(etcd, 'hang', folder)
     url = etcd.url('hang') + '?servers=3'
-    training = Training(url, 'hang', folder, '--replicas', '2', '--failover-after', '1')
+    training = Training(url, 'hang', folder, '--replicas', '2', '--failover-after', '3')
     training.step(8)
     servers[1].process.send_signal(signal.SIGSTOP)
     assert training.process.wait(100) == 1
-    assert 'no answer for 1s (failover_after)' in training.log.read_text(), training.log.read_text()
-    code, text = open_again(url, 'hang', '--failover-after', '1')
+    assert 'no answer for 3s (failover_after)' in training.log.read_text(), training.log.read_text()
+    code, text = open_again(url, 'hang', '--failover-after', '3')
     assert code == 0 and "goes on without 'b'" in text and digest_of(text) == bits, text
     servers[1].process.send_signal(signal.SIGCONT)
     assert digest_of(open_again(url, 'hang')[1]) == bits
@@ -148,12 +148,12 @@ def test_a_server_that_recovers_is_waited_for(etcd, folder, bits):
     key = '/slow/servers/b'
     entry = json.loads(etcd.ctl('get', '--print-value-only', key))
     etcd.ctl('put', key, json.dumps(dict(entry, state='SERVER_STATE_RECOVERING')))
-    code, text = open_again(url, 'slow', '--failover-after', '1')
+    code, text = open_again(url, 'slow', '--failover-after', '3')
     assert code == 1 and "server 'b' recovers its jobs and does not answer yet" in text, text
     assert len(job_key(etcd, 'slow', 'slow')['table']['members']) == 3
     etcd.ctl('del', key)
     servers[1].start()
-    code, text = open_again(url, 'slow', '--failover-after', '1')
+    code, text = open_again(url, 'slow', '--failover-after', '3')
     assert code == 0 and 'goes on without' not in text and digest_of(text) == bits, text
 
 

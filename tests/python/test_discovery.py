@@ -156,7 +156,7 @@ def test_a_machine_is_lost_with_its_disk(url, tmp_path):
         torch.manual_seed(1)
         said = {'dram': '256MiB', 'name': 'embedded'}
         if where:
-            said = {'servers': asking_for(3, url), 'name': 'served', 'replicas': 2, 'failover_after': 1}
+            said = {'servers': asking_for(3, url), 'name': 'served', 'replicas': 2, 'failover_after': 3}
         found.append(trained(where, mlp(), **said))
     for server in (servers[0], servers[2]):
         server.kill()
