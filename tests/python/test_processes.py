@@ -236,6 +236,9 @@ server = subprocess.Popen([ballast.programs.path('ballastd'), '--end-with', str(
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 atexit.register(server.kill)
 address = server.stdout.readline().split('listen=')[1].split()[0]
+def stop():
+    server.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # until its last thread has stopped: one that runs on may answer
 def interrupt():
     threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
 model = mlp()
@@ -252,20 +255,20 @@ def test_ctrl_c_ends_the_wait_for_a_server_that_does_not_answer(what, tmp_path):
     """And then the process, at once: nothing waits any more."""
     body = {'open': '''
 optimizer = make()
-server.send_signal(signal.SIGSTOP)
+stop()
 interrupt()
 step()
 ''', 'step': '''
 optimizer = make()
 step()
-server.send_signal(signal.SIGSTOP)
+stop()
 interrupt()
 step()
 ''', 'overlapped step': '''
 optimizer = make(overlap=model)
 step()
 optimizer.wait()
-server.send_signal(signal.SIGSTOP)
+stop()
 interrupt()
 step()
 optimizer.wait()
@@ -279,7 +282,7 @@ def test_ctrl_c_amid_a_step_that_ends_leaves_the_session_as_it_is(tmp_path):
 optimizer = make()
 step()
 loss_of(model, next(batches(1))).backward()
-server.send_signal(signal.SIGSTOP)
+stop()
 def both():
     time.sleep(2)
     os.kill(os.getpid(), signal.SIGINT)
@@ -304,7 +307,7 @@ optimizer = make()
 step()
 reader = bt.Reader(servers=address, timeout=3000)
 assert reader.newest() == 1
-server.send_signal(signal.SIGSTOP)
+stop()
 interrupt()
 try:
     reader.newest()
