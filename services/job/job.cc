@@ -37,10 +37,11 @@ Job::Parts::Parts(const std::string& name, const JobSurroundings& surroundings, 
       prediction(&core),
       moves(&core, &flushes, &prediction),
       space(&core, &journal, &room, &flushes, &earlier, &moves, &prediction),
-      openings(&core, &journal, &space),
+      changes(&core, &room, &earlier, &moves),
+      openings(&core, &journal, &space, &changes),
       updates(&core, &journal, &room, &flushes, &read_pins, &moves),
       scrub(&core, &flushes),
-      recovery(&core, &journal, &room, &flushes, &earlier, &space, &openings, &updates),
+      recovery(&core, &journal, &room, &flushes, &earlier, &space, &openings, &changes, &updates),
       pushes(&core, &journal, &room),
       pulls(&core, &read_pins),
       loans(&core) {}
@@ -146,11 +147,22 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
   }
 }
 
-// This job changes no chunks, so no Open changes more than the plan.
+// The machine knows which chunks count no more if an Open forgets, and slices are never kept.
 void Job::Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange&) {
   parts_->core.mu.AssertHeld();
   parts_->core.counters.steps.Opened();
   parts_->openings.Opened(std::move(plan));
+  parts_->changes.Opened();
+}
+
+void Job::TableDurable(absl::Span<const uint64_t>) {
+  parts_->core.mu.AssertHeld();
+  parts_->changes.TableDurable();
+}
+
+void Job::PassedOver(absl::Span<const uint64_t> chunks, int64_t step) {
+  parts_->core.mu.AssertHeld();
+  parts_->changes.PassedOver(chunks, step);
 }
 
 void Job::PinDue(int64_t) {

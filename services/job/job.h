@@ -108,6 +108,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   v1::ChunkNorm Norm(uint64_t chunk, absl::string_view gradient_presence) override;
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
   void Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange& change) override;
+  bool ChangesChunks() const override { return true; }
+  void TableDurable(absl::Span<const uint64_t> given_up) override;
+  void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) override;
   void PinDue(int64_t version) override;
   void PinChanged(const v1::PinnedVersion& pin) override;
 

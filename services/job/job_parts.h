@@ -21,6 +21,7 @@
 #include "ballast/services/journal/earlier_extents.h"
 #include "ballast/services/journal/flushes.h"
 #include "ballast/services/journal/job_journal.h"
+#include "ballast/services/space/chunk_changes.h"
 #include "ballast/services/space/chunk_moves.h"
 #include "ballast/services/space/openings.h"
 #include "ballast/services/space/prediction.h"
@@ -45,6 +46,7 @@ struct Job::Parts {
   Prediction prediction;
   ChunkMoves moves;
   Space space;
+  ChunkChanges changes;
   Openings openings;
   Updates updates;
   Scrub scrub;

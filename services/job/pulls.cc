@@ -88,6 +88,12 @@ absl::StatusOr<Pulls::Plan> Pulls::PlanOf(const v1::PullRequest& request) const 
 }
 
 absl::StatusOr<Pulls::Copy> Pulls::Locate(const HeldChunk& chunk, int64_t version) const {
+  if (!chunk.filled()) {
+    return BadPull(model::kBadRequest,
+                   absl::StrCat("server '", core_->around.server_id, "' does not have chunk ", chunk.layout().index,
+                                " of unit ", chunk.layout().unit, ": it copies the chunk, or has given it up; pull ",
+                                "from server ", core_->state.plan()->ShowServersOf(chunk.layout().index)));
+  }
   const int64_t current = *chunk.version();
   if (version > current) return Copy::kNotYet;
   if (version < chunk.first_version()) {

@@ -19,6 +19,7 @@
 #include "ballast/services/journal/job_journal.h"
 #include "ballast/services/journal/log_records.h"
 #include "ballast/services/journal/log_walk.h"
+#include "ballast/services/space/chunk_changes.h"
 #include "ballast/services/space/openings.h"
 #include "ballast/services/space/space.h"
 #include "ballast/storage/io/disk_counters.h"
@@ -84,6 +85,7 @@ absl::Status Recovery::Replayer::VisitSnapshot(const v1::LogSnapshot& snapshot, 
   if (!begins) return Settled(record);
   BALLAST_RETURN_IF_ERROR(VisitOpen(snapshot.open(), record));
   JobMutexLock lock(&core_->mu);
+  recovery_->changes_->Opened();
   BALLAST_RETURN_IF_ERROR(recovery_->CheckChanged(snapshot));
   // The chunks have the steps that were cut from the log.
   for (const auto& chunk : core_->state.chunks()) chunk->Reach(snapshot.committed());
@@ -105,6 +107,8 @@ absl::Status Recovery::Replayer::VisitDecision(const v1::Decision& decision, con
     BALLAST_RETURN_IF_ERROR(work->incomplete);
     work->replayed = [replay = replay_](uint64_t bytes) { replay->Count(bytes); };
     store = core_->state.store();
+    Replies nobody_waits;
+    recovery_->updates_->PassOverOthers(work.get(), &nobody_waits);
     for (const auto& chunk : work->untouched) chunk->Reach(step);
   }
   BALLAST_RETURN_IF_ERROR(recovery_->updates_->PrepareReadBack(work.get()));
@@ -164,8 +168,9 @@ absl::Status Recovery::Replayer::LoadUndecided() {
   BALLAST_RETURN_IF_ERROR(replay_->FinishUpdates());
   if (!prepared.has_value()) return absl::OkStatus();
   JobMutexLock lock(&core_->mu);
-  for (const auto& chunk : core_->state.chunks())
-    BALLAST_RETURN_IF_ERROR(recovery_->updates_->CheckHeld(*chunk, *prepared));
+  for (const auto& chunk : core_->state.chunks()) {
+    if (chunk->filled()) BALLAST_RETURN_IF_ERROR(recovery_->updates_->CheckHeld(*chunk, *prepared));
+  }
   return absl::OkStatus();
 }
 
@@ -232,6 +237,7 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
   for (size_t i = 0; i < scanned.live.size(); ++i) (*log)->Keep(scanned.live[i].incarnation, walk.keep_for()[i]);
   BALLAST_RETURN_IF_ERROR(replayer.LoadUndecided());
   BALLAST_RETURN_IF_ERROR(CheckLogReaches(entry));
+  BALLAST_RETURN_IF_ERROR(changes_->EndReplay());
   BALLAST_RETURN_IF_ERROR(CheckAllTaken());
   int64_t committed = -1;
   {
@@ -316,7 +322,7 @@ absl::Status Recovery::CheckChanged(const v1::LogSnapshot& snapshot) {
     HeldChunk& chunk = *core_->state.chunks()[i];
     chunk.SetChanged(changed[i]);
     const int64_t durable = core_->state.store()->durable_version(chunk.store_index);
-    if (durable >= changed[i]) continue;
+    if (durable >= changed[i] || core_->machine->unfilled().contains(chunk.id)) continue;
     return model::Error(
         absl::StatusCode::kDataLoss, model::kStateLost,
         absl::StrCat("the catalog ", durable < 0 ? "names no state" : absl::StrCat("names version ", durable),

@@ -17,6 +17,7 @@
 
 namespace ballast::services {
 
+class ChunkChanges;
 class EarlierExtents;
 class Flushes;
 class JobCore;
@@ -31,13 +32,14 @@ class Updates;
 class Recovery {
  public:
   Recovery(JobCore* core, JobJournal* journal, SliceRoom* room, Flushes* flushes, EarlierExtents* earlier, Space* space,
-           Openings* openings, Updates* updates)
+           Openings* openings, ChunkChanges* changes, Updates* updates)
       : core_(core),
         journal_(journal),
         flushes_(flushes),
         earlier_(earlier),
         space_(space),
         openings_(openings),
+        changes_(changes),
         updates_(updates),
         slices_(core, room) {}
 
@@ -70,6 +72,7 @@ class Recovery {
   EarlierExtents* const earlier_;
   Space* const space_;
   Openings* const openings_;
+  ChunkChanges* const changes_;
   Updates* const updates_;
   LoggedSlices slices_;
   std::shared_ptr<StepWork> work_ ABSL_GUARDED_BY(job_lock);

@@ -91,6 +91,12 @@ class WorkMaker {
   }
 
   void Add(const std::shared_ptr<HeldChunk>& chunk) {
+    // Its state will come as of this step or later. With all slices the update is made: by the time it runs, the state
+    // may have come as of an earlier step.
+    if (!chunk->filled() && !chunk->intake.Holds(header_, attempt_)) {
+      work_.untouched.push_back(chunk);
+      return;
+    }
     // A restore leaves alone a chunk that never had a state: no pin has it.
     const bool restore = header_.kind() == v1::STEP_KIND_RESTORE && chunk->changed() >= 0;
     if (!skip_ && (restore || Changes(header_, chunk->layout()))) work_.changed.push_back(chunk);
@@ -163,6 +169,28 @@ StepWork WorkOf(const StepState& state, const v1::PreparedRecord& prepared, cons
   WorkMaker maker(state, prepared, decision);
   for (const std::shared_ptr<HeldChunk>& chunk : state.chunks) maker.Add(chunk);
   return maker.Take();
+}
+
+size_t PassOverOthers(StepWork* work) {
+  const auto runs = [&](size_t i) { return work->touched[i]->filled() && *work->touched[i]->version() < work->step; };
+  size_t kept = 0, buffers = 0;
+  for (size_t i = 0; i < work->updates.size(); ++i) {
+    if (runs(i)) {
+      if (kept != i) {
+        work->updates[kept] = std::move(work->updates[i]);
+        work->touched[kept] = std::move(work->touched[i]);
+        work->buffers[kept] = std::move(work->buffers[i]);
+      }
+      ++kept;
+      continue;
+    }
+    work->touched[i]->PassOverUpdate(work->step);
+    buffers += work->buffers[i].size();
+  }
+  work->updates.resize(kept);
+  work->touched.resize(kept);
+  work->buffers.resize(kept);
+  return buffers;
 }
 
 size_t PutLeasedLast(StepWork* work, size_t first) {

@@ -47,6 +47,9 @@ StepWork WorkOf(const StepState& state, const v1::PreparedRecord& prepared, cons
 // The work is going to be done: empties the intakes of all `chunks`. `release_idle`: buffers are part of no
 // reservation. Returns how many buffers come back once the work is done.
 uint64_t Commit(const StepWork& work, absl::Span<const std::shared_ptr<HeldChunk>> chunks, bool release_idle);
+// When the work begins, under the job's lock: takes out updates of chunks that have the step already, or that the
+// server lacks. Returns how many buffers come back.
+size_t PassOverOthers(StepWork* work);
 // The updates from `first` on whose chunks are leased go behind the others, each in their order. Returns how many are
 // not leased. No lock: their chunks get no lease any more.
 size_t PutLeasedLast(StepWork* work, size_t first);

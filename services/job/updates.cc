@@ -115,6 +115,10 @@ absl::Status Updates::CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord
                                    prepared.step(), " applies to it. Run `ballastctl verify --rebuild`"));
 }
 
+void Updates::PassOverOthers(StepWork* work, Replies* replies) {
+  for (size_t returned = ballast::services::PassOverOthers(work); returned > 0; --returned) room_->Returned(replies);
+}
+
 absl::Status Updates::PrepareReadBack(StepWork* work) {
   std::vector<uint64_t> elements;
   for (const auto& chunk : work->touched) elements.push_back(chunk->elements);
@@ -138,6 +142,7 @@ void Updates::RunStep(StepWork* work) {
     if (refused) return;
     store = core_->state.store();
     log = journal_->file();
+    PassOverOthers(work, replies);
     for (const auto& chunk : work->touched) chunk->BeginUpdate();
     for (const auto& chunk : work->untouched) {
       chunk->Reach(work->step);

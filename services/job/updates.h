@@ -48,6 +48,9 @@ class Updates {
   absl::Status CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord& prepared) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
+  // Before a step's work runs: as PassOverOthers of step_work.h.
+  void PassOverOthers(StepWork* work, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
   // On the worker, or a thread of the recovery. PrepareReadBack comes first: memory for slices that are read from the
   // log. `log`: where they are; null if there are none.
   absl::Status PrepareReadBack(StepWork* work) ABSL_LOCKS_EXCLUDED(job_lock);

@@ -59,7 +59,23 @@ class HeldChunk {
     if (!version_.has_value()) version_ = first_version_ = version;
   }
   // The disk has its state at `version`.
-  void ComeBack(int64_t version) { version_ = version; }
+  void ComeBack(int64_t version) { version_ = came_back_ = version; }
+  // The version that an earlier run of the server left; none for a chunk of this run.
+  const std::optional<int64_t>& came_back() const { return came_back_; }
+  // Does this server have the chunk's state? A chunk that it still has to copy from another server takes part in steps:
+  // its version goes on, and nobody may read it.
+  bool filled() const { return filled_; }
+  // What the server has of the chunk up to `version` counts no more.
+  void Void(int64_t version) {
+    filled_ = false;
+    version_ = std::max(version_.value_or(version), version);
+  }
+  // The chunk's state as of `version` is there, and no earlier version. `changed`: as below, of that state.
+  void Fill(int64_t version, int64_t changed) {
+    filled_ = true;
+    version_ = first_version_ = version;
+    changed_ = std::max(changed_, changed);
+  }
   // Its state up to `version` is lost: nobody may read that version or an earlier one.
   void Lose(int64_t version) {
     version_ = version;
@@ -84,6 +100,12 @@ class HeldChunk {
     --updates_pending_;
   }
 
+  // The update does not run.
+  void PassOverUpdate(int64_t step) {
+    Reach(step);
+    --updates_pending_;
+  }
+
   Intake intake;
   ChunkLeases leases;  // none is taken while an update runs
   Waiting::Queue pulls;
@@ -92,6 +114,8 @@ class HeldChunk {
  private:
   model::Chunk layout_;
   std::optional<int64_t> version_;
+  std::optional<int64_t> came_back_;
+  bool filled_ = true;
   int64_t first_version_ = 0;
   int64_t changed_ = -1;
   bool update_runs_ = false;

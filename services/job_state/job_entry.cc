@@ -170,8 +170,12 @@ CatalogPair CommittedPair(absl::string_view job, int64_t committed) {
   return {absl::StrCat(CatalogPrefix(job), kCatalogCommitted), absl::StrCat(committed)};
 }
 
+std::string ChunkKey(absl::string_view job, uint64_t chunk) {
+  return absl::StrCat(CatalogPrefix(job), kCatalogChunk, chunk);
+}
+
 CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk) {
-  return {absl::StrCat(CatalogPrefix(job), kCatalogChunk, chunk.id), chunk.Encode()};
+  return {ChunkKey(job, chunk.id), chunk.Encode()};
 }
 
 CatalogPair PinPair(absl::string_view job, const v1::PinnedVersion& pin) {

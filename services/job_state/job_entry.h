@@ -87,6 +87,8 @@ using CatalogPair = std::pair<std::string, std::string>;
 CatalogPair LogPair(absl::string_view job, uint64_t life);
 // The last step that the server applied: a log that ends earlier is an older copy.
 CatalogPair CommittedPair(absl::string_view job, int64_t committed);
+// Key of a chunk's entry.
+std::string ChunkKey(absl::string_view job, uint64_t chunk);
 CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk);
 CatalogPair PinPair(absl::string_view job, const v1::PinnedVersion& pin);
 CatalogPair WantedPair(absl::string_view job, const v1::PinnedVersion& pin);

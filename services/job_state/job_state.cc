@@ -28,6 +28,8 @@ std::shared_ptr<HeldChunk> JobState::FindSlice(const v1::PushRequest& header, ui
 void JobState::Open(std::shared_ptr<const model::EpochPlan> plan, HeldChunks chunks,
                     absl::Span<const uint64_t> indices) {
   plan_ = std::move(plan);
+  HeldChunks before = std::move(leaving_);
+  before.insert(before.end(), chunks_->begin(), chunks_->end());
   chunks_ = std::make_shared<const HeldChunks>(std::move(chunks));
   lent_ = nullptr;
   by_index_.clear();
@@ -35,6 +37,12 @@ void JobState::Open(std::shared_ptr<const model::EpochPlan> plan, HeldChunks chu
     const std::shared_ptr<HeldChunk>& chunk = (*chunks_)[i];
     chunk->Open(plan_->layout().chunks()[indices[i]], *plan_);
     by_index_[indices[i]] = chunk;
+  }
+  leaving_.clear();
+  for (std::shared_ptr<HeldChunk>& chunk : before) {
+    if (by_index_.contains(chunk->id)) continue;
+    if (!recovering_) chunk->Void(*chunk->version());  // a later Open of the log may bring it back
+    leaving_.push_back(std::move(chunk));
   }
 }
 

@@ -32,7 +32,13 @@ class JobState {
   absl::StatusOr<std::shared_ptr<HeldChunk>> Held(uint64_t index) const;
   std::shared_ptr<HeldChunk> FindSlice(const v1::PushRequest& header, uint32_t* slice) const;
   // A new epoch is open. `indices`: of `chunks` in the layout. Slices of older epochs are void, and nothing is lent.
+  // Chunks that the plan does not give to this server any more leave: nobody finds them.
   void Open(std::shared_ptr<const model::EpochPlan> plan, HeldChunks chunks, absl::Span<const uint64_t> indices);
+
+  // Chunks that have left, and whose bytes are still here.
+  const HeldChunks& leaving() const { return leaving_; }
+  // Their bytes go.
+  HeldChunks TakeLeaving() { return std::exchange(leaving_, {}); }
 
   // Null before the worker has made a store. Replace returns the old store.
   const std::shared_ptr<storage::ChunkStore>& store() const { return store_; }
@@ -52,6 +58,7 @@ class JobState {
   std::shared_ptr<const model::EpochPlan> plan_;
   std::shared_ptr<const HeldChunks> chunks_ = std::make_shared<const HeldChunks>();
   absl::flat_hash_map<uint64_t, std::shared_ptr<HeldChunk>> by_index_;
+  HeldChunks leaving_;
   std::shared_ptr<storage::ChunkStore> store_;
   std::shared_ptr<LentMemory> lent_;
   bool recovering_ = false;

@@ -31,6 +31,12 @@ void EarlierExtents::AddPins(absl::Span<const v1::PinnedVersion> pins) {
   }
 }
 
+std::vector<storage::DurableChunk> EarlierExtents::TakeChunks() {
+  std::vector<storage::DurableChunk> left;
+  for (const auto& [id, chunk] : std::exchange(chunks_, {})) left.push_back(chunk);
+  return left;
+}
+
 std::optional<storage::DurableChunk> EarlierExtents::FindChunk(uint64_t id) const {
   const auto found = chunks_.find(id);
   return found == chunks_.end() ? std::nullopt : std::optional(found->second);

@@ -25,6 +25,8 @@ class EarlierExtents {
   // The chunk's newest state, until somebody has taken it.
   std::optional<storage::DurableChunk> FindChunk(uint64_t id) const;
   void Taken(uint64_t id) { chunks_.erase(id); }
+  // Those that nobody has taken.
+  std::vector<storage::DurableChunk> TakeChunks();
   // Bytes of NVMe budget to set aside for a new chunk's automatic pins, less what they have on the disk already.
   uint64_t AsideBytes(uint64_t id, uint64_t state_bytes) const;
   // After `store` has these chunks: gives it the states that kept versions have of them.

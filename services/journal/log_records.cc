@@ -107,13 +107,15 @@ uint64_t NormBytesMax(const model::Chunk& chunk) {
 }
 
 uint64_t SnapshotBytesMax(const model::EpochPlan& plan, absl::Span<const uint64_t> chunks) {
-  constexpr uint64_t kFixedBytes = 4096, kTensorBytesMax = 26, kRunBytesMax = 24, kGroupBytesMax = 96;
+  constexpr uint64_t kFixedBytes = 4096, kTensorBytesMax = 26, kRunBytesMax = 24, kGroupBytesMax = 96,
+                     kUnfilledBytesMax = 24;
   const uint64_t tensors = plan.layout().tensors().size(), groups = plan.open().spec().group_count();
   // The last decision, and the prepared step: its header, blobs and norms. The spec's digest is within the fixed bytes:
   // a log made for an Open without a digest fits the same Open with one.
   uint64_t bytes = kFixedBytes + plan.open().ByteSizeLong() - plan.open().spec_digest().size() + 2 * kDecisionBytesMax +
                    kTensorBytesMax * tensors + kGroupBytesMax * groups;
   for (const uint64_t id : chunks) bytes += kRunBytesMax + NormBytesMax(plan.layout().chunks()[id]);
+  if (plan.open().has_table()) bytes += kUnfilledBytesMax * chunks.size();
   return bytes;
 }
 

@@ -7,6 +7,7 @@
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/journal/job_journal.h"
 #include "ballast/services/journal/log_records.h"
+#include "ballast/services/space/chunk_changes.h"
 #include "ballast/services/space/space.h"
 
 namespace ballast::services {
@@ -45,6 +46,7 @@ void Openings::Prepare(const v1::OpenRequest& request) {
     core_->mu.AssertHeld();
     if (!plan.ok()) return Finish(plan.status(), replies);
     opening_->plan = *plan;
+    if (absl::Status may = changes_->Check(**plan); !may.ok()) return Finish(std::move(may), replies);
     std::optional<HeldChunks> held = space_->AllHeld(**plan);
     if (held.has_value()) return Finish(*std::move(held), replies);
     core_->worker->Post([this, plan = *plan] { TakeSpace(plan); });
@@ -92,12 +94,15 @@ void Openings::Ask(const std::shared_ptr<DryRun>& run) {
   });
   if (!plan.ok()) return Answer(run, plan.status());
   bool first_takes_space = false, reads_store = false;
+  absl::Status may;
   {
     JobMutexLock lock(&core_->mu);
+    may = changes_->Check(**plan);
     // No Open begins to take space before this task of the clerk ends.
     first_takes_space = core_->state.plan() == nullptr && opening_ != nullptr && opening_->plan != nullptr;
     reads_store = space_->ReadsStore(**plan);
   }
+  if (!may.ok()) return Answer(run, may);
   if (first_takes_space) {
     // Its log may take minutes to write.
     v1::OpenResponse answer;

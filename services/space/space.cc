@@ -27,6 +27,7 @@ SpaceState Space::State() const {
                    .recovering = core_->state.recovering(),
                    .plan = core_->state.plan(),
                    .chunks = core_->state.chunk_list(),
+                   .leaving = core_->state.leaving(),
                    .spares = spares_,
                    .store = core_->state.store(),
                    .memory = room_->memory(),
@@ -57,32 +58,29 @@ absl::Status Space::Annotate(const model::EpochPlan& plan, const absl::Status& s
 }
 
 absl::StatusOr<HeldChunks> Space::Take(const model::EpochPlan& plan) {
-  HeldChunks chunks;
   SpaceNeed need;
   {
     // Ends here: a store that goes gives its space back with its last reference.
     BALLAST_ASSIGN_OR_RETURN(const SpaceState state, Look());
     BALLAST_ASSIGN_OR_RETURN(need, NeedOf(state, plan));
-    chunks = *state.chunks;
   }
-  const absl::Status status = Fill(plan, chunks, &need);
+  const absl::Status status = TakeAll(plan, &need);
   // An error loses no chunk of the store: the next Open takes what this Open had or added.
   for (const auto& chunk : need.taken) {
-    if (chunk != nullptr) (status.ok() ? chunks : need.spares).push_back(chunk);
+    if (chunk != nullptr && !status.ok()) need.spares.push_back(chunk);
   }
   {
     JobMutexLock lock(&core_->mu);
     spares_ = std::move(need.spares);
   }
   BALLAST_RETURN_IF_ERROR(Annotate(plan, status));
-  return chunks;
+  return ChunksUnder(need);
 }
 
-absl::Status Space::Fill(const model::EpochPlan& plan, const HeldChunks& held, SpaceNeed* need) {
+absl::Status Space::TakeAll(const model::EpochPlan& plan, SpaceNeed* need) {
   BALLAST_ASSIGN_OR_RETURN(Grant grant, Replace(need));
   BALLAST_RETURN_IF_ERROR(Add(need, &grant));
-  HeldChunks chunks = held;
-  chunks.insert(chunks.end(), need->taken.begin(), need->taken.end());
+  const HeldChunks chunks = ChunksUnder(*need);
   if (const std::optional<JournalSize> spill = SpillOf(*need, plan, chunks)) {
     BALLAST_RETURN_IF_ERROR(GrowJournal(*spill, /*logged=*/false));
   }
@@ -103,8 +101,9 @@ absl::StatusOr<v1::OpenResponse> Space::Try(const model::EpochPlan& plan) const 
 }
 
 bool Space::ReadsStore(const model::EpochPlan& plan) const {
-  return core_->state.store() != nullptr &&
-         ChunksOf(plan, core_->around.server_id).size() > core_->state.chunks().size();
+  if (core_->state.store() == nullptr) return false;
+  const std::vector<uint64_t> mine = ChunksOf(plan, core_->around.server_id);
+  return std::any_of(mine.begin(), mine.end(), [&](uint64_t id) { return core_->state.Find(id) == nullptr; });
 }
 
 std::optional<HeldChunks> Space::AllHeld(const model::EpochPlan& plan) const {

@@ -68,8 +68,7 @@ class Space {
   std::shared_ptr<storage::ChunkStore> MakeStore(const NewChunks& wanted) const;
   // Takes what `need` says beside the chunks that the job held. `need` has the chunks that are there afterwards, also
   // after an error.
-  absl::Status Fill(const model::EpochPlan& plan, const HeldChunks& held, SpaceNeed* need)
-      ABSL_LOCKS_EXCLUDED(job_lock);
+  absl::Status TakeAll(const model::EpochPlan& plan, SpaceNeed* need) ABSL_LOCKS_EXCLUDED(job_lock);
   // The job's store and memory, or new ones in their place.
   absl::StatusOr<Grant> Replace(SpaceNeed* need) ABSL_LOCKS_EXCLUDED(job_lock);
   // The chunks that the job lacks, and a log.

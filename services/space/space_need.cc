@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
@@ -31,15 +32,17 @@ storage::TierBytes TakenBy(const SpaceState& state) {
   return taken;
 }
 
-// Does the plan begin with the chunks that the job has?
+// Does the plan lay out the job's chunks as they are, and give them all to this server? A table may give some to
+// others.
 absl::Status CheckContinues(const SpaceState& state, const model::EpochPlan& plan, const std::vector<uint64_t>& mine) {
   if (state.plan == nullptr) return absl::OkStatus();
   const std::vector<uint64_t> held = ChunksOf(*state.plan, state.server_id);
-  bool continues = held.size() <= mine.size();
-  for (size_t i = 0; continues && i < held.size(); ++i) {
-    const model::Chunk &chunk = plan.layout().chunks()[mine[i]], &was = state.plan->layout().chunks()[held[i]];
-    continues = held[i] == mine[i] && was.unit == chunk.unit && was.range == chunk.range;
-  }
+  const auto& chunks = plan.layout().chunks();
+  const bool continues = std::all_of(held.begin(), held.end(), [&](uint64_t id) {
+    if (!std::binary_search(mine.begin(), mine.end(), id) && !plan.open().has_table()) return false;
+    const model::Chunk& was = state.plan->layout().chunks()[id];
+    return id < chunks.size() && was.unit == chunks[id].unit && was.range == chunks[id].range;
+  });
   if (continues) return absl::OkStatus();
   return model::Error(
       absl::StatusCode::kInvalidArgument, model::kBadSpec,
@@ -56,7 +59,22 @@ uint64_t LogSteps(const SpaceState& state) {
   return state.log_steps > 0 ? first : std::max(first, held);
 }
 
-NewChunks NewOf(const SpaceState& state, const model::EpochPlan& plan, const std::vector<uint64_t>& mine) {
+// Of `mine`, the chunks that the job has.
+HeldChunks HeldOf(const SpaceState& state, const std::vector<uint64_t>& mine) {
+  absl::flat_hash_map<uint64_t, std::shared_ptr<HeldChunk>> by_id;
+  for (const auto* chunks : {state.chunks.get(), &state.leaving}) {
+    for (const auto& chunk : *chunks) by_id.try_emplace(chunk->id, chunk);
+  }
+  HeldChunks held;
+  for (const uint64_t id : mine) {
+    const auto found = by_id.find(id);
+    held.push_back(found == by_id.end() ? nullptr : found->second);
+  }
+  return held;
+}
+
+NewChunks NewOf(const SpaceState& state, const model::EpochPlan& plan, const std::vector<uint64_t>& mine,
+                const HeldChunks& held) {
   NewChunks wanted{.spec = plan.open().spec(),
                    .optimizer = *model::OptimizerOf(plan.open().spec()),
                    .ids = {},
@@ -71,8 +89,8 @@ NewChunks NewOf(const SpaceState& state, const model::EpochPlan& plan, const std
     const model::Chunk& chunk = plan.layout().chunks()[mine[i]];
     const uint64_t elements = chunk.range.size();
     wanted.all.Of(chunk)->push_back(elements);
-    if (i >= state.chunks->size() || (*state.chunks)[i]->logged) wanted.AddSpilt(plan, mine[i]);
-    if (i < state.chunks->size()) continue;
+    if (held[i] == nullptr || held[i]->logged) wanted.AddSpilt(plan, mine[i]);
+    if (held[i] != nullptr) continue;
     wanted.ids.push_back(mine[i]);
     wanted.elements.push_back(elements);
     wanted.forms.push_back(FormOf(chunk));
@@ -178,7 +196,8 @@ absl::StatusOr<SpaceNeed> Need(const SpaceState& state, const model::EpochPlan& 
   BALLAST_RETURN_IF_ERROR(plan.FindMember(state.server_id).status());
   SpaceNeed need;
   need.mine = ChunksOf(plan, state.server_id);
-  need.wanted = NewOf(state, plan, need.mine);
+  need.held = HeldOf(state, need.mine);
+  need.wanted = NewOf(state, plan, need.mine, need.held);
   need.recovering = state.recovering;
   // Where slices are lent, they need no memory here.
   need.pushed = state.working_copies || need.wanted.logged();
@@ -192,6 +211,15 @@ absl::StatusOr<SpaceNeed> Need(const SpaceState& state, const model::EpochPlan& 
   return need;
 }
 
+HeldChunks ChunksUnder(const SpaceNeed& need) {
+  HeldChunks chunks = need.held;
+  auto next = need.taken.begin();
+  for (auto& chunk : chunks) {
+    if (chunk == nullptr) chunk = *next++;
+  }
+  return chunks;
+}
+
 bool HasAll(const SpaceState& state, const model::EpochPlan& plan) {
   const v1::JobSpec& spec = plan.open().spec();
   if (state.store == nullptr || state.recovering || state.plan == nullptr) return false;
@@ -200,7 +228,9 @@ bool HasAll(const SpaceState& state, const model::EpochPlan& plan) {
   if (!optimizer.ok() || !(state.store->layout().optimizer() == *optimizer)) return false;
   const std::vector<uint64_t> mine = ChunksOf(plan, state.server_id);
   const HeldChunks& chunks = *state.chunks;
-  if (mine.size() != chunks.size() || !CheckContinues(state, plan, mine).ok()) return false;
+  const bool same = std::equal(mine.begin(), mine.end(), chunks.begin(), chunks.end(),
+                               [](uint64_t id, const auto& chunk) { return id == chunk->id; });
+  if (!same || !CheckContinues(state, plan, mine).ok()) return false;
   if (spec.durability() == v1::DURABILITY_STEP) {
     const uint64_t slice_bytes = spec.chunk_elements() * sizeof(float);
     if (!state.journal.durable || !CheckFits(state.journal, SnapshotBytesMax(plan, mine), slice_bytes).ok())
@@ -284,8 +314,8 @@ std::optional<JournalSize> SpillOf(const SpaceNeed& need, const model::EpochPlan
   if (need.wanted.logged()) return std::nullopt;
   NewChunks wanted = need.wanted;
   wanted.spilt = {};
-  for (size_t i = 0; i < chunks.size(); ++i) {
-    if (chunks[i]->logged) wanted.AddSpilt(plan, need.mine[i]);
+  for (const auto& chunk : chunks) {
+    if (chunk->logged) wanted.AddSpilt(plan, chunk->id);
   }
   if (wanted.spilt.trained.empty() && wanted.spilt.frozen.empty()) return std::nullopt;
   return wanted.journal_size(need.journal.segment_bytes);
@@ -313,13 +343,15 @@ uint64_t SliceBytes(const storage::StateLayout& layout, uint64_t read_back_bytes
 
 Retiled RetiledBy(const SpaceState& state, const SpaceNeed& need, const model::EpochPlan& plan, uint64_t free_dram) {
   Retiled retiled;
+  HeldChunks held = need.held;
+  std::erase(held, nullptr);
   if (!need.makes_store) {
-    const uint64_t needed = SliceBytes(state.store->layout(), state.read_back_bytes, plan, *state.chunks, state.spares);
+    const uint64_t needed = SliceBytes(state.store->layout(), state.read_back_bytes, plan, held, state.spares);
     const uint64_t missing = needed - std::min(needed, state.memory->reserved_bytes());
     // Beyond the budget the job's own state and working copies make room.
     retiled.slice_bytes = std::min(missing, free_dram);
   }
-  std::optional<JournalSize> size = SpillOf(need, plan, *state.chunks);
+  std::optional<JournalSize> size = SpillOf(need, plan, held);
   // As a real Open does where all chunks are there.
   if (need.wanted.logged() && (!need.wanted.elements.empty() || need.journal.segment_bytes == 0)) {
     size = need.wanted.journal_size(need.journal.segment_bytes);

@@ -32,6 +32,7 @@ struct SpaceState {
   bool recovering = false;                       // the log is being read, and keeps its size
   std::shared_ptr<const model::EpochPlan> plan;  // of the open epoch; null before the first Open
   std::shared_ptr<const HeldChunks> chunks = std::make_shared<const HeldChunks>();
+  HeldChunks leaving;                          // as JobState
   HeldChunks spares;                           // taken for a refused Open
   std::shared_ptr<storage::ChunkStore> store;  // null before the worker has made a store
   std::shared_ptr<SliceMemory> memory;         // likewise
@@ -44,6 +45,8 @@ struct SpaceState {
 struct SpaceNeed {
   NewChunks wanted;
   std::vector<uint64_t> mine;  // the plan's chunks on this server, in the layout
+  // Of `mine`, those that the job has, also those that are leaving; null: the next of `taken`.
+  HeldChunks held;
   // The chunks that the job lacks: spares, or, where null, the next of `missing`.
   HeldChunks taken;
   std::vector<storage::ChunkToAdd> missing;
@@ -63,10 +66,13 @@ struct SpaceNeed {
 // UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC): no server can hold such a job, or no server that keeps no
 // working copies.
 absl::Status CheckSupported(const v1::OpenRequest& request, bool working_copies);
-// Errors: as CheckSupported; INVALID_ARGUMENT (BAD_SPEC) if the plan does not go on with the job's chunks;
+// Errors: as CheckSupported; INVALID_ARGUMENT (BAD_SPEC) if the plan does not go on with the job's chunks, all of them
+// unless the job has a table;
 // RESOURCE_EXHAUSTED (BUDGET) if the log's segments are too small.
 absl::StatusOr<SpaceNeed> Need(const SpaceState& state, const model::EpochPlan& plan);
-// Has the job all that an Open of `plan` needs?
+// The chunks under the plan, in its order. REQUIRES: nothing of need.taken is null.
+HeldChunks ChunksUnder(const SpaceNeed& need);
+// Has the job all that an Open of `plan` needs, and nothing else?
 bool HasAll(const SpaceState& state, const model::EpochPlan& plan);
 
 // The layout of a store for `wanted`.

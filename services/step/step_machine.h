@@ -87,9 +87,10 @@ class StepHost {
   // restore is applied. Chunks that the plan does not give to this server any more, and those of an Open that forgets,
   // stay on the disk until TableDurable.
   virtual void Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange& change) = 0;
-  // Can this host import chunks, give chunks up and keep slices over an Open? If not, the machine refuses an Open that
-  // asks for chunks to be imported or given up (UNSUPPORTED), and every Open voids slices.
+  // Can this host import chunks and give chunks up? If not, the machine refuses an Open that asks for it (UNSUPPORTED).
   virtual bool ChangesChunks() const { return false; }
+  // Can this host keep slices over an Open? If not, every Open voids them.
+  virtual bool KeepsSlices() const { return false; }
   // The Open of another table is durable. `given_up`: what this server had of these chunks before the Open may go. From
   // here on unfilled chunks may be imported. Only for hosts that change chunks. Not in a replay: after the last record
   // the host frees what the plan does not give to this server, and states of unfilled chunks that MarkFilled refuses.
@@ -132,6 +133,9 @@ class StepMachine {
   // `plan`: of this request, if the caller has made it, which for a large job takes long; null lets the machine do so.
   Outcome<v1::OpenResponse> Open(const v1::OpenRequest& request,
                                  std::shared_ptr<const model::EpochPlan> plan = nullptr);
+
+  // Would this Open have the server begin at its base, and forget what it has of the job (rule 25)?
+  bool Forgets(const v1::OpenRequest& request) const;
 
   // Rule 3 in two halves, so that the payload is copied outside the lock. Admit checks everything but the bytes:
   //   kHeld: this very slice is there already, or is not needed, answer OK;  kReceive: copy the bytes, then call

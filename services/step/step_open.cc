@@ -88,7 +88,7 @@ std::vector<bool> NewestOf(const v1::OpenRequest& open) {
 void StepMachine::Impl::SetTold(const v1::OpenRequest& open, bool forgets, Change* change) const {
   change->told.forgets = forgets;
   change->table = plan == nullptr || forgets || !SamePlaces(plan->open(), open);
-  change->told.keeps_slices = host->ChangesChunks() && plan != nullptr && !forgets && Continues(plan->open(), open);
+  change->told.keeps_slices = host->KeepsSlices() && plan != nullptr && !forgets && Continues(plan->open(), open);
 }
 
 absl::StatusOr<StepMachine::Impl::Change> StepMachine::Impl::ChangeTo(const model::EpochPlan& next, uint32_t index,
@@ -211,7 +211,7 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
   if (m.plan != nullptr && model::Compare(m.plan->open().epoch(), request.epoch()) == 0) return m.OpenAgain(request);
   BALLAST_RETURN_IF_ERROR(m.CheckOwnDisk(request));
   // Who forgets the job compares nothing with what it had.
-  const bool forgets = request.has_table() && !m.Fits(request) && m.Begins(request);
+  const bool forgets = Forgets(request);
   if (!forgets) {
     if (m.plan != nullptr) BALLAST_RETURN_IF_ERROR(CheckContinues(m.plan->open(), request));
     BALLAST_RETURN_IF_ERROR(
@@ -250,6 +250,10 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
   m.table_lsn = lsn;
   m.journal->Sync(lsn);
   return std::nullopt;
+}
+
+bool StepMachine::Forgets(const v1::OpenRequest& request) const {
+  return request.has_table() && !impl_->Fits(request) && impl_->Begins(request);
 }
 
 const std::map<uint64_t, int64_t>& StepMachine::unfilled() const { return impl_->unfilled; }

@@ -110,6 +110,7 @@ class RocksCatalog : public Catalog {
   }
   absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const override;
   absl::Status ErasePrefix(absl::string_view prefix) override;
+  absl::Status Erase(absl::Span<const std::string> keys) override;
   absl::Status Replace(absl::Span<const std::string> prefixes,
                        absl::Span<const std::pair<std::string, std::string>> pairs) override;
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> List(absl::string_view prefix) const override;
@@ -176,6 +177,12 @@ absl::Status RocksCatalog::ErasePrefix(absl::string_view prefix) {
   rocksdb::WriteBatch batch;
   BALLAST_RETURN_IF_ERROR(AddErase(prefix, &batch));
   return Write(batch, absl::StrCat("erase of '", prefix, "'"));
+}
+
+absl::Status RocksCatalog::Erase(absl::Span<const std::string> keys) {
+  rocksdb::WriteBatch batch;
+  for (const std::string& key : keys) BALLAST_RETURN_IF_ERROR(CatalogError(batch.Delete(key), "erase", path_));
+  return Write(batch, absl::StrCat("erase of ", keys.size(), " entries"));
 }
 
 absl::Status RocksCatalog::Replace(absl::Span<const std::string> prefixes,

@@ -40,6 +40,8 @@ class Catalog {
   virtual absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) = 0;
   virtual absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const = 0;
   virtual absl::Status ErasePrefix(absl::string_view prefix) = 0;
+  // Erases exactly these keys, all or none; a key that is not there does no harm.
+  virtual absl::Status Erase(absl::Span<const std::string> keys) = 0;
   // Erases everything under these prefixes and puts the pairs, all or nothing.
   virtual absl::Status Replace(absl::Span<const std::string> prefixes,
                                absl::Span<const std::pair<std::string, std::string>> pairs) = 0;

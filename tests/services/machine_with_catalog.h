@@ -59,6 +59,7 @@ class MachineWithCatalog::Counted : public storage::Catalog {
   }
   absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const override { return catalog_->Get(key); }
   absl::Status ErasePrefix(absl::string_view prefix) override { return catalog_->ErasePrefix(prefix); }
+  absl::Status Erase(absl::Span<const std::string> keys) override { return catalog_->Erase(keys); }
   absl::Status Replace(absl::Span<const std::string> prefixes, Pairs pairs) override {
     for (const auto& [key, value] : pairs) machine_->Note(key);
     return catalog_->Replace(prefixes, pairs);

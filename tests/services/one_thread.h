@@ -104,6 +104,12 @@ class MapCatalog : public storage::Catalog {
     if (fails.ok()) std::erase_if(entries, [&](const auto& entry) { return absl::StartsWith(entry.first, prefix); });
     return fails;
   }
+  absl::Status Erase(absl::Span<const std::string> keys) override {
+    for (const std::string& key : keys) {
+      if (fails.ok()) entries.erase(key);
+    }
+    return fails;
+  }
   absl::Status Replace(absl::Span<const std::string> prefixes,
                        absl::Span<const std::pair<std::string, std::string>> pairs) override {
     for (const std::string& prefix : prefixes) (void)ErasePrefix(prefix);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
@@ -92,6 +93,14 @@ absl::Status TrainerGroup::Start() {
   return Open(resolution.base, resolution.decision);
 }
 
+absl::Status TrainerGroup::OpenWith(const v1::Table& table, std::vector<StateServer*> members,
+                                    const model::Found& found) {
+  table_ = table;
+  servers_ = std::move(members);
+  tensor_steps_ = found.tensor_steps;
+  return Open(found.base, found.decision);
+}
+
 absl::Status TrainerGroup::Fence(std::vector<v1::GetJobResponse>* answers) {
   for (StateServer* server : servers_) {
     v1::FenceRequest request;
@@ -116,6 +125,12 @@ v1::OpenRequest TrainerGroup::open_request(int64_t base, const std::optional<v1:
   request.set_spec_digest(model::SpecDigest(spec_));
   request.set_protocol_version(model::kProtocolVersion);
   *request.mutable_tiling() = model::EvenTiling(world_size_);
+  if (table_.has_value()) {
+    *request.mutable_table() = *table_;
+    request.set_group(absl::StrCat("group ", epoch_.counter()));
+    request.mutable_tensor_steps()->Add(tensor_steps_.begin(), tensor_steps_.end());
+    return request;
+  }
   for (const StateServer* server : servers_) {
     v1::Member* member = request.add_members();
     member->set_server_id(server->server_id());
@@ -177,6 +192,11 @@ v1::PushRequest TrainerGroup::PushHeader(uint32_t slice, v1::SliceKind kind, con
 }
 
 Answer<v1::PushResponse> TrainerGroup::BeginPushSlice(uint32_t slice, v1::SliceKind kind, const Fill& fill) {
+  return BeginPushSlice(slice, kind, fill, server_of(plan_->slices()[slice].chunk));
+}
+
+Answer<v1::PushResponse> TrainerGroup::BeginPushSlice(uint32_t slice, v1::SliceKind kind, const Fill& fill,
+                                                      StateServer* server) {
   payloads_.push_back(std::make_unique<std::string>(Payload(slice, kind, fill)));
   const std::string& payload = *payloads_.back();
   const auto bytes = absl::MakeConstSpan(reinterpret_cast<const std::byte*>(payload.data()), payload.size());
@@ -187,16 +207,21 @@ Answer<v1::PushResponse> TrainerGroup::BeginPushSlice(uint32_t slice, v1::SliceK
       pieces.push_back(bytes.subspan(at, 1 + at % 509));
   }
   Answer<v1::PushResponse> answer;
-  server_of(plan_->slices()[slice].chunk)
-      ->Push(PushHeader(slice, kind, payload), PushedBytes(std::move(pieces)), absl::Now() + absl::Seconds(50),
-             answer.reply(), checksum_);
+  server->Push(PushHeader(slice, kind, payload), PushedBytes(std::move(pieces)), absl::Now() + absl::Seconds(50),
+               answer.reply(), checksum_);
   return answer;
 }
 
 absl::Status TrainerGroup::PushSlice(uint32_t slice, v1::SliceKind kind, const Fill& fill) {
-  const absl::Status status = BeginPushSlice(slice, kind, fill).Wait().status();
-  payloads_.pop_back();
-  return status;
+  const uint64_t chunk = plan_->slices()[slice].chunk;
+  for (const absl::Span<const uint32_t> members : {plan_->holders_of(chunk), plan_->fillers_of(chunk)}) {
+    for (const uint32_t member : members) {
+      const absl::Status status = BeginPushSlice(slice, kind, fill, servers_[member]).Wait().status();
+      payloads_.pop_back();
+      BALLAST_RETURN_IF_ERROR(status);
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status TrainerGroup::PushAll(v1::SliceKind kind, const std::string& presence, const Fill& fill) {

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/members.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/tests/scratch_directory.h"
@@ -46,13 +47,17 @@ class TrainerGroup {
   absl::Status Start();
   absl::Status Fence(std::vector<v1::GetJobResponse>* answers);
   absl::Status Open(int64_t base, const std::optional<v1::Decision>& decision);
+  // After Fence, for a job with copies: opens on `members`, those of `table` in its order, at what model::FindBase found
+  // in the answers.
+  absl::Status OpenWith(const v1::Table& table, std::vector<StateServer*> members, const model::Found& found);
   v1::OpenRequest open_request(int64_t base, const std::optional<v1::Decision>& decision) const;
 
   // Pushes every slice of `kind` that touches a tensor in `presence`.
   absl::Status PushAll(v1::SliceKind kind, const std::string& presence, const Fill& fill);
-  // Pushes a single slice and waits for the answer.
+  // Pushes a single slice, to all servers that have its chunk, and waits for the answers.
   absl::Status PushSlice(uint32_t slice, v1::SliceKind kind, const Fill& fill);
   Answer<v1::PushResponse> BeginPushSlice(uint32_t slice, v1::SliceKind kind, const Fill& fill);
+  Answer<v1::PushResponse> BeginPushSlice(uint32_t slice, v1::SliceKind kind, const Fill& fill, StateServer* server);
   v1::PushRequest PushHeader(uint32_t slice, v1::SliceKind kind, const std::string& payload) const;
   std::string Payload(uint32_t slice, v1::SliceKind kind, const Fill& fill) const;
 
@@ -85,6 +90,8 @@ class TrainerGroup {
 
  private:
   std::vector<StateServer*> servers_;
+  std::optional<v1::Table> table_;
+  std::vector<uint64_t> tensor_steps_;  // of the base, beside a table
   v1::JobSpec spec_;
   const uint32_t world_size_;
   v1::Epoch epoch_;

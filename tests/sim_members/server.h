@@ -79,6 +79,7 @@ class Server : private services::StepJournal, private services::StepHost {
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
   void Opened(std::shared_ptr<const model::EpochPlan> plan, const services::OpenChange& change) override;
   bool ChangesChunks() const override { return true; }
+  bool KeepsSlices() const override { return true; }
   void TableDurable(absl::Span<const uint64_t> given_up) override;
   void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) override;
   void PinDue(int64_t) override {}

@@ -28,6 +28,7 @@ class SimCatalog::Handle : public storage::Catalog {
     return found == catalog_->newest_.end() ? std::nullopt : std::make_optional(found->second);
   }
   absl::Status ErasePrefix(absl::string_view prefix) override { return catalog_->Erase(life_, std::string(prefix)); }
+  absl::Status Erase(absl::Span<const std::string> keys) override { return catalog_->Erase(life_, keys); }
   absl::Status Replace(absl::Span<const std::string> prefixes,
                        absl::Span<const std::pair<std::string, std::string>> pairs) override {
     return catalog_->Replace(life_, prefixes, {pairs.begin(), pairs.end()});
@@ -90,6 +91,13 @@ absl::Status SimCatalog::Write(uint64_t life, const Pairs& pairs, storage::Catal
 absl::Status SimCatalog::Erase(uint64_t life, const std::string& prefix) {
   BALLAST_RETURN_IF_ERROR(Begin(life));
   std::erase_if(newest_, [&](const auto& pair) { return absl::StartsWith(pair.first, prefix); });
+  Flush();
+  return absl::OkStatus();
+}
+
+absl::Status SimCatalog::Erase(uint64_t life, absl::Span<const std::string> keys) {
+  BALLAST_RETURN_IF_ERROR(Begin(life));
+  for (const std::string& key : keys) newest_.erase(key);
   Flush();
   return absl::OkStatus();
 }

@@ -36,6 +36,7 @@ class SimCatalog {
 
   absl::Status Write(uint64_t life, const Pairs& pairs, storage::Catalog::Sync sync);
   absl::Status Erase(uint64_t life, const std::string& prefix);
+  absl::Status Erase(uint64_t life, absl::Span<const std::string> keys);
   absl::Status Replace(uint64_t life, absl::Span<const std::string> prefixes, const Pairs& pairs);
   absl::Status Begin(uint64_t life);
   void Flush() { durable_ = newest_, unsynced_.clear(); }

@@ -16,6 +16,7 @@ using testing::Pair;
 class ChangingHost : public RecordingHost {
  public:
   bool ChangesChunks() const override { return true; }
+  bool KeepsSlices() const override { return true; }
   void Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange& change) override {
     last_change = change;
     RecordingHost::Opened(std::move(plan), change);

@@ -67,6 +67,8 @@ class Replayer : public StepJournal, public StepHost, public LogVisitor {
   void Sync(uint64_t) override {}
   v1::ChunkNorm Norm(uint64_t, absl::string_view) override { return {}; }
   void Opened(std::shared_ptr<const model::EpochPlan>, const OpenChange&) override {}
+  bool ChangesChunks() const override { return true; }
+  void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) override;
   void PinDue(int64_t) override {}
   void PinChanged(const v1::PinnedVersion&) override {}
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
@@ -78,6 +80,8 @@ class Replayer : public StepJournal, public StepHost, public LogVisitor {
   absl::Status VisitSlice(const LoggedSlice& slice, const StepRecord& record) override;
   absl::Status VisitDecision(const v1::Decision& decision, const StepRecord& record) override;
   void TakePlan();
+  // Does the server lack the chunk, whatever the disk has of it?
+  bool Lacks(uint64_t chunk) const;
   void CheckBeginning(const v1::LogSnapshot& snapshot);
   void CheckEnd();
   // Marks slices of `attempt` as needed, for chunks that do not have the step yet.
@@ -100,6 +104,7 @@ class Replayer : public StepJournal, public StepHost, public LogVisitor {
   LogWalk walk_;
   bool judges_chunks_ = true;
   std::map<uint64_t, int64_t> versions_;  // of this server's chunks
+  std::set<uint64_t> passed_over_;        // that a step passed over after their version
   LogReplay out_;
 };
 
@@ -142,6 +147,21 @@ void Replayer::TakePlan() {
     const auto durable = durable_.versions.find(chunk.index);
     versions_[chunk.index] = durable == durable_.versions.end() ? -1 : durable->second;
   }
+  std::erase_if(versions_, [&](const auto& entry) { return !plan.Has(*member, entry.first); });
+}
+
+bool Replayer::Lacks(uint64_t chunk) const {
+  const auto lacks = machine_.unfilled().find(chunk);
+  if (lacks == machine_.unfilled().end()) return false;
+  const auto durable = durable_.versions.find(chunk);
+  return durable == durable_.versions.end() || durable->second < lacks->second || passed_over_.contains(chunk);
+}
+
+void Replayer::PassedOver(absl::Span<const uint64_t> chunks, int64_t step) {
+  for (const uint64_t chunk : chunks) {
+    const auto held = versions_.find(chunk);
+    if (held != versions_.end() && held->second < step) passed_over_.insert(chunk);
+  }
 }
 
 absl::Status Replayer::VisitSlice(const LoggedSlice& logged, const StepRecord& record) {
@@ -160,7 +180,8 @@ absl::Status Replayer::VisitSlice(const LoggedSlice& logged, const StepRecord& r
 void Replayer::Need(uint64_t attempt, int64_t step) {
   for (const LoggedSlice* slice : walk_.Slices(attempt, step)) {
     LogReplay::Payload& payload = out_.payloads[slice->index];
-    if (versions_.at(payload.chunk) < step) payload.needed = true;
+    const auto held = versions_.find(payload.chunk);
+    if (held != versions_.end() && held->second < step && !Lacks(payload.chunk)) payload.needed = true;
   }
 }
 
@@ -173,7 +194,7 @@ void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
     held.emplace(slice->header.kind(), slice->header.unit(), slice->header.begin());
   }
   for (const auto& [chunk, version] : versions_) {
-    if (version >= prepared.step()) continue;
+    if (version >= prepared.step() || Lacks(chunk)) continue;
     for (const uint32_t index : plan.slices_of_chunk(chunk)) {
       const model::Slice& slice = plan.slices()[index];
       for (const auto kind : {v1::SLICE_KIND_GRADIENT, v1::SLICE_KIND_VALUE}) {
@@ -221,7 +242,7 @@ void Replayer::CheckBeginning(const v1::LogSnapshot& snapshot) {
   auto last_change = changed->begin();
   for (auto& [index, version] : versions_) {
     const int64_t durable = std::exchange(version, std::max(version, out_.first)), needed = *last_change++;
-    if (durable >= needed || !judges_chunks_) continue;
+    if (durable >= needed || !judges_chunks_ || machine_.unfilled().contains(index)) continue;
     Find(Harm::kJobRefused,
          durable < 0 ? absl::StrCat("chunk ", index, " has no durable version and the log does not reach back to 0")
                      : absl::StrCat("the log does not reach back to version ", durable, " of chunk ", index),
@@ -237,8 +258,10 @@ void Replayer::CheckEnd() {
   // Slices of other attempts are pushed again if they cannot be read.
   if (end.has_prepared()) Need(end.prepared().attempt(), out_.committed + 1);
   if (end.has_prepared()) CheckCovered(end.prepared());
+  const bool has_table = machine_.plan() != nullptr && machine_.plan()->open().has_table();
   for (const auto& [chunk, version] : durable_.versions) {
     if (!versions_.contains(chunk)) {
+      if (has_table) continue;  // it was given up, and goes at the next start
       Find(Harm::kJobRefused,
            absl::StrCat("according to the log, the catalog's chunk ", chunk, " does not belong to this server"),
            "a chunk that an Open in the log gives to this server", absl::StrCat("version ", version));

@@ -1,0 +1,55 @@
+// What Opens of other tables change of a job's chunks on this server (rules 25 and 28 of services/step/README.md).
+// Chunks that the server has to copy first are void until they are filled. Chunks that it gives up leave at once, and
+// their bytes go once the Open is durable: before that a crash brings the earlier table back.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/services/job_state/held_chunk.h"
+#include "ballast/services/job_state/job_mutex.h"
+#include "ballast/storage/store/chunk_store.h"
+
+namespace ballast::services {
+
+class ChunkMoves;
+class EarlierExtents;
+class JobCore;
+class SliceRoom;
+
+class ChunkChanges {
+ public:
+  ChunkChanges(JobCore* core, SliceRoom* room, EarlierExtents* earlier, ChunkMoves* moves)
+      : core_(core), room_(room), earlier_(earlier), moves_(moves) {}
+
+  // UNIMPLEMENTED (UNSUPPORTED) if `plan` gives this server other chunks of the job, and the server keeps versions of
+  // those that it has: it copies no kept versions. A server that begins anew gives them up.
+  absl::Status Check(const model::EpochPlan& plan) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // As StepHost, once the core has the plan and its chunks. In a recovery also after a snapshot that begins a log.
+  void Opened() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // As StepHost: has the worker free what the server gave up.
+  void TableDurable() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // In a recovery, after the last record: chunks that the log calls unfilled are filled if the disk has a state of them
+  // that may count, and what the plan does not give to this server is freed. DATA_LOSS (DIVERGED) if the log has a
+  // chunk that the disk has not, or the disk has chunks that no Open of the log registers.
+  absl::Status EndReplay() ABSL_LOCKS_EXCLUDED(job_lock);
+
+ private:
+  // On the worker.
+  void Free() ABSL_LOCKS_EXCLUDED(job_lock);
+  // Forgets the chunks' states for good: in the catalog, then on the disk and in memory.
+  absl::Status Remove(storage::ChunkStore* store, const HeldChunks& chunks) ABSL_LOCKS_EXCLUDED(job_lock);
+  // Chunks of the catalog that no chunk took.
+  absl::Status FreeEarlier() ABSL_LOCKS_EXCLUDED(job_lock);
+  std::vector<uint64_t> VoidChunks() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  JobCore* const core_;
+  SliceRoom* const room_;
+  EarlierExtents* const earlier_;
+  ChunkMoves* const moves_;
+};
+
+}  // namespace ballast::services
