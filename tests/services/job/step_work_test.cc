@@ -117,6 +117,47 @@ TEST_F(StepWorkTest, OnlyChunksOfPresentTensorsAreTouched) {
   EXPECT_EQ(work.changed, work.touched);
 }
 
+// A chunk that is being copied has an update if all of its slices came: when the update runs, the state may be there.
+TEST_F(StepWorkTest, UpdatesOfChunksThatAreCopiedAreMadeAndRunIfTheStateHasCome) {
+  Push(v1::SLICE_KIND_GRADIENT);
+  ASSERT_GE(chunks_.size(), 4u);
+  for (size_t i = 0; i < 3; ++i) chunks_[i]->Void(step_ - 1);
+  chunks_[0]->intake.Clear();
+  StepWork work = Work(UpdateHeader(tensors_));
+  ASSERT_EQ(work.untouched, std::vector{chunks_[0]});
+  ASSERT_EQ(work.touched, std::vector(chunks_.begin() + 1, chunks_.end()));
+  const uint64_t buffers = Commit(work, chunks_, /*release_idle=*/false);
+  // Before the worker comes to the step: the second chunk's state comes as of the step before, the third's as of this
+  // step, and the last one, already in the work, is as it was.
+  chunks_[1]->Fill(step_ - 1, step_ - 1);
+  chunks_[2]->Fill(step_, step_);
+  const size_t returned = PassOverOthers(&work);
+  EXPECT_EQ(returned, 1u) << "of " << buffers;
+  std::vector<std::shared_ptr<HeldChunk>> run = {chunks_[1]};
+  run.insert(run.end(), chunks_.begin() + 3, chunks_.end());
+  EXPECT_EQ(work.touched, run);
+  ASSERT_EQ(work.updates.size(), run.size());
+  ASSERT_EQ(work.buffers.size(), run.size());
+  for (size_t i = 0; i < run.size(); ++i) {
+    EXPECT_EQ(work.updates[i].chunk, run[i]->store_index);
+    EXPECT_FALSE(work.buffers[i].empty());
+  }
+  EXPECT_FALSE(chunks_[2]->awaits_update());
+  EXPECT_TRUE(chunks_[1]->awaits_update());
+  EXPECT_EQ(chunks_[2]->version(), step_);
+}
+
+TEST_F(StepWorkTest, AnUpdateOfAChunkThatIsStillLackedDoesNotRun) {
+  Push(v1::SLICE_KIND_GRADIENT);
+  chunks_[1]->Void(step_ - 1);
+  StepWork work = Work(UpdateHeader(tensors_));
+  (void)Commit(work, chunks_, /*release_idle=*/false);
+  EXPECT_EQ(PassOverOthers(&work), 1u);
+  EXPECT_EQ(work.touched.size(), chunks_.size() - 1);
+  EXPECT_EQ(chunks_[1]->version(), step_);
+  EXPECT_FALSE(chunks_[1]->filled());
+}
+
 // No pin has a chunk that never had a state. With a log a restore is flushed at once: a replay would need its pin.
 TEST_F(StepWorkTest, ARestoreBringsBackTheChunksThatHadAState) {
   step_ = 9;

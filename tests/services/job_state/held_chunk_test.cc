@@ -54,6 +54,25 @@ TEST_F(HeldChunkTest, NobodyMayReadAVersionThatIsLost) {
   EXPECT_EQ(chunk_.first_version(), 9);
 }
 
+TEST_F(HeldChunkTest, AChunkThatIsCopiedGoesOnWithTheStepsAndHasNoEarlierVersion) {
+  chunk_.Register(3);
+  chunk_.Void(5);
+  EXPECT_FALSE(chunk_.filled());
+  EXPECT_EQ(chunk_.version(), 5);
+  chunk_.Reach(6);
+  chunk_.AwaitUpdate();
+  chunk_.PassOverUpdate(7);
+  EXPECT_EQ(chunk_.version(), 7);
+  EXPECT_FALSE(chunk_.awaits_update());
+  chunk_.SetChanged(7);
+  chunk_.Fill(9, 6);
+  EXPECT_TRUE(chunk_.filled());
+  EXPECT_EQ(chunk_.version(), 9);
+  EXPECT_EQ(chunk_.first_version(), 9);
+  EXPECT_EQ(chunk_.changed(), 7) << "step 7 was decided here";
+  EXPECT_FALSE(chunk_.came_back().has_value());
+}
+
 // Two decided steps wait for the worker: the gradient is free once both are applied.
 TEST_F(HeldChunkTest, UpdatesAreAwaitedUntilAllHaveEnded) {
   chunk_.Register(0);

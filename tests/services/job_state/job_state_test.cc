@@ -53,6 +53,34 @@ TEST(JobState, AnOpenBringsItsChunksAndEndsWhatCameBefore) {
   EXPECT_EQ(state.lent(), nullptr);
 }
 
+TEST(JobState, ChunksThatAPlanDoesNotGiveLeave) {
+  const JobMemory job;
+  JobState state;
+  const auto plan = PlanOf(MakeSpec("job", SmallModel()));
+  const HeldChunks chunks = job.ChunksOf(*plan);
+  const auto open = [&](const HeldChunks& mine) {
+    std::vector<uint64_t> indices;
+    for (const auto& chunk : mine) indices.push_back(chunk->id);
+    state.Open(plan, mine, indices);
+  };
+  open(chunks);
+  EXPECT_TRUE(state.leaving().empty());
+  open({chunks[1]});
+  EXPECT_EQ(state.leaving().size(), chunks.size() - 1);
+  EXPECT_FALSE(chunks[0]->filled()) << "nobody reads it";
+  EXPECT_TRUE(chunks[1]->filled());
+  open({chunks[0], chunks[1]});  // it comes again before its bytes have gone
+  EXPECT_EQ(state.leaving(), HeldChunks(chunks.begin() + 2, chunks.end()));
+  EXPECT_FALSE(chunks[0]->filled());
+  EXPECT_EQ(state.TakeLeaving().size(), chunks.size() - 2);
+  EXPECT_TRUE(state.leaving().empty());
+  // A replay may bring a chunk back by a later Open, with the state that the disk has of it.
+  state.SetRecovering(true);
+  open({chunks[0]});
+  EXPECT_EQ(state.leaving(), HeldChunks{chunks[1]});
+  EXPECT_TRUE(chunks[1]->filled());
+}
+
 TEST(JobState, AStoreIsReplacedWhole) {
   const JobMemory job;
   JobState state;

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "ballast/proto/base/status.h"
 #include "ballast/services/journal/log_length.h"
 #include "ballast/tests/services/job_state.h"
@@ -114,6 +116,61 @@ TEST_F(SpaceNeedTest, AnOpenThatLaysTheJobOutDifferentlyIsRefused) {
   v1::JobSpec moments = Spec();
   moments.set_gradient_dtype(v1::DTYPE_F32);
   EXPECT_EQ(model::ReasonOf(Need(state_, *PlanOf(moments)).status()), model::kBadSpec);
+}
+
+// A table gives and takes single chunks.
+TEST_F(SpaceNeedTest, ATableChangesTheChunksOfAServer) {
+  const auto all = PlanOf(Spec());
+  const size_t chunks = all->layout().chunks().size();
+  ASSERT_GE(chunks, 4u);
+  // Server "s" is on the shards of `mine`, and another one on all.
+  const auto with = [&](const std::set<size_t>& mine) {
+    v1::OpenRequest open = OpenOf(Spec(), 1);
+    const v1::Member member = open.members(0);
+    open.clear_members();
+    open.set_group("g");
+    v1::Table* const table = open.mutable_table();
+    table->set_replicas(2);
+    for (const char* id : {"other", "s"}) {
+      *table->add_members() = member;
+      table->mutable_members(table->members_size() - 1)->set_server_id(id);
+      table->mutable_members(table->members_size() - 1)->set_disk(1);
+      table->mutable_members(table->members_size() - 1)->mutable_since()->set_counter(0);
+    }
+    for (size_t s = 0; s < chunks; ++s) {
+      v1::Shard* const shard = table->add_shards();
+      shard->add_holders(0);
+      if (mine.contains(s)) shard->add_holders(1);
+    }
+    absl::StatusOr<model::EpochPlan> plan = model::EpochPlan::Make(open);
+    EXPECT_TRUE(plan.ok()) << plan.status();
+    return std::make_shared<const model::EpochPlan>(*std::move(plan));
+  };
+  const auto first = with({0, 1, 3});
+  state_.plan = first;
+  const HeldChunks held = job_.ChunksOf(*all);
+  state_.chunks = std::make_shared<const HeldChunks>(HeldChunks{held[0], held[1], held[3]});
+  state_.store = StoreOf(Spec());
+  state_.memory = job_.memory;
+  EXPECT_TRUE(HasAll(state_, *first));
+
+  const auto next = with({1, 2, 3});
+  EXPECT_FALSE(HasAll(state_, *next));
+  const SpaceNeed need = NeedOf(*next);
+  EXPECT_EQ(need.mine, (std::vector<uint64_t>{1, 2, 3}));
+  EXPECT_EQ(need.held, (HeldChunks{held[1], nullptr, held[3]}));
+  ASSERT_EQ(need.missing.size(), 1u);
+  EXPECT_EQ(need.missing[0].id, 2u);
+  SpaceNeed taken = need;
+  taken.taken = {held[2]};
+  EXPECT_EQ(ChunksUnder(taken), (HeldChunks{held[1], held[2], held[3]}));
+
+  // A chunk whose bytes are still here has its place.
+  state_.leaving = {held[2]};
+  EXPECT_TRUE(NeedOf(*next).missing.empty());
+  // Fewer chunks need nothing, but are not what the job has.
+  EXPECT_FALSE(HasAll(state_, *with({1})));
+  EXPECT_TRUE(NeedOf(*with({1})).missing.empty());
 }
 
 // The disk knows a durable chunk by its id.
