@@ -42,7 +42,7 @@ std::optional<storage::JobHolding> ChunkMoves::Holding() const {
   if (core_->around.working_copies && whole && core_->around.tiers->hbm() == nullptr) {
     uint64_t largest = 0;
     for (const storage::PlacedChunk& chunk : holding.chunks) largest = std::max(largest, chunk.elements);
-    holding.pull = store->pull_memory_missing(largest, holding.chunks.size());
+    holding.pull = store->pull_memory_missing(largest, store->present_count());
   }
   holding.shape = prediction_->ShapeOf(*store);
   return holding;
@@ -59,7 +59,7 @@ void ChunkMoves::MoveTo(const storage::Plan& plan, v1::JobMoves* answer) {
   for (const TierKind from : {TierKind::kDram, TierKind::kHbm, TierKind::kNvme}) {
     for (uint64_t i = 0; i < placed.size(); ++i) {
       const TierKind to = plan.chunks[i].state;
-      if (placed[i].placement.state == from && to != from) moves->To(to).push_back(i);
+      if (!placed[i].gap() && placed[i].placement.state == from && to != from) moves->To(to).push_back(i);
     }
   }
   for (uint64_t i = 0; i < placed.size(); ++i) {

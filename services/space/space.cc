@@ -330,7 +330,7 @@ absl::StatusOr<bool> Space::DropWorkingCopies(storage::ChunkStore* store) {
 absl::StatusOr<bool> Space::MoveOneDown(storage::ChunkStore* store) {
   const std::vector<storage::PlacedChunk> placed = store->placed();
   const auto last = std::find_if(placed.rbegin(), placed.rend(), [](const storage::PlacedChunk& chunk) {
-    return chunk.placement.state == storage::TierKind::kDram;
+    return !chunk.gap() && chunk.placement.state == storage::TierKind::kDram;
   });
   if (last == placed.rend()) return false;
   const auto chunk = static_cast<uint64_t>(placed.rend() - last) - 1;

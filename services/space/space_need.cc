@@ -271,7 +271,7 @@ storage::PlanRequest RequestOf(const SpaceNeed& need, const storage::ChunkStore&
   plan.shape.staging_bytes = store.slot_memory_bytes();
   plan.shape.durable = store.durable();
   if (store.layout().working_copies()) {
-    plan.pull = store.pull_memory_missing(wanted.spec.chunk_elements(), store.chunk_count() + need.missing.size());
+    plan.pull = store.pull_memory_missing(wanted.spec.chunk_elements(), store.present_count() + need.missing.size());
   }
   for (const storage::ChunkToAdd& chunk : need.missing) {
     plan.elements.push_back(chunk.elements);

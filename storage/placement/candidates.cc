@@ -242,7 +242,8 @@ void Arranging::FillDram(uint64_t room) {
     std::vector<uint64_t> bytes(plan.chunks.size()), more(plan.chunks.size());
     bool any = false;
     for (size_t i = 0; i < plan.chunks.size(); ++i) {
-      if (plan.chunks[i].state == TierKind::kHbm || request_.IsFrozen(i) != frozen) continue;
+      const bool gap = request_.elements[i] == 0;
+      if (gap || plan.chunks[i].state == TierKind::kHbm || request_.IsFrozen(i) != frozen) continue;
       bytes[i] = request_.LayoutOf(i, plan.chunks[i]).StateBytes(request_.elements[i]);
       // At least 1, since 0 stands for a chunk that may not come.
       more[i] = std::max<uint64_t>(bytes[i] - CopyGivenUp(request_, choice_, plan, i), 1);

@@ -82,8 +82,8 @@ class StateLayout {
 
   uint64_t LabelAt(uint64_t elements) const { return ArrayAt(static_cast<StateArray>(array_count_), elements); }
 
-  // A chunk's bytes in a tier: for its state with the label, and for its working copy.
-  uint64_t StateBytes(uint64_t elements) const { return LabelAt(elements) + kLabelBytes; }
+  // A chunk's bytes in a tier: for its state with the label, and for its working copy. A gap (PlacedChunk) takes none.
+  uint64_t StateBytes(uint64_t elements) const { return elements == 0 ? 0 : LabelAt(elements) + kLabelBytes; }
   uint64_t WorkingBytes(uint64_t elements) const { return working_copies() ? Pad(ParameterBytes(elements)) : 0; }
   // Bytes of `elements` working parameters, from a multiple of the dtype's grain on.
   uint64_t ParameterBytes(uint64_t elements) const { return kernels::BytesOf(optimizer_.working, elements); }

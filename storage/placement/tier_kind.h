@@ -31,9 +31,13 @@ enum class StateForm : uint8_t { kFull = 0, kWorking = 1, kQ8 = 2, kMaster = 3 }
 inline bool IsFrozen(StateForm form) { return form == StateForm::kWorking || form == StateForm::kQ8; }
 
 struct PlacedChunk {
-  uint64_t elements = 0;
+  uint64_t elements = 0;  // 0: a gap
   ChunkPlacement placement;
   StateForm form = StateForm::kFull;
+
+  // Where a chunk was removed from its store: it takes no bytes anywhere, and stays where it is.
+  static PlacedChunk Gap() { return {.placement = {.working = std::nullopt}}; }
+  bool gap() const { return elements == 0; }
 };
 
 }  // namespace ballast::storage

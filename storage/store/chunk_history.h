@@ -35,6 +35,19 @@ class ChunkHistory {
   bool zero() const { return updated_in_ == 0; }
   void Update(uint64_t run) { updated_in_ = run; }
 
+  // The present state counts no more, until one is imported: no pin has the chunk.
+  void Void() { void_ = true; }
+  bool is_void() const { return void_; }
+  // The present state was imported: pins that were made before do not have the chunk.
+  void Begin() {
+    begins_ = updated_in_;
+    void_ = false;
+  }
+  // Has it ever been imported?
+  bool imported() const { return begins_ > 0; }
+  // Does the chunk exist under a pin that was made after `runs` runs?
+  bool Exists(uint64_t runs) const { return !void_ && runs >= begins_; }
+
   // Keeps a copy of the present state, which run `run` is about to replace.
   void Keep(PinnedCopy copy, uint64_t run) { copies_.push_back({updated_in_, run, std::move(copy)}); }
   // The state after `runs` runs, if it was replaced since and a pin keeps it; else null.
@@ -54,6 +67,8 @@ class ChunkHistory {
   };
 
   uint64_t updated_in_ = 0;
+  uint64_t begins_ = 0;  // run of the last import, from 1; 0: there was none
+  bool void_ = false;
   std::vector<Kept> copies_;
 };
 

@@ -35,4 +35,17 @@ std::byte* ChunkMemory::DropWorking() {
   return std::exchange(working_, nullptr);
 }
 
+OwnMemory ChunkMemory::Remove(SharedMemory* shared) {
+  const bool own_state = state_ == OwnState();
+  const bool own_working = working_ == own_.hbm_working.data() || working_ == own_.dram_working.bytes().data();
+  *shared = {.block = shared_,
+             .state = own_state ? nullptr : std::exchange(state_, nullptr),
+             .working = own_working ? nullptr : std::exchange(working_, nullptr)};
+  placement_ = PlacedChunk::Gap().placement;
+  state_ = working_ = nullptr;
+  shared_ = nullptr;
+  removed_ = true;
+  return std::move(own_);
+}
+
 }  // namespace ballast::storage

@@ -57,6 +57,10 @@ class ChunkMemory {
   DramBlock* shared() const { return shared_; }
   // The chunk has no working copy any more. Returns where it was: in the shared block.
   std::byte* DropWorking();
+  // The chunk has no memory any more, and never will. Returns its own memory; `shared` gets its parts of the shared
+  // block.
+  OwnMemory Remove(SharedMemory* shared);
+  bool removed() const { return removed_; }
 
  private:
   std::byte* OwnState() const;
@@ -66,6 +70,7 @@ class ChunkMemory {
   DramBlock* shared_;
   std::byte* state_;
   std::byte* working_;
+  bool removed_ = false;
 };
 
 }  // namespace ballast::storage

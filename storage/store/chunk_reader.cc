@@ -60,6 +60,13 @@ absl::Status ChunkReader::Prepare(DramTier::Limit limit) {
   return absl::OkStatus();
 }
 
+void ChunkReader::Release() {
+  absl::MutexLock lock(&mutex_);
+  buffers_.clear();
+  staging_ = DramBlock();
+  prepared_ = false;
+}
+
 void ChunkReader::AddBuffers(absl::Span<std::byte> memory) {
   absl::MutexLock lock(&mutex_);
   for (uint64_t at = 0; at + kStagingBytes <= memory.size(); at += kStagingBytes) buffers_.push_back(&memory[at]);
@@ -117,6 +124,10 @@ absl::Status ChunkReader::ReadStored(const StoredChunk& chunk, StateArray array,
   WrittenState written;
   {
     absl::ReaderMutexLock lock(&chunk.mutex, chunk.unchanging());
+    if (chunk.memory.removed()) {
+      return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRange,
+                          absl::StrCat("chunk ", chunk.index, " was removed from its store"));
+    }
     if (chunk.history.zero()) {
       ReadZeros(count, sink);
       return absl::OkStatus();

@@ -39,6 +39,8 @@ class ChunkReader {
   // hold locks that other jobs need.
   absl::Status Prepare(DramTier::Limit limit = DramTier::Limit::kBudget);
   bool prepared() const { return prepared_; }
+  // Gives all buffers back. REQUIRES: nobody reads from disk.
+  void Release();
   // More buffers for reads from disk: whole multiples of kStagingBytes. Borrows the memory. REQUIRES: prepared().
   void AddBuffers(absl::Span<std::byte> memory);
 
@@ -46,15 +48,15 @@ class ChunkReader {
   // remainder. The chunk's lock is not held during a read from disk.
   absl::Status Read(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
       ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
+  // As Read, as the array is stored: bytes within ArrayBytes.
+  absl::Status ReadStored(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
+      ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   absl::Status ReadCopy(const StoredChunk& chunk, const PinnedCopy& copy, StateArray array, uint64_t begin,
                         uint64_t count, Sink sink) ABSL_SHARED_LOCKS_REQUIRED(chunk.reading);
   // Copies the chunk's arrays from device memory to `state_at` of the file.
   absl::StatusOr<ArrayDigests> Spill(const StoredChunk& chunk, NvmeFile* to, uint64_t state_at);
 
  private:
-  // As Read, as the array is stored.
-  absl::Status ReadStored(const StoredChunk& chunk, StateArray array, uint64_t begin, uint64_t count, Sink sink)
-      ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   // As Read, of a master whose remainder is stored: reads the whole remainder, into memory of its own.
   absl::Status ReadJoined(const StoredChunk& chunk, uint64_t begin, uint64_t count, Sink sink)
       ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);

@@ -110,10 +110,12 @@ uint64_t ChunkStore::spare_bytes_missing(absl::Span<const ChunkToAdd> added) con
   for (const ChunkToAdd& chunk : added) {
     largest = std::max(largest, core_->layout.Of(chunk.form).StateBytes(chunk.elements));
   }
-  return core_->versions->extents.SpareBytesMissing(chunk_count() + added.size(), largest);
+  return core_->versions->extents.SpareBytesMissing(present_count() + added.size(), largest);
 }
 
 uint64_t ChunkStore::chunk_count() const { return core_->chunks.count(); }
+
+uint64_t ChunkStore::present_count() const { return core_->chunks.present(); }
 
 bool ChunkStore::has_working_copy(uint64_t chunk) const {
   const absl::StatusOr<StoredChunk*> found = core_->chunks.Find(chunk);
@@ -147,7 +149,7 @@ absl::StatusOr<bool> ChunkStore::DropWorkingCopies() {
     if (core_->MayDropCopy(*chunk)) with_copy.push_back(chunk->index);
   }
   // The first copies that are dropped make room for the memory of pulls too.
-  const PullMemory pull = pull_memory_missing(largest, chunk_count());
+  const PullMemory pull = pull_memory_missing(largest, present_count());
   uint64_t freed = 0;
   size_t first = with_copy.size();
   while (first > 0 && freed <= 2 * pull.bytes()) {
@@ -164,15 +166,15 @@ absl::Status ChunkStore::DropWorkingCopies(absl::Span<const uint64_t> chunks) {
   BALLAST_RETURN_IF_ERROR(core.failed());
   uint64_t largest = 0;
   std::vector<StoredChunk*> dropped;
-  const std::vector<StoredChunk*> all = core.chunks.All();
-  for (const StoredChunk* chunk : all) largest = std::max(largest, chunk->elements);
+  for (const StoredChunk* chunk : core.chunks.All()) largest = std::max(largest, chunk->elements);
   for (const uint64_t index : chunks) {
-    if (index < all.size() && core.MayDropCopy(*all[index])) dropped.push_back(all[index]);
+    const absl::StatusOr<StoredChunk*> chunk = core.chunks.Find(index);
+    if (chunk.ok() && core.MayDropCopy(**chunk)) dropped.push_back(*chunk);
   }
   if (dropped.empty()) return absl::OkStatus();
   // Pulls need it as soon as the first copy is gone.
   BALLAST_RETURN_IF_ERROR(
-      core.buffers.TakePullMemory(pull_memory_missing(largest, chunk_count()), DramTier::Limit::kBeyond));
+      core.buffers.TakePullMemory(pull_memory_missing(largest, present_count()), DramTier::Limit::kBeyond));
   for (StoredChunk* const chunk : dropped) core.DropCopy(*chunk);
   return absl::OkStatus();
 }

@@ -64,7 +64,8 @@ class ChunkStore {
   // (IO). `interrupt`: asked before each of the latter; after its error the store must not be used.
   absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan, Interrupt interrupt = Uninterrupted);
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
-  uint64_t chunk_count() const;
+  uint64_t chunk_count() const;  // with gaps, so the next chunk's index
+  uint64_t present_count() const;
   // Makes room in DRAM by dropping working copies, the last chunks' first: pulls then round the masters. Between two
   // runs, on the store's thread. False if nothing can be gained: state in HBM, chunks that keep a remainder, and
   // all copies beside a GPU keep theirs.
@@ -77,7 +78,7 @@ class ChunkStore {
   // The working copy, if it lies in this process's DRAM and the chunk is not being moved; else empty.
   // Never blocks. Valid until the chunk's next update, or until its copy is dropped.
   absl::Span<const std::byte> working_copy(uint64_t chunk) const;
-  std::vector<PlacedChunk> placed() const;
+  std::vector<PlacedChunk> placed() const;  // by index, a removed chunk is a gap
   // The layout of chunks that are not frozen.
   const StateLayout& layout() const;
   bool durable() const;
@@ -122,7 +123,8 @@ class ChunkStore {
   // store records the new versions before Run returns, at the end of one of the next runs, or in Harden;
   // recoverable_from tells. On an error the chunks not yet announced by `done` may hold anything, and no version of
   // theirs is recorded: the caller must stop serving the job. A logged slice whose bytes differ from what was written
-  // is DATA_LOSS (CHECKSUM), before its chunk changes. RESOURCE_EXHAUSTED: only where a pin's copy finds no space, see
+  // is DATA_LOSS (CHECKSUM), before its chunk changes; so is an imported state whose digests differ, before any chunk
+  // changes. RESOURCE_EXHAUSTED: only where a pin's copy finds no space, see
   // Pin. `interrupt`: asked before each update; after its error the updates not announced by `done` have changed
   // nothing, and the store goes on.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
@@ -137,10 +139,34 @@ class ChunkStore {
   absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
   absl::Status ReadState(uint64_t chunk, StateArray array, uint64_t begin, absl::Span<float> to) const;
 
+  // The chunk's whole state for another server's copy of it, bit for bit, from wherever it lies. On the store's thread,
+  // between runs; blocks for one transfer of the state. Compared with its digests where the store keeps them: DATA_LOSS
+  // (CHECKSUM). INTERNAL (IO); UNIMPLEMENTED (UNSUPPORTED) where a part of the master is the working copy or the
+  // trainer's memory.
+  absl::StatusOr<WholeState> ReadWhole(uint64_t chunk) const;
+
+  // What memory has of these chunks counts no more, on the store's thread, between runs: they are not dirty, nothing
+  // writes their state, recoverable_from is none, pins do not have them, and a scrub leaves their newest extents out.
+  // These stay as they are until an imported version replaces them, which makes the chunks normal again. Until then
+  // every other update of them is INVALID_ARGUMENT (BAD_REQUEST), before anything changes, and so is ReadWhole; other
+  // reads return anything.
+  void Void(absl::Span<const uint64_t> chunks);
+
+  // Gives these chunks up: their memory, their extents and those of pins, and what Add took for them besides return to
+  // the tiers; staging goes when no state lies on NVMe any more, buffers for reads when no chunk is left. Working
+  // copies that share page-locked memory, beside a GPU, return with the last chunk of their Add. On the store's thread,
+  // between runs; blocks for reads of the chunks under way, and for a Harden of the others. The indices of other chunks
+  // stay. A removed chunk's index is a gap: nothing counts it, every pass over all chunks leaves it out, and reads,
+  // moves and updates of it are INVALID_ARGUMENT (BAD_RANGE). REQUIRES: nobody uses a working_copy() of theirs; and the
+  // caller has erased their entries from what a restart looks at, those of pins too, since the last run.
+  // INVALID_ARGUMENT (BAD_RANGE): one of them is not there, and nothing has changed. Else as Harden.
+  absl::Status Remove(absl::Span<const uint64_t> chunks);
+
   // Keeps all chunks as they are now readable under `pin` while later steps go on: copy on write, into free NVMe space,
   // else DRAM. A Run that finds no space for a copy fails before it changes that chunk: RESOURCE_EXHAUSTED (BUDGET).
-  // Chunks added later do not exist under the pin: FAILED_PRECONDITION (VERSION_GONE). A restore replaces also a state
-  // that cannot be read any more: the pin then has no copy of the chunk, and reads of it are DATA_LOSS (CHECKSUM, IO).
+  // Chunks added or imported later do not exist under the pin: FAILED_PRECONDITION (VERSION_GONE). A restore replaces
+  // also a state that cannot be read any more: the pin then has no copy of the chunk, and reads of it are DATA_LOSS
+  // (CHECKSUM, IO).
   absl::Status Pin(int64_t pin);
   // Bytes of copies that Run would make of these chunks for pins: of NVMe where there is such a tier, else of DRAM.
   uint64_t CopyBytes(absl::Span<const ChunkUpdate> updates) const;
@@ -152,11 +178,10 @@ class ChunkStore {
   // Durable store: keeps the chunks' present state on the disk as `version`, until UnpinDurably and beyond the store's
   // end. Writes the states that are not on the disk yet; chunks that were never updated have none. Returns the entries
   // that TakeBackPin needs after a restart; the pin is durable once the caller has recorded these entries.
-  // RESOURCE_EXHAUSTED (BUDGET, DISK_FULL): the pin does not fit and nothing was done. Any other error: a device
-  // failed, as in Run. `automatic`: takes budget from what was set aside for automatic pins, and returns the budget
-  // there.
-  // `interrupt`: asked before each chunk that is written; after its error there is no pin, and the store goes on.
-  // `admit`: asked first, unless the pin is automatic.
+  // RESOURCE_EXHAUSTED (BUDGET, DISK_FULL): the pin does not fit; UNAVAILABLE (BUSY): a chunk is void; then nothing was
+  // done. Any other error: a device failed, as in Run. `automatic`: takes budget from what was set aside for automatic
+  // pins, and returns the budget there. `interrupt`: asked before each chunk that is written; after its error there is
+  // no pin, and the store goes on. `admit`: asked first, unless the pin is automatic.
   absl::StatusOr<std::vector<DurableChunk>> PinDurably(int64_t version, bool automatic = false,
                                                        Interrupt interrupt = Uninterrupted, Admit admit = Admitted);
   // Somebody else wants an automatic pin too: takes ordinary budget for it. RESOURCE_EXHAUSTED (BUDGET, DISK_FULL):

@@ -16,6 +16,7 @@
 #include "ballast/storage/log/log_format.h"
 #include "ballast/storage/placement/state_layout.h"
 #include "ballast/storage/store/extent_label.h"
+#include "ballast/storage/store/whole_state.h"
 
 namespace ballast::storage {
 
@@ -80,6 +81,14 @@ struct ChunkUpdate {
   // Durable store: replaces the chunk's state by the state that this durable pin keeps, or by zero if the chunk had no
   // state when the pin was made. Nothing else is done.
   std::optional<int64_t> restored;
+  // Replaces the chunk's whole state by this one, of another server's copy of the chunk; the working copy is rounded
+  // from its master. Nothing else is done. A durable store always writes it to a fresh extent, whatever `flush` says:
+  // no log leads from the state before to this one. Pins that were made before do not have the chunk any more.
+  // Borrowed until Run returns.
+  const WholeState* imported = nullptr;
+
+  // Replaces the whole state, whatever it was.
+  bool replaces() const { return restored.has_value() || imported != nullptr; }
 };
 
 // A store whose chunks outlive the process. Every version of a chunk goes to a free extent; once the version is

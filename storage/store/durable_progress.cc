@@ -20,6 +20,11 @@ bool DurableProgress::Store(int64_t version) {
   return true;
 }
 
+void DurableProgress::Void() {
+  dirty_ = false;
+  unrecorded_from_.reset();
+}
+
 void DurableProgress::NeedFrom(int64_t version) {
   if (!dirty_) needed_from_ = version;
 }

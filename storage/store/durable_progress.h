@@ -33,6 +33,8 @@ class DurableProgress {
   bool Store(int64_t version);
   // The version of `entry` is in its extent, or on the way there.
   void Write(const DurableChunk& entry) { newest_ = entry; }
+  // What memory has counts no more: nothing leads from the extent to it.
+  void Void();
   // What was written is recorded.
   void Record() { unrecorded_from_.reset(); }
 

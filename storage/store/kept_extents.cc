@@ -7,6 +7,14 @@
 
 namespace ballast::storage {
 
+void KeptExtents::SetAside(NvmeRoom room) {
+  room.Mark(TierPart::kPins);
+  aside_.Join(std::move(room));
+  const uint64_t bytes = std::min(owed_, aside_.bytes());
+  aside_.Split(bytes);
+  owed_ -= bytes;
+}
+
 absl::StatusOr<NvmeRoom> KeptExtents::Reserve(uint64_t bytes, bool automatic) {
   const uint64_t there = automatic ? std::min(bytes, aside_.bytes()) : 0;
   NvmeRoom room;
@@ -40,7 +48,7 @@ uint64_t KeptExtents::AsideBytes(int64_t pin) const {
 
 void KeptExtents::Pay(Kept* kept, NvmeRoom* reserve) {
   if (!std::exchange(kept->aside, false)) return;
-  aside_.Join(reserve->Split(kept->entry.bytes));
+  SetAside(reserve->Split(kept->entry.bytes));
 }
 
 void KeptExtents::Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, NvmeRoom* reserve, bool automatic) {
@@ -69,6 +77,7 @@ absl::Status KeptExtents::TakeBack(int64_t pin, uint64_t chunk, const DurableChu
         found->second->entry.file != entry.file) {
       continue;
     }
+    if (found->second->aside && !automatic) shares_[chunk] -= entry.bytes;
     found->second->aside = found->second->aside && automatic;
     pins_[pin][chunk] = found->second;
     return absl::OkStatus();
@@ -81,25 +90,45 @@ absl::Status KeptExtents::TakeBack(int64_t pin, uint64_t chunk, const DurableChu
   kept->extent.Mark(TierPart::kPins);
   kept->extent.Charge(account_);
   kept->aside = automatic;
+  if (automatic) AddShare(chunk, entry.bytes);
   pins_[pin][chunk] = std::move(kept);
   return absl::OkStatus();
+}
+
+void KeptExtents::Forget(uint64_t chunk) {
+  for (auto& [pin, chunks] : pins_) {
+    if (const auto kept = chunks.find(chunk); kept != chunks.end()) kept->second->forgotten = true;
+  }
 }
 
 void KeptExtents::Drop(int64_t pin) {
   const auto found = pins_.find(pin);
   if (found == pins_.end()) return;
-  for (auto& [chunk, kept] : found->second) {
-    if (kept.use_count() > 1 || !kept->aside) continue;
-    aside_.Join(std::move(kept->reserve));
-    if (kept->extent.bytes() > 0) SetAside(kept->extent.TakeRoom());
-  }
+  for (auto& [chunk, kept] : found->second) Release(std::move(kept));
   pins_.erase(found);
+}
+
+void KeptExtents::Release(std::shared_ptr<Kept> kept) {
+  if (kept.use_count() > 1 || !kept->aside) return;
+  SetAside(std::move(kept->reserve));
+  if (kept->extent.bytes() > 0) SetAside(kept->extent.TakeRoom());
+}
+
+void KeptExtents::Remove(uint64_t chunk) {
+  newest_.erase(chunk);
+  for (auto& [pin, chunks] : pins_) {
+    if (const auto kept = chunks.extract(chunk); !kept.empty()) Release(std::move(kept.mapped()));
+  }
+  if (const auto share = shares_.extract(chunk); !share.empty()) owed_ += share.mapped();
+  SetAside({});
 }
 
 std::vector<uint64_t> KeptExtents::ChunksOf(int64_t pin) const {
   std::vector<uint64_t> chunks;
   if (const auto found = pins_.find(pin); found != pins_.end()) {
-    for (const auto& [chunk, kept] : found->second) chunks.push_back(chunk);
+    for (const auto& [chunk, kept] : found->second) {
+      if (!kept->forgotten) chunks.push_back(chunk);
+    }
   }
   return chunks;
 }
@@ -108,14 +137,14 @@ const DurableChunk* KeptExtents::Find(int64_t pin, uint64_t chunk) const {
   const auto chunks = pins_.find(pin);
   if (chunks == pins_.end()) return nullptr;
   const auto kept = chunks->second.find(chunk);
-  return kept == chunks->second.end() ? nullptr : &kept->second->entry;
+  return kept == chunks->second.end() || kept->second->forgotten ? nullptr : &kept->second->entry;
 }
 
 std::vector<DurableChunk> KeptExtents::Of(uint64_t chunk) const {
   std::vector<DurableChunk> entries;
   for (const auto& [pin, chunks] : pins_) {
     const auto kept = chunks.find(chunk);
-    if (kept == chunks.end()) continue;
+    if (kept == chunks.end() || kept->second->forgotten) continue;
     const DurableChunk& entry = kept->second->entry;
     const bool seen = std::any_of(entries.begin(), entries.end(), [&](const DurableChunk& other) {
       return other.offset == entry.offset && other.file == entry.file;

@@ -25,11 +25,9 @@ class KeptExtents {
       : nvme_(nvme), account_(std::move(account)) {}
 
   // Sets room aside for automatic pins only. Dropping an automatic pin returns its room here, so that automatic
-  // pins always find room.
-  void SetAside(NvmeRoom room) {
-    room.Mark(TierPart::kPins);
-    aside_.Join(std::move(room));
-  }
+  // pins always find room. `AddShare`: so much of it is for the chunk's pins, and goes with the chunk.
+  void SetAside(NvmeRoom room);
+  void AddShare(uint64_t chunk, uint64_t bytes) { shares_[chunk] += bytes; }
   // Takes room for keeping `bytes`; an automatic pin first uses what was set aside. RESOURCE_EXHAUSTED: (BUDGET), or
   // (DISK_FULL) if the disk itself is full.
   absl::StatusOr<NvmeRoom> Reserve(uint64_t bytes, bool automatic = false);
@@ -62,8 +60,14 @@ class KeptExtents {
   // The chunk has moved on from extent `old` to a new extent. If pins keep `old`, the pins take `old` over, which
   // leaves it empty, and the chunk gets the pin's room of the same size in return.
   NvmeRoom TakeOver(uint64_t chunk, NvmeExtent* old);
+  // The chunk was imported: pins that were made before do not have it any more. Their extents stay until Drop, since
+  // the pins' entries name them after a crash.
+  void Forget(uint64_t chunk);
   // Frees the extents that neither a further pin nor a chunk has.
   void Drop(int64_t pin);
+  // The chunk has gone, and no entry of a pin names its extents any more: frees them, and its share of what is set
+  // aside.
+  void Remove(uint64_t chunk);
   // Call before destroying a store whose pins stay: leaves the extents to the next run.
   void Leave();
 
@@ -73,12 +77,17 @@ class KeptExtents {
     NvmeRoom reserve;    // held until the extent is taken over
     NvmeExtent extent;   // held from then on
     bool aside = false;  // its budget comes from what was set aside
+    bool forgotten = false;
   };
   void Pay(Kept* kept, NvmeRoom* reserve);
+  // A pin has no use of `kept` any more: if no other has, what was set aside returns there.
+  void Release(std::shared_ptr<Kept> kept);
 
   NvmeTier* const nvme_;
   const std::shared_ptr<Account> account_;
   NvmeRoom aside_;
+  std::map<uint64_t, uint64_t> shares_;  // of what was set aside, by chunk
+  uint64_t owed_ = 0;                    // shares of removed chunks that other chunks' pins still use
   std::map<int64_t, std::map<uint64_t, std::shared_ptr<Kept>>> pins_;  // by pin and chunk
   std::map<uint64_t, std::weak_ptr<Kept>> newest_;                     // by chunk: its newest extent, while kept
 };

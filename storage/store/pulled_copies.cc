@@ -10,6 +10,12 @@ void PulledCopies::Take(absl::Span<std::byte> memory, uint64_t slot_bytes) {
   slot_bytes_ = slot_bytes;
 }
 
+void PulledCopies::Release() {
+  absl::MutexLock lock(&mutex_);
+  slots_.clear();
+  slot_bytes_ = 0;
+}
+
 PulledCopies::Slot* PulledCopies::Find(uint64_t chunk, uint64_t version) {
   const auto found = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& slot) {
     return slot.holds != Holds::kNothing && slot.chunk == chunk && slot.version == version;

@@ -20,6 +20,8 @@ class PulledCopies {
  public:
   // Cuts `memory` into slots, once, before any Read. Borrows `memory`.
   void Take(absl::Span<std::byte> memory, uint64_t slot_bytes);
+  // Gives `memory` back; Take may be called again. REQUIRES: no Read is under way.
+  void Release();
   uint64_t slot_bytes() const { return slot_bytes_; }  // 0 before Take
 
   // Makes the whole copy.

@@ -32,6 +32,11 @@ void RoundToWorking(const StoredChunk& chunk, std::byte* state, const Compute& w
   if (chunk.memory.working() != nullptr) RoundMaster(chunk.View(state), chunk.memory.working(), with);
 }
 
+absl::Status RoundOnDevice(const StoredChunk& chunk, HbmQueue& queue) {
+  return queue.Round(chunk.View(chunk.memory.state()).master(), chunk.elements, chunk.layout.optimizer().working,
+                     chunk.memory.WorkingOfDevice());
+}
+
 }  // namespace
 
 absl::Status CheckFits(const StoredChunk& chunk, const DurableChunk& durable) {
@@ -226,13 +231,37 @@ absl::Status StateRestore::Zero(const StoredChunk& chunk, std::byte* state, cons
   return TakeState(chunk, state, with);
 }
 
+absl::Status StateRestore::Imported(const StoredChunk& chunk, const WholeState& imported, std::byte* state,
+                                    const Compute& with) const {
+  const bool on_device = chunk.memory.tier() == TierKind::kHbm;
+  const StateView view = chunk.View(on_device ? chunk.memory.state() : state);
+  tiers_->CountTraffic(on_device ? TierKind::kHbm : TierKind::kDram, 0, chunk.state_bytes());
+  const auto put = [&](absl::FunctionRef<absl::Status(absl::Span<const std::byte>, std::byte*)> copy) {
+    for (size_t i = 0; i < imported.arrays.size(); ++i) {
+      BALLAST_RETURN_IF_ERROR(copy(imported.arrays[i].bytes, view.array(static_cast<StateArray>(i))));
+    }
+    return absl::OkStatus();
+  };
+  if (on_device) {
+    return tiers_->hbm()->Run([&](HbmQueue& queue) -> absl::Status {
+      BALLAST_RETURN_IF_ERROR(
+          put([&](absl::Span<const std::byte> from, std::byte* to) { return queue.CopyIn(from, to); }));
+      return RoundOnDevice(chunk, queue);
+    });
+  }
+  const absl::Status copied = put([](absl::Span<const std::byte> from, std::byte* to) {
+    std::memcpy(to, from.data(), from.size());
+    return absl::OkStatus();
+  });
+  RoundToWorking(chunk, state, with);
+  return copied;
+}
+
 absl::Status StateRestore::TakeState(const StoredChunk& chunk, std::byte* state, const Compute& with) const {
   if (chunk.memory.tier() == TierKind::kHbm) {
     return tiers_->hbm()->Run([&](HbmQueue& queue) -> absl::Status {
-      std::byte* const to = chunk.memory.state();
-      BALLAST_RETURN_IF_ERROR(queue.CopyIn({state, chunk.state_bytes()}, to));
-      return queue.Round(chunk.View(to).master(), chunk.elements, chunk.layout.optimizer().working,
-                         chunk.memory.WorkingOfDevice());
+      BALLAST_RETURN_IF_ERROR(queue.CopyIn({state, chunk.state_bytes()}, chunk.memory.state()));
+      return RoundOnDevice(chunk, queue);
     });
   }
   RoundToWorking(chunk, state, with);

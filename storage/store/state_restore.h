@@ -49,6 +49,9 @@ class StateRestore {
                        const Compute& with) const;
   // The same with the zero state of a chunk that was never updated.
   absl::Status Zero(const StoredChunk& chunk, std::byte* state, const Compute& with) const;
+  // The same with another server's state, whose digests were compared before.
+  absl::Status Imported(const StoredChunk& chunk, const WholeState& imported, std::byte* state,
+                        const Compute& with) const;
 
   // Compares a whole state, or its label alone, with what the entry says.
   absl::Status CheckState(const StoredChunk& chunk, const DurableChunk& durable, const std::byte* state,

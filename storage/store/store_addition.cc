@@ -137,7 +137,7 @@ absl::Status StoreAddition::TakeFresh() {
     }
   }
   if (!core_.versions.has_value()) return absl::OkStatus();
-  spare_bytes_ = core_.versions->extents.SpareBytesMissing(core_.chunks.count() + added_.size(), largest);
+  spare_bytes_ = core_.versions->extents.SpareBytesMissing(core_.chunks.present() + added_.size(), largest);
   if (const uint64_t bytes = room + spare_bytes_ + aside_bytes_; bytes > 0) {
     BALLAST_ASSIGN_OR_RETURN(room_, core_.tiers->nvme()->Promise(bytes, "durable versions of chunks", largest));
     room_.Charge(core_.account);
@@ -161,7 +161,10 @@ std::vector<StoredChunk*> StoreAddition::Append() {
   std::vector<NewChunk> chunks;
   for (size_t i = 0; i < added_.size(); ++i) {
     // Noted even for a state that turns out unreadable: the extent stays on the disk.
-    if (core_.versions.has_value()) core_.versions->Add(added_[i].durable);
+    if (core_.versions.has_value()) {
+      core_.versions->Add(added_[i].durable);
+      core_.versions->pins.AddShare(core_.chunks.count() + i, added_[i].aside_bytes);
+    }
     chunks.push_back(
         {LayoutOf(i), added_[i].elements, added_[i].id, MemoryOf(i, shared, &next), std::move(extents_[i])});
   }

@@ -42,6 +42,13 @@ absl::Status StoreBuffers::TakePullMemory(const PullMemory& wanted, DramTier::Li
   return absl::OkStatus();
 }
 
+void StoreBuffers::Release() {
+  staging.Release();
+  pulled.Release();
+  reader.Release();
+  pull_memory_ = DramBlock();
+}
+
 uint64_t StoreBuffers::slot_memory_bytes() const {
   const uint64_t bytes = tiers_->staging_bytes();
   return bytes - std::min(bytes, ChunkReader::kStagingBytes);

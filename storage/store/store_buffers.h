@@ -28,6 +28,11 @@ class StoreBuffers {
   // Takes memory for pulls of chunks without a working copy. RESOURCE_EXHAUSTED (BUDGET).
   absl::Status TakePullMemory(const PullMemory& wanted, DramTier::Limit limit = DramTier::Limit::kBudget);
 
+  // No state lies on NVMe any more: the slots' memory goes back.
+  void ReleaseStaging() { staging.Release(); }
+  // No chunk is left: everything goes back. REQUIRES: nobody reads.
+  void Release();
+
   // Bytes that the staging memory has for slots.
   uint64_t slot_memory_bytes() const;
   // What is still to be taken: as ChunkStore's.

@@ -1,5 +1,6 @@
 #include "ballast/storage/store/store_chunks.h"
 
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,6 +14,7 @@ absl::StatusOr<StoredChunk*> StoreChunks::Find(uint64_t chunk) const {
   if (chunk >= chunks_.size()) {
     return Bad(model::kBadRange, absl::StrCat("chunk ", chunk, " of a store of ", chunks_.size(), " chunks"));
   }
+  if (placed_[chunk].gap()) return Bad(model::kBadRange, absl::StrCat("chunk ", chunk, " was removed from its store"));
   return const_cast<StoredChunk*>(&chunks_[chunk]);
 }
 
@@ -21,11 +23,18 @@ uint64_t StoreChunks::count() const {
   return chunks_.size();
 }
 
+uint64_t StoreChunks::present() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  return present_;
+}
+
 std::vector<StoredChunk*> StoreChunks::All() const {
   absl::ReaderMutexLock lock(&mutex_);
   std::vector<StoredChunk*> all;
-  all.reserve(chunks_.size());
-  for (const StoredChunk& chunk : chunks_) all.push_back(const_cast<StoredChunk*>(&chunk));
+  all.reserve(present_);
+  for (const StoredChunk& chunk : chunks_) {
+    if (!placed_[chunk.index].gap()) all.push_back(const_cast<StoredChunk*>(&chunk));
+  }
   return all;
 }
 
@@ -49,16 +58,36 @@ std::vector<StoredChunk*> StoreChunks::Append(std::vector<NewChunk> added) {
     CountIn(chunk);
     chunks.push_back(&chunk);
   }
+  present_ += added.size();
   return chunks;
 }
 
 void StoreChunks::Replace(const StoredChunk& chunk) {
   absl::MutexLock lock(&mutex_);
-  ChunkPlacement& placement = placed_[chunk.index].placement;
+  CountOut(chunk);
+  placed_[chunk.index].placement = chunk.memory.placement();
+  CountIn(chunk);
+}
+
+void StoreChunks::Remove(const StoredChunk& chunk) {
+  absl::MutexLock lock(&mutex_);
+  CountOut(chunk);
+  placed_[chunk.index] = PlacedChunk::Gap();
+  --present_;
+}
+
+void StoreChunks::FreeUnshared() {
+  std::set<const DramBlock*> used;
+  for (const StoredChunk* chunk : All()) used.insert(chunk->memory.shared());
+  for (DramBlock& block : shared_) {
+    if (!used.contains(&block)) block = DramBlock();
+  }
+}
+
+void StoreChunks::CountOut(const StoredChunk& chunk) {
+  const ChunkPlacement& placement = placed_[chunk.index].placement;
   residency_.state[placement.state] -= chunk.state_bytes();
   if (placement.working.has_value()) residency_.working[*placement.working] -= chunk.working_bytes();
-  placement = chunk.memory.placement();
-  CountIn(chunk);
 }
 
 void StoreChunks::CountIn(const StoredChunk& chunk) {

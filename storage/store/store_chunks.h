@@ -30,9 +30,11 @@ struct NewChunk {
 // chunks' locks.
 class StoreChunks {
  public:
-  // INVALID_ARGUMENT (BAD_RANGE): there is no such chunk.
+  // INVALID_ARGUMENT (BAD_RANGE): there is no such chunk, or it was removed.
   absl::StatusOr<StoredChunk*> Find(uint64_t chunk) const ABSL_LOCKS_EXCLUDED(mutex_);
-  uint64_t count() const ABSL_LOCKS_EXCLUDED(mutex_);
+  uint64_t count() const ABSL_LOCKS_EXCLUDED(mutex_);    // with gaps
+  uint64_t present() const ABSL_LOCKS_EXCLUDED(mutex_);  // without
+  // Without gaps, by index.
   std::vector<StoredChunk*> All() const ABSL_LOCKS_EXCLUDED(mutex_);
   std::vector<PlacedChunk> placed() const ABSL_LOCKS_EXCLUDED(mutex_);
   ChunkStore::Residency residency() const ABSL_LOCKS_EXCLUDED(mutex_);
@@ -43,8 +45,13 @@ class StoreChunks {
   std::vector<StoredChunk*> Append(std::vector<NewChunk> added) ABSL_LOCKS_EXCLUDED(mutex_);
   // The chunk's placement has changed.
   void Replace(const StoredChunk& chunk) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The chunk becomes a gap, which nobody finds. Its object stays, for whoever has found it before.
+  void Remove(const StoredChunk& chunk) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Frees memory that chunks shared, where no chunk is left that has a part of it.
+  void FreeUnshared() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
+  void CountOut(const StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CountIn(const StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Destroyed in reverse: chunks (which return extents) before the memory they point into.
@@ -52,6 +59,7 @@ class StoreChunks {
   mutable absl::Mutex mutex_;
   std::deque<StoredChunk> chunks_ ABSL_GUARDED_BY(mutex_);
   std::vector<PlacedChunk> placed_ ABSL_GUARDED_BY(mutex_);
+  uint64_t present_ ABSL_GUARDED_BY(mutex_) = 0;
   ChunkStore::Residency residency_ ABSL_GUARDED_BY(mutex_);
 };
 

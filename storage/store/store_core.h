@@ -56,6 +56,11 @@ class StoreCore {
   absl::StatusOr<NvmeExtent> ExtentToMoveTo(const StoredChunk& chunk);
   // As ChunkStore::Harden.
   absl::Status Harden();
+  // UNAVAILABLE (BUSY) if a chunk is void.
+  absl::Status CheckNoneVoid() const;
+  // As ChunkStore::Remove, of a chunk of which nothing waits to be recorded. Returns the bytes of its NVMe place that
+  // are still part of the room for versions.
+  uint64_t Remove(StoredChunk& chunk);
   // Pins for reading that need the chunk's present state, ascending.
   std::vector<int64_t> PinsOf(const StoredChunk& chunk) const;
   // Elements of a chunk without a working copy, rounded from its master.

@@ -28,6 +28,7 @@ absl::StatusOr<std::vector<DurableChunk>> ChunkStore::PinDurably(int64_t version
                                                                  Admit admit) {
   StoreCore& core = *core_;
   BALLAST_RETURN_IF_ERROR(core.failed());
+  BALLAST_RETURN_IF_ERROR(core.CheckNoneVoid());
   StoreVersions& versions = *core.versions;
   std::vector<StoredChunk*> chunks = core.chunks.All();
   std::erase_if(chunks, [&](const StoredChunk* chunk) { return !versions.Of(*chunk).has_state(); });

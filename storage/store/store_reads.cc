@@ -194,8 +194,10 @@ uint64_t ChunkStore::CopyBytes(absl::Span<const ChunkUpdate> updates) const {
   uint64_t bytes = 0;
   for (const ChunkUpdate& update : updates) {
     const absl::StatusOr<StoredChunk*> chunk = core_->chunks.Find(update.chunk);
-    // Of a chunk that was never updated a copy is zero, and takes nothing.
-    if (!chunk.ok() || !core_->versions->Of(**chunk).has_state() || core_->PinsOf(**chunk).empty()) continue;
+    // Of a chunk that was never updated a copy is zero, and takes nothing. Pins lose a chunk that is imported.
+    if (!chunk.ok() || update.imported != nullptr || !core_->versions->Of(**chunk).has_state() ||
+        core_->PinsOf(**chunk).empty())
+      continue;
     bytes += (*chunk)->layout.Whole().StateBytes((*chunk)->elements);
   }
   return bytes;
@@ -213,6 +215,7 @@ absl::Status StoreCore::ReadPinned(int64_t pin, const StoredChunk& chunk, StateA
   const PinnedCopy* pinned = nullptr;
   {
     absl::ReaderMutexLock lock(&chunk.mutex, chunk.unchanging());
+    if (!chunk.history.Exists(*runs_before)) return gone;
     updated = chunk.history.updated_in() > *runs_before;
     pinned = chunk.history.Find(*runs_before);
   }

@@ -11,6 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "ballast/storage/log/payload_reader.h"
 #include "ballast/storage/store/device_update.h"
+#include "ballast/storage/store/state_replacement.h"
 
 namespace ballast::storage {
 
@@ -24,10 +25,7 @@ absl::StatusOr<std::vector<StoredChunk*>> StoreRun::CheckUpdates(absl::Span<cons
   for (const ChunkUpdate& update : updates) {
     BALLAST_ASSIGN_OR_RETURN(StoredChunk * chunk, core_.chunks.Find(update.chunk));
     BALLAST_RETURN_IF_ERROR(CheckUpdate(*chunk, update));
-    if (update.restored.has_value() && (!core_.versions.has_value() || !core_.versions->pins.Has(*update.restored))) {
-      return model::Error(absl::StatusCode::kDataLoss, model::kVersionGone,
-                          absl::StrCat("version ", *update.restored, " of chunk ", chunk->id, " is not pinned here"));
-    }
+    BALLAST_RETURN_IF_ERROR(CheckReplacement(core_, *chunk, update));
     if (seen[update.chunk]) return Bad(model::kBadRequest, absl::StrCat("chunk ", update.chunk, " twice in one run"));
     seen[update.chunk] = true;
     targets.push_back(chunk);
@@ -73,7 +71,9 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, const ReadBack
   BALLAST_RETURN_IF_ERROR(LoadMoments(updates, chunks, interrupt));
   run_ = core_.pins.BeginRun();
   reads_.emplace(updates, sizes, read_back, queue, core_.tiers);
-  pipeline_.emplace(chunks, &core_.buffers.staging, queue, core_.tiers, &*reads_, observer_);
+  std::vector<bool> imported;  // nobody reads the old state
+  for (const ChunkUpdate& update : updates) imported.push_back(update.imported != nullptr);
+  pipeline_.emplace(chunks, &core_.buffers.staging, queue, core_.tiers, &*reads_, observer_, imported);
   observer_(RunStage::kCompute);
   absl::Status interrupted;
   const absl::Status status = End(BeginAll(updates, chunks, interrupt, &interrupted));
@@ -83,7 +83,7 @@ absl::Status StoreRun::Run(absl::Span<const ChunkUpdate> updates, const ReadBack
 absl::StatusOr<IoQueue*> StoreRun::QueueFor(absl::Span<const ChunkUpdate> updates,
                                             absl::Span<StoredChunk* const> chunks) {
   for (size_t i = 0; i < updates.size(); ++i) {
-    if (chunks[i]->memory.tier() == TierKind::kNvme || updates[i].flush || updates[i].logged_gradient.has_value()) {
+    if (Stores(updates[i], *chunks[i]) || updates[i].logged_gradient.has_value()) {
       return core_.buffers.staging.Queue(core_.tiers->disk());
     }
   }
@@ -126,8 +126,8 @@ absl::Status StoreRun::LoadMoments(absl::Span<const ChunkUpdate> updates, absl::
                                    Interrupt interrupt) {
   std::vector<StoredChunk*> changed;
   for (size_t i = 0; i < updates.size(); ++i) {
-    // A restore overwrites all arrays. CopyForPins reads those that pins want first.
-    if (!updates[i].restored.has_value()) changed.push_back(chunks[i]);
+    // A replaced state has all its arrays anew. CopyForPins reads those that pins want first.
+    if (!updates[i].replaces()) changed.push_back(chunks[i]);
   }
   absl::Status interrupted;
   const auto asked = [&] { return interrupted = interrupt(); };
@@ -148,6 +148,11 @@ bool StoreRun::Enough() const {
          pieces_begun_ - begun_.front().weight() >= kPiecesPerThread * static_cast<uint64_t>(threads);
 }
 
+bool StoreRun::Stores(const ChunkUpdate& update, const StoredChunk& chunk) const {
+  if (chunk.memory.tier() == TierKind::kNvme) return true;
+  return core_.versions.has_value() && (update.flush || update.imported != nullptr);
+}
+
 absl::Status StoreRun::Begin(size_t i, const ChunkUpdate& update, StoredChunk& chunk) {
   Begun next{.index = i, .chunk = &chunk, .update = &update, .state = chunk.memory.state()};
   if (!update.logged_values.empty() || update.logged_gradient.has_value()) {
@@ -157,18 +162,17 @@ absl::Status StoreRun::Begin(size_t i, const ChunkUpdate& update, StoredChunk& c
   const TierKind tier = chunk.memory.tier();
   if (tier == TierKind::kNvme) BALLAST_RETURN_IF_ERROR(LoadState(next));
   std::optional<CopyOnWrite> copy;
-  if (const std::vector<int64_t> pins = core_.PinsOf(chunk); next.changes() && !pins.empty()) {
-    BALLAST_RETURN_IF_ERROR(FinishAll());
-    BALLAST_ASSIGN_OR_RETURN(copy, CopyForPins(next, pins));
+  if (next.copies()) {
+    BALLAST_ASSIGN_OR_RETURN(copy, CopyForPins(next));
   }
-  next.stores = tier == TierKind::kNvme || (update.flush && core_.versions.has_value());
+  next.stores = Stores(update, chunk);
   // Takes all space before the chunk changes: a failure later would lead to applying the update twice.
   if (next.stores && core_.versions.has_value() && !(copy.has_value() && copy->takes_extent())) {
     BALLAST_ASSIGN_OR_RETURN(next.fresh, MakeRoom(chunk));
   }
   const bool on_device = tier == TierKind::kHbm;
   const bool waits = copy.has_value() || next.stores || update.values_of != StateArray::kMaster;
-  if ((on_device && waits) || update.restored.has_value()) {
+  if ((on_device && waits) || update.replaces()) {
     BALLAST_RETURN_IF_ERROR(FinishAll());
     BALLAST_RETURN_IF_ERROR(ApplyAtOnce(next, std::move(copy)));
     return Conclude(next);
@@ -181,7 +185,7 @@ absl::Status StoreRun::Begin(size_t i, const ChunkUpdate& update, StoredChunk& c
 
 absl::Status StoreRun::LoadState(Begun& next) {
   while (!begun_.empty() && !pipeline_->Loaded(next.index)) BALLAST_RETURN_IF_ERROR(FinishOldest());
-  absl::Status* const unreadable = next.update->restored.has_value() ? &next.unreadable : nullptr;
+  absl::Status* const unreadable = next.update->replaces() ? &next.unreadable : nullptr;
   BALLAST_ASSIGN_OR_RETURN(next.state, pipeline_->Load(next.index, unreadable));
   absl::ReaderMutexLock lock(&next.chunk->mutex);
   next.verified = next.chunk->history.zero();
@@ -289,7 +293,14 @@ absl::Status StoreRun::VerifyOld(Begun& next) {
   return CompareDigests(chunk.on_disk.written(), chunk, found);
 }
 
-absl::StatusOr<CopyOnWrite> StoreRun::CopyForPins(Begun& next, absl::Span<const int64_t> pins) {
+absl::StatusOr<std::optional<CopyOnWrite>> StoreRun::CopyForPins(Begun& next) {
+  const std::vector<int64_t> pins = core_.PinsOf(*next.chunk);
+  if (pins.empty()) return std::nullopt;
+  BALLAST_RETURN_IF_ERROR(FinishAll());
+  return CopyFor(pins, next);
+}
+
+absl::StatusOr<CopyOnWrite> StoreRun::CopyFor(absl::Span<const int64_t> pins, Begun& next) {
   StoredChunk& chunk = *next.chunk;
   if (const absl::Status unread = VerifyOld(next); !unread.ok()) {
     const ChunkUpdate& update = *next.update;
@@ -319,8 +330,11 @@ absl::Status StoreRun::ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy)
     absl::MutexLock lock(&chunk.mutex);
     if (copy.has_value()) (*std::move(copy)).Install(chunk, run_);
     if (next.changes()) chunk.history.Update(run_);
-    if (update.restored.has_value()) {
-      BALLAST_RETURN_IF_ERROR(Restore(next, chunk));
+    if (update.replaces()) {
+      BALLAST_RETURN_IF_ERROR(As(RunStage::kRead, [&] {
+        chunk.mutex.AssertHeld();
+        return ReplaceState(&core_, chunk, update, next.state, next.stores, {.pool = core_.compute, .poll = poll_});
+      }));
     } else {
       BALLAST_RETURN_IF_ERROR(UpdateOnDevice(core_.tiers->hbm(), update, chunk));
     }
@@ -332,23 +346,6 @@ absl::Status StoreRun::ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy)
       core_.versions->Spill(&core_.buffers.reader, chunk, update.version, std::move(next.fresh));
   observer_(RunStage::kCompute);
   return core_.EndWith(spilled);
-}
-
-absl::Status StoreRun::Restore(Begun& next, StoredChunk& chunk) {
-  const Compute with{.pool = core_.compute, .poll = poll_};
-  const DurableChunk* const pinned = core_.versions->pins.Find(*next.update->restored, chunk.index);
-  // A failed read leaves the chunk with neither state: nobody may use the chunk.
-  BALLAST_RETURN_IF_ERROR(core_.EndWith(As(RunStage::kRead, [&] {
-    return pinned != nullptr ? core_.restore.Version(chunk, *pinned, next.state, with)
-                             : core_.restore.Zero(chunk, next.state, with);
-  })));
-  chunk.on_disk.EndMoments();
-  if (next.stores && pinned != nullptr) {
-    chunk.on_disk.SetDigests(pinned->digests);
-  } else if (next.stores && chunk.memory.tier() != TierKind::kHbm) {
-    chunk.on_disk.SetDigests(DigestState(chunk.View(next.state), with));
-  }
-  return absl::OkStatus();
 }
 
 void StoreRun::NoteVersion(Begun& changed, StoredChunk& chunk) {

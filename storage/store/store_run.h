@@ -48,9 +48,9 @@ class StoreRun {
     std::unique_ptr<kernels::ThreadPool::Batch> pieces = nullptr;
     HbmWork on_device = {};  // in place of `work` and `pieces`
 
-    bool changes() const {
-      return !update->values.empty() || !update->segments.empty() || update->restored.has_value();
-    }
+    bool changes() const { return !update->values.empty() || !update->segments.empty() || update->replaces(); }
+    // Pins that want the old state get a copy. They lose a chunk that is imported.
+    bool copies() const { return changes() && update->imported == nullptr; }
     uint64_t weight() const { return pieces == nullptr ? 0 : std::max<uint64_t>(pieces->count, 1); }
   };
 
@@ -63,6 +63,8 @@ class StoreRun {
                            Interrupt interrupt);
   // The queue for what goes between disk and memory; null if nothing does.
   absl::StatusOr<IoQueue*> QueueFor(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks);
+  // Does the update's new state go to the disk?
+  bool Stores(const ChunkUpdate& update, const StoredChunk& chunk) const;
   // Begins all updates, in order. `interrupted`: the error of `interrupt` at which it stopped.
   absl::Status BeginAll(absl::Span<const ChunkUpdate> updates, absl::Span<StoredChunk* const> chunks,
                         Interrupt interrupt, absl::Status* interrupted);
@@ -79,13 +81,12 @@ class StoreRun {
   void StartPieces(Begun next, std::optional<CopyOnWrite> copy);
   // For an update in a device's memory that nothing else waits for.
   absl::Status StartOnDevice(Begun next);
-  // For a restored state, and for an update of a device's memory of which a version or a copy goes to the disk.
+  // For a replaced state, and for an update of a device's memory of which a version or a copy goes to the disk.
   absl::Status ApplyAtOnce(Begun& next, std::optional<CopyOnWrite> copy);
-  // Reads the pinned state of `next` in place of the chunk's.
-  absl::Status Restore(Begun& next, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
-  // The state that the update replaces, for `pins`. A restore goes on where that state cannot be read: the pins lose
-  // the chunk, and no restore needs what it replaces.
-  absl::StatusOr<CopyOnWrite> CopyForPins(Begun& next, absl::Span<const int64_t> pins);
+  // The state that the update replaces, if pins want it; ends all earlier updates then. A restore goes on where that
+  // state cannot be read: the pins lose the chunk, and no restore needs what it replaces.
+  absl::StatusOr<std::optional<CopyOnWrite>> CopyForPins(Begun& next);
+  absl::StatusOr<CopyOnWrite> CopyFor(absl::Span<const int64_t> pins, Begun& next);
   // Has all of the old state in memory, and compares it with its digests. DATA_LOSS (CHECKSUM), INTERNAL (IO).
   absl::Status VerifyOld(Begun& next);
   // Ends the oldest update: computes until its pieces have returned, or waits for the device, starts its way to the

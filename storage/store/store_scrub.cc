@@ -13,8 +13,10 @@ std::vector<ScrubbedExtent> StoreScrub::ExtentsOf(const StoreCore& core, const S
   std::vector<ScrubbedExtent> extents;
   const bool durable = core.versions.has_value();
   ScrubbedExtent newest{.chunk = chunk.index, .entry = durable ? core.versions->Of(chunk).newest() : DurableChunk()};
+  bool wanted = true;
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
+    wanted = !chunk.history.is_void();
     newest.in_memory = chunk.memory.tier() != TierKind::kNvme;
     newest.moments_unread = chunk.on_disk.moments_unread();
     newest.dirty = durable && core.versions->Of(chunk).dirty();
@@ -28,7 +30,7 @@ std::vector<ScrubbedExtent> StoreScrub::ExtentsOf(const StoreCore& core, const S
                       .file = chunk.on_disk.extent().file_id()};
     }
   }
-  if (newest.entry.bytes > 0) extents.push_back(newest);
+  if (wanted && newest.entry.bytes > 0) extents.push_back(newest);
   if (!durable) return extents;
   for (const DurableChunk& entry : core.versions->pins.Of(chunk.index)) {
     if (newest.entry.version >= 0 && entry.offset == newest.entry.offset && entry.file == newest.entry.file) continue;
@@ -45,7 +47,9 @@ bool StoreScrub::Advance(const StoreCore& core) {
     }
   }
   for (const uint64_t count = core.chunks.count(); chunk_ < count; ++chunk_, extent_ = 0) {
-    const std::vector<ScrubbedExtent> extents = ExtentsOf(core, **core.chunks.Find(chunk_));
+    const absl::StatusOr<StoredChunk*> chunk = core.chunks.Find(chunk_);
+    if (!chunk.ok()) continue;  // removed
+    const std::vector<ScrubbedExtent> extents = ExtentsOf(core, **chunk);
     if (extent_ >= extents.size()) continue;
     current_ = extents[extent_++];
     at_ = 0;
@@ -70,6 +74,10 @@ ScrubPiece StoreScrub::Next(const StoreCore& core, absl::Span<std::byte> buffer)
     return piece;
   }
   const absl::StatusOr<StoredChunk*> found = core.chunks.Find(current_->chunk);
+  if (!found.ok()) {
+    current_.reset();
+    return piece;
+  }
   const std::vector<ScrubbedExtent> extents = ExtentsOf(core, **found);
   const auto same =
       std::find_if(extents.begin(), extents.end(), [this](const auto& e) { return e.Matches(*current_); });

@@ -28,6 +28,12 @@ DurableChunk StoreVersions::EntryOf(const StoredChunk& chunk, int64_t version, c
           .file = extent.file_id()};
 }
 
+void StoreVersions::Forget(const StoredChunk& chunk) {
+  extents.Forget(chunk.id);
+  std::erase(unrecorded_, chunk.index);
+  progress_[chunk.index] = DurableProgress(std::nullopt);
+}
+
 void StoreVersions::Expect(const StoredChunk& chunk, int64_t version) {
   if (progress_[chunk.index].Store(version)) unrecorded_.push_back(chunk.index);
 }

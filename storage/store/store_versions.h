@@ -35,6 +35,10 @@ class StoreVersions {
 
   // The store's next chunk, with the version that an earlier run left.
   void Add(const std::optional<DurableChunk>& newest) { progress_.emplace_back(newest); }
+  // As ChunkStore::Void.
+  void Void(const StoredChunk& chunk) { progress_[chunk.index].Void(); }
+  // The chunk is about to go, and nobody has its entry any more: nothing of it is recorded, or kept for a restart.
+  void Forget(const StoredChunk& chunk);
   const DurableProgress& Of(const StoredChunk& chunk) const { return progress_[chunk.index]; }
 
   // An extent for the chunk's next version, after older versions were hardened if room was short. INTERNAL.

@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
 
 namespace ballast::storage {
@@ -72,6 +74,19 @@ absl::Status CheckBlocks(const StoredChunk& chunk, const ChunkUpdate& update, co
   return absl::OkStatus();
 }
 
+absl::Status CheckLoggedValues(const StoredChunk& chunk, const ChunkUpdate& update) {
+  for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
+    const uint64_t count = values.place.bytes / sizeof(float);
+    BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, count));
+    for (const auto& [begin, end, working] : values.parts) {
+      if (values.begin <= begin && begin <= end && end <= values.begin + count) continue;
+      return Bad(model::kBadRange, absl::StrCat("elements [", begin, ", ", end, ") of chunk ", chunk.index,
+                                                " are not in the slice of ", count, " from ", values.begin, " on"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckFrozen(const StoredChunk& chunk, const ChunkUpdate& update) {
   const StateForm form = chunk.layout.form();
   if (!IsFrozen(form)) return absl::OkStatus();
@@ -100,9 +115,58 @@ absl::Status CheckMomentValues(const StoredChunk& chunk, const ChunkUpdate& upda
   return CheckBlocks(chunk, update, "moments");
 }
 
+absl::Status CheckArrays(const StoredChunk& chunk, const WholeState& imported) {
+  for (size_t i = 0; i < imported.arrays.size(); ++i) {
+    const auto& [bytes, crc32c] = imported.arrays[i];
+    const uint64_t expected = chunk.layout.ArrayBytes(static_cast<StateArray>(i), chunk.elements);
+    if (bytes.size() != expected) {
+      return Bad(model::kBadLength, absl::StrCat("array ", i, " of an imported state of chunk ", chunk.id, " has ",
+                                                 bytes.size(), " bytes, expected ", expected));
+    }
+    const uint32_t found = kernels::Crc32c(bytes);
+    if (found == crc32c) continue;
+    return model::Error(absl::StatusCode::kDataLoss, model::kChecksum,
+                        absl::StrFormat("array %d of an imported state of chunk %d has CRC32C %08x, expected %08x: it "
+                                        "was damaged on its way. Fetch it again",
+                                        i, chunk.id, found, crc32c));
+  }
+  return absl::OkStatus();
+}
+
+// An imported state comes alone, and is whole.
+absl::Status CheckImported(const StoredChunk& chunk, const ChunkUpdate& update) {
+  BALLAST_RETURN_IF_ERROR(CheckWhole(chunk));
+  const bool values = !update.values.empty() || !update.logged_values.empty();
+  const bool gradient = !update.segments.empty() || !update.gradient.empty() || update.logged_gradient.has_value();
+  if (values || gradient || update.restored.has_value()) {
+    return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk.id, " is given an imported state and more"));
+  }
+  if (update.imported->arrays.size() != static_cast<size_t>(chunk.layout.array_count())) {
+    return Bad(model::kBadLength,
+               absl::StrCat("an imported state of chunk ", chunk.id, " has ", update.imported->arrays.size(),
+                            " arrays, expected ", chunk.layout.array_count()));
+  }
+  return CheckArrays(chunk, *update.imported);
+}
+
 }  // namespace
 
+absl::Status CheckWhole(const StoredChunk& chunk) {
+  if (!chunk.layout.keeps_remainder() && !chunk.layout.lends_master()) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                      absl::StrCat("the state of chunk ", chunk.id, " is not whole: a part of its master is ",
+                                   chunk.layout.lends_master() ? "in the trainer's memory" : "its working copy"));
+}
+
+absl::Status CheckNotVoid(const StoredChunk& chunk) {
+  absl::ReaderMutexLock lock(&chunk.mutex);
+  if (!chunk.history.is_void()) return absl::OkStatus();
+  return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk.id, " is void: only another server's state may come"));
+}
+
 absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
+  if (update.imported != nullptr) return CheckImported(chunk, update);
+  BALLAST_RETURN_IF_ERROR(CheckNotVoid(chunk));
   for (const ChunkUpdate::Values& values : update.values) {
     const uint64_t count = values.count(chunk.layout.working_element_bytes());
     BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, count));
@@ -116,15 +180,7 @@ absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update) {
                                                 ": expected a multiple of ", kernels::kMomentBlock));
     }
   }
-  for (const ChunkUpdate::LoggedValues& values : update.logged_values) {
-    const uint64_t count = values.place.bytes / sizeof(float);
-    BALLAST_RETURN_IF_ERROR(CheckRange(chunk.index, chunk.elements, values.begin, count));
-    for (const auto& [begin, end, working] : values.parts) {
-      if (values.begin <= begin && begin <= end && end <= values.begin + count) continue;
-      return Bad(model::kBadRange, absl::StrCat("elements [", begin, ", ", end, ") of chunk ", chunk.index,
-                                                " are not in the slice of ", count, " from ", values.begin, " on"));
-    }
-  }
+  BALLAST_RETURN_IF_ERROR(CheckLoggedValues(chunk, update));
   BALLAST_RETURN_IF_ERROR(CheckFrozen(chunk, update));
   BALLAST_RETURN_IF_ERROR(CheckMomentValues(chunk, update));
   BALLAST_RETURN_IF_ERROR(CheckWorking(chunk, update));

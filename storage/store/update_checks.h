@@ -21,9 +21,17 @@ inline absl::Status CheckRange(uint64_t chunk, uint64_t elements, uint64_t begin
                                             " of ", elements, " elements"));
 }
 
+// Can the chunk's state leave its server, or come from another? UNIMPLEMENTED (UNSUPPORTED) where a part of it is the
+// working copy or the trainer's memory.
+absl::Status CheckWhole(const StoredChunk& chunk);
+
+// Has the chunk a state? INVALID_ARGUMENT (BAD_REQUEST).
+absl::Status CheckNotVoid(const StoredChunk& chunk);
+
 // INVALID_ARGUMENT: (BAD_RANGE) elements outside the chunk, or a segment or coded values that begin within a block;
 // (BAD_LENGTH) a gradient that does not cover its segments; (BAD_REQUEST) an update of another kind than the chunk
-// takes.
+// takes. Of an imported state: UNIMPLEMENTED as CheckWhole; INVALID_ARGUMENT (BAD_LENGTH) other arrays than the chunk's
+// layout has; DATA_LOSS (CHECKSUM).
 absl::Status CheckUpdate(const StoredChunk& chunk, const ChunkUpdate& update);
 
 }  // namespace ballast::storage

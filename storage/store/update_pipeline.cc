@@ -36,7 +36,8 @@ absl::StatusOr<IoQueue*> PipelineStaging::Queue(Disk* disk) {
 }
 
 UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue,
-                               Tiers* tiers, LogReads* reads, RunStageObserver observer)
+                               Tiers* tiers, LogReads* reads, RunStageObserver observer,
+                               const std::vector<bool>& unread)
     : chunks_(chunks), queue_(queue), tiers_(tiers), reads_(reads), observer_(observer) {
   if (queue == nullptr) return;
   const uint64_t slot_bytes = std::max(staging->slot_bytes, uint64_t{1});  // no slots if no state lives on NVMe
@@ -46,9 +47,10 @@ UpdatePipeline::UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineSt
   completions_.reserve(kIoRequestsMax);
   sources_.reserve(chunks.size());
   for (const StoredChunk* chunk : chunks) {
+    const bool zero = !unread.empty() && unread[sources_.size()];
     absl::ReaderMutexLock lock(&chunk->mutex);
     const NvmeExtent& extent = chunk->on_disk.extent();
-    sources_.push_back({extent.home(), extent.offset(), chunk->history.zero()});
+    sources_.push_back({extent.home(), extent.offset(), zero || chunk->history.zero()});
   }
   if (tiers->nvme() != nullptr) loading_bytes_max_ = kLoadingBytesMax * tiers->nvme()->file_count();
   LoadAhead();

@@ -40,6 +40,13 @@ struct PipelineStaging {
     memory = std::move(block);
   }
 
+  // Gives the slots' memory back.
+  void Release() {
+    queue_.reset();
+    memory = DramBlock();
+    slot_bytes = 0;
+  }
+
   DramBlock memory;
   uint64_t slot_bytes = 0;  // size of the largest chunk state
 
@@ -52,9 +59,10 @@ struct PipelineStaging {
 class UpdatePipeline {
  public:
   // `chunks`: the chunk of each update, in order; only chunks on NVMe are moved. Borrows all arguments. `reads`: null
-  // if nothing is read from the log.
+  // if nothing is read from the log. `unread`: by update, true where nobody needs the old state, which is then not
+  // read, and zero; empty: all are read.
   UpdatePipeline(absl::Span<StoredChunk* const> chunks, PipelineStaging* staging, IoQueue* queue, Tiers* tiers,
-                 LogReads* reads, RunStageObserver observer = UnobservedStage);
+                 LogReads* reads, RunStageObserver observer = UnobservedStage, const std::vector<bool>& unread = {});
 
   // Would Load(i) return at once?
   bool Loaded(size_t i);

@@ -18,10 +18,27 @@ void VersionedExtents::Discard() {
   room_ = NvmeRoom();
 }
 
-uint64_t VersionedExtents::SpareBytesMissing(uint64_t chunks, uint64_t largest_bytes) const {
+uint64_t VersionedExtents::SpareBytes(uint64_t chunks, uint64_t largest_bytes) const {
   const uint64_t files = nvme_ == nullptr ? 1 : nvme_->file_count();
-  const uint64_t wanted = (files == 1 ? Spares(chunks) : std::max(Spares(chunks), files)) * largest_bytes;
+  return (files == 1 ? Spares(chunks) : std::max(Spares(chunks), files)) * largest_bytes;
+}
+
+uint64_t VersionedExtents::SpareBytesMissing(uint64_t chunks, uint64_t largest_bytes) const {
+  const uint64_t wanted = SpareBytes(chunks, largest_bytes);
   return wanted - std::min(wanted, spare_bytes_);
+}
+
+void VersionedExtents::Forget(uint64_t id) {
+  std::erase_if(written_, [id](const DurableChunk& chunk) { return chunk.id == id; });
+  written_bytes_ = 0;
+  for (const DurableChunk& chunk : written_) written_bytes_ += chunk.bytes;
+  before_run_ = std::min(before_run_, written_bytes_);
+}
+
+void VersionedExtents::GiveBack(uint64_t bytes, uint64_t chunks, uint64_t largest_bytes) {
+  const uint64_t spare_bytes = std::min(spare_bytes_, SpareBytes(chunks, largest_bytes));
+  bytes += std::exchange(spare_bytes_, spare_bytes) - spare_bytes;
+  room_.Split(std::min(bytes, room_.bytes()));
 }
 
 void VersionedExtents::AddRoom(NvmeRoom room, uint64_t spare_bytes) {
@@ -60,8 +77,8 @@ absl::Status VersionedExtents::Record() {
 }
 
 absl::Status VersionedExtents::Harden() {
-  if (written_.empty() || !failed_.ok()) return failed_;
-  if (records()) BALLAST_RETURN_IF_ERROR(Record());
+  if ((written_.empty() && old_.empty()) || !failed_.ok()) return failed_;
+  if (records() && !written_.empty()) BALLAST_RETURN_IF_ERROR(Record());
   for (NvmeExtent& extent : old_) room_.Join(extent.TakeRoom());
   old_.clear();
   written_.clear();

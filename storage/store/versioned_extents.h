@@ -39,6 +39,13 @@ class VersionedExtents {
   uint64_t SpareBytesMissing(uint64_t chunks, uint64_t largest_bytes) const;
   void AddRoom(NvmeRoom room, uint64_t spare_bytes);
 
+  // The chunk with this id is about to go, and nobody has its entry any more: what waits to be recorded of it counts no
+  // more. Its old extents are free with the next Harden.
+  void Forget(uint64_t id);
+  // Chunks have gone. Gives back `bytes` of the room, which were for their first versions, and what `chunks` chunks of
+  // at most `largest_bytes` do not need as spares.
+  void GiveBack(uint64_t bytes, uint64_t chunks, uint64_t largest_bytes);
+
   // In one piece, on a device that works.
   bool HasRoom(uint64_t bytes) const { return nvme_->Holds(room_, bytes); }
   bool HasBytes(uint64_t bytes) const { return room_.bytes() >= bytes; }
@@ -58,6 +65,8 @@ class VersionedExtents {
   bool records() const { return options_.record != nullptr; }
 
  private:
+  // What is wanted for new versions of `chunks` chunks.
+  uint64_t SpareBytes(uint64_t chunks, uint64_t largest_bytes) const;
   absl::Status Record();
 
   NvmeTier* const nvme_;

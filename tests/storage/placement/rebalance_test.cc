@@ -53,6 +53,27 @@ TEST(RebalanceTest, MoreDramBringsThemBack) {
   EXPECT_EQ(letters(kOther), "nnnnn") << "state alone moves, and all of it may";
 }
 
+// Each chunk goes where it would go if those that were removed had never been there.
+TEST(RebalanceTest, GapsTakeNothing) {
+  JobHolding job = Job("a", 5, 0), with_gaps = job;
+  job.pull = with_gaps.pull = PullMemory();
+  for (const std::ptrdiff_t at : {5, 3, 0, 0}) {
+    with_gaps.chunks.insert(with_gaps.chunks.begin() + at, PlacedChunk::Gap());
+  }
+  for (const uint64_t chunks : {0, 1, 3, 5}) {
+    const TierBytes budget{.dram = kOther + kStaging + chunks * kEqualState, .nvme = kOther + 5 * kEqualState};
+    const auto plain = PlanBudgets(budget, Used(5, 0), {job}), plan = PlanBudgets(budget, Used(5, 0), {with_gaps});
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    ASSERT_EQ((*plan)[0].chunks.size(), with_gaps.chunks.size());
+    std::string letters = Letters((*plan)[0]);
+    for (size_t i = letters.size(); i-- > 0;) {
+      if (with_gaps.chunks[i].gap()) letters.erase(i, 1);
+    }
+    EXPECT_EQ(letters, Letters((*plain)[0])) << chunks;
+    EXPECT_EQ((*plan)[0].state.nvme, (*plain)[0].state.nvme);
+  }
+}
+
 TEST(RebalanceTest, JobsShareInProportion) {
   const TierBytes budget{.dram = kOther + 6 * kEqualState, .nvme = kOther + 12 * kEqualState};
   const auto targets = PlanBudgets(budget, Used(2, 10), {Job("a", 1, 3), Job("b", 1, 7)});

@@ -57,5 +57,18 @@ TEST(DurableProgressTest, TheOldestUnrecordedVersionCounts) {
   EXPECT_EQ(progress.recoverable_from(), 9);
 }
 
+TEST(DurableProgressTest, AVoidStateNeedsNoLog) {
+  DurableProgress progress(Entry(7));
+  EXPECT_TRUE(progress.Store(8));
+  progress.Write(Entry(8));
+  progress.Update(9);
+  progress.Void();
+  EXPECT_FALSE(progress.dirty());
+  EXPECT_EQ(progress.recoverable_from(), std::nullopt);
+  EXPECT_EQ(progress.newest().version, 8) << "the extent stays";
+  EXPECT_TRUE(progress.Store(20));
+  EXPECT_EQ(progress.recoverable_from(), 19);
+}
+
 }  // namespace
 }  // namespace ballast::storage

@@ -157,6 +157,63 @@ TEST_F(KeptExtentsTest, AnAdoptedPinIsPaidForAndStays) {
   EXPECT_EQ(used(), before - kStateBytes) << "its room was its own";
 }
 
+TEST_F(KeptExtentsTest, AForgottenChunkStaysOnTheDiskUntilItsPinIsDropped) {
+  Pin(1);
+  Move(0, 2);
+  Pin(2);
+  const uint64_t before = used();
+  kept_.Forget(0);
+  EXPECT_EQ(used(), before);
+  for (const int64_t pin : {1, 2}) {
+    EXPECT_TRUE(kept_.Has(pin));
+    EXPECT_EQ(kept_.Find(pin, 0), nullptr);
+    EXPECT_TRUE(kept_.ChunksOf(pin).empty());
+  }
+  EXPECT_TRUE(kept_.Of(0).empty());
+  Move(0, 3);
+  Pin(3);
+  EXPECT_EQ(kept_.Find(3, 0)->version, 3) << "a later pin has it";
+  kept_.Drop(1);
+  kept_.Drop(2);
+  EXPECT_EQ(used(), 2 * kStateBytes) << "the chunk's own, and the third pin's room";
+}
+
+TEST_F(KeptExtentsTest, ARemovedChunkLeavesNothingBehind) {
+  const uint64_t before = used();
+  Move(1, 1);
+  for (const uint64_t chunk : {0, 1}) {
+    kept_.SetAside(*nvme()->Promise(kStateBytes, "a test"));
+    kept_.AddShare(chunk, kStateBytes);
+  }
+  Pin(1, 1);
+  Pin(2, 1, /*automatic=*/true);
+  Move(1, 2);
+  Pin(3, 1, /*automatic=*/true);
+  chunks_.erase(1);
+  kept_.Remove(1);
+  EXPECT_EQ(used(), before + kStateBytes) << "what the other chunk has aside";
+  EXPECT_TRUE(kept_.Of(1).empty());
+  EXPECT_TRUE(kept_.Has(1));
+  EXPECT_EQ(Pin(4, 0, /*automatic=*/true), 0) << "which is there for its pins";
+}
+
+TEST_F(KeptExtentsTest, AShareThatAnotherChunkUsesGoesOnceItReturns) {
+  const uint64_t before = used();
+  kept_.SetAside(*nvme()->Promise(2 * kStateBytes, "a test"));
+  for (const uint64_t chunk : {0, 1}) kept_.AddShare(chunk, kStateBytes);
+  Pin(1, 0, /*automatic=*/true);
+  Move(0, 2);
+  Pin(2, 0, /*automatic=*/true);
+  const uint64_t both = used();
+  kept_.Remove(1);
+  EXPECT_EQ(used(), both);
+  kept_.Drop(1);
+  EXPECT_EQ(used(), both - kStateBytes);
+  kept_.Drop(2);
+  kept_.Remove(0);
+  EXPECT_EQ(used(), before);
+}
+
 TEST_F(KeptExtentsTest, ARestartFindsTheExtentsOfItsPins) {
   Pin(1);
   const DurableChunk first = chunks_[0].second;

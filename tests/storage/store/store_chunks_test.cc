@@ -58,5 +58,19 @@ TEST_F(StoreChunksTest, BytesAreCountedWhereChunksLive) {
   EXPECT_EQ(chunks_.placed()[1].elements, kElements);
 }
 
+TEST_F(StoreChunksTest, ARemovedChunkIsAGapThatNothingCounts) {
+  const std::vector<StoredChunk*> chunks = Append({TierKind::kDram, TierKind::kNvme, TierKind::kDram});
+  chunks_.Remove(*chunks[1]);
+  EXPECT_EQ(chunks_.count(), 3u);
+  EXPECT_EQ(chunks_.present(), 2u);
+  EXPECT_EQ(model::ReasonOf(chunks_.Find(1).status()), model::kBadRange);
+  EXPECT_EQ(chunks_.All(), (std::vector<StoredChunk*>{chunks[0], chunks[2]}));
+  EXPECT_TRUE(chunks_.placed()[1].gap());
+  EXPECT_EQ(layout_.Of(chunks_.placed()[1].form, chunks_.placed()[1].placement).StateBytes(0), 0u);
+  EXPECT_EQ(chunks_.residency().state.nvme, 0u);
+  EXPECT_EQ(chunks_.residency().working.dram, 2 * working_);
+  EXPECT_EQ(Append({TierKind::kDram})[0]->index, 3u);
+}
+
 }  // namespace
 }  // namespace ballast::storage

@@ -158,5 +158,29 @@ TEST_F(VersionedExtentsTest, ADiscardedStoreFreesTheOldVersions) {
   EXPECT_EQ(tiers_->used().nvme, 0);
 }
 
+TEST_F(VersionedExtentsTest, WhatIsForgottenIsNotRecordedAndItsOldExtentIsFree) {
+  NvmeExtent current;
+  Write(1, &current);
+  ASSERT_EQ(extents_->Harden(), absl::OkStatus());
+  Write(2, &current);
+  extents_->Forget(0);
+  EXPECT_FALSE(extents_->HasRoom(kVersionBytes)) << "not yet";
+  ASSERT_EQ(extents_->Harden(), absl::OkStatus());
+  EXPECT_EQ(recorded_, (std::vector<int64_t>{1}));
+  EXPECT_TRUE(extents_->HasRoom(kVersionBytes));
+}
+
+TEST_F(VersionedExtentsTest, ChunksThatGoLeaveNoRoomBehind) {
+  const uint64_t before = used(TierPart::kSpare);
+  const uint64_t more = extents_->SpareBytesMissing(5, kVersionBytes);
+  ASSERT_EQ(more, 3 * kVersionBytes);
+  extents_->AddRoom(*tiers_->nvme()->Promise(more + kVersionBytes, "a test"), more);
+  extents_->GiveBack(kVersionBytes, 2, kVersionBytes);
+  EXPECT_EQ(used(TierPart::kSpare), before);
+  EXPECT_EQ(extents_->SpareBytesMissing(5, kVersionBytes), more);
+  extents_->GiveBack(0, 0, 0);
+  EXPECT_EQ(used(TierPart::kSpare), 0);
+}
+
 }  // namespace
 }  // namespace ballast::storage

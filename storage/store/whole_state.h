@@ -1,0 +1,20 @@
+// A chunk's whole state as a store keeps it, on its way to another server's copy of the chunk.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace ballast::storage {
+
+// Bit for bit what the chunk's StateLayout says: the master, or a frozen chunk's values, then the moments in their own
+// format with their scales. Padding is included, so that the digests are those of the label and of the catalog.
+struct WholeState {
+  struct Array {
+    std::vector<std::byte> bytes;  // StateLayout::ArrayBytes of them
+    uint32_t crc32c = 0;           // of `bytes`
+  };
+  std::vector<Array> arrays;  // StateLayout::array_count() of them, by StateArray
+};
+
+}  // namespace ballast::storage
