@@ -27,15 +27,16 @@ enum class Call {
   kPull,
   kPin,
   kUnpin,
+  kExport,
   kGetServerStatus,
   kGetSteps,
   kDropJob,
   kSetBudget
 };
-inline constexpr int kCalls = 15;
+inline constexpr int kCalls = 16;
 inline constexpr std::array<const char*, kCalls> kCallNames = {
-    "Identify", "GetJob", "Fence",           "Open",     "Push",    "Norm",     "Seal", "Commit", "Pull",
-    "Pin",      "Unpin",  "GetServerStatus", "GetSteps", "DropJob", "SetBudget"};
+    "Identify", "GetJob", "Fence",           "Open",     "Push",    "Norm",     "Seal", "Commit", "Pull", "Pin",
+    "Unpin",    "Export", "GetServerStatus", "GetSteps", "DropJob", "SetBudget"};
 
 // Errors by (call, reason). Reasons come from a fixed list, so the map is bounded.
 class ErrorCounts {

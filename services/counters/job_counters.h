@@ -21,6 +21,9 @@ struct JobCounters {
   std::atomic<uint64_t> duplicate_pushes{0};         // slices that were held already, acknowledged once more
   std::atomic<uint64_t> fences{0};
   std::atomic<uint64_t> flushed_chunks{0};
+  // States of whole chunks: sent to other servers, and taken from them.
+  std::atomic<uint64_t> exported_bytes{0};
+  std::atomic<uint64_t> imported_bytes{0};
 };
 
 }  // namespace ballast::services

@@ -68,6 +68,7 @@ Says MustSay(Call call) {
     case Call::kSeal:
     case Call::kCommit:
     case Call::kPin:
+    case Call::kExport:
       return Says::kAll;
     case Call::kUnpin:  // operators' too, who know a server's address
       return Says::kVersion;

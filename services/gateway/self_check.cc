@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/base/threads.h"
 
 namespace ballast::services {

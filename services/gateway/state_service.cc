@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/services/gateway/call_reactor.h"
+#include "ballast/services/gateway/export_message.h"
 #include "ballast/services/gateway/known_fields.h"
 #include "ballast/services/gateway/push_message.h"
 
@@ -113,6 +114,7 @@ void StateServiceImpl::AddTo(Methods* methods) {
         state_->Commit(*request, std::move(reply));
       }));
   AddPins(add);
+  AddExport(add);
   add({Call::kPush, kWholeBytesMax, nullptr,
        [this](const Arrival& arrival, grpc::ByteBuffer* message) { Push(arrival, message); }});
   // Thousands of pulls wait at a time.
@@ -137,6 +139,23 @@ void StateServiceImpl::AddPins(const std::function<void(Method)>& add) {
       [this](const Visit&, v1::UnpinRequest* request, const CallLimit& limit, Reply<v1::UnpinResponse> reply) {
         state_->Unpin(KnownFields(request), std::move(reply), limit.caller);
       }));
+}
+
+void StateServiceImpl::AddExport(const std::function<void(Method)>& add) {
+  add({Call::kExport, kFewBytesMax, v1::ExportRequest::descriptor(),
+       [this](const Arrival& arrival, grpc::ByteBuffer* message) {
+         CallReactor* const reactor = arrival.reactor;
+         v1::ExportRequest request;
+         if (!ParseMessage(reactor, *message, &request)) return;
+         if (const auto visit = gate_->Admit(arrival.visitor, {Call::kExport, request.job()}); !visit.ok()) {
+           return reactor->Fail(visit.status());
+         }
+         state_->Export(KnownFields(&request), arrival.limit(), [reactor](absl::StatusOr<ExportedChunk> chunk) {
+           if (!chunk.ok()) return reactor->Fail(chunk.status());
+           reactor->Hold(std::move(chunk->room));
+           reactor->Answer(EncodeExport(*std::move(chunk)));
+         });
+       }});
 }
 
 void StateServiceImpl::Identify(v1::IdentifyRequest* request, Reply<v1::IdentifyResponse> reply) {

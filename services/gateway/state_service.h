@@ -36,6 +36,7 @@ class StateServiceImpl final {
                std::function<void(const Visit&, Request*, const CallLimit&, Reply<Response>)> run,
                Needed needed = Needed::kUntilTheAnswer);
   void AddPins(const std::function<void(Method)>& add);
+  void AddExport(const std::function<void(Method)>& add);
   void Identify(v1::IdentifyRequest* request, Reply<v1::IdentifyResponse> reply);
   // Push and Pull parse for themselves, so that payloads stay where gRPC has them.
   void Push(const Arrival& arrival, grpc::ByteBuffer* message);

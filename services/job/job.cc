@@ -44,7 +44,8 @@ Job::Parts::Parts(const std::string& name, const JobSurroundings& surroundings, 
       recovery(&core, &journal, &room, &flushes, &earlier, &space, &openings, &changes, &updates),
       pushes(&core, &journal, &room),
       pulls(&core, &read_pins),
-      loans(&core) {}
+      loans(&core),
+      exports(&core) {}
 
 Job::Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire)
     : parts_(std::make_unique<Parts>(name, surroundings, static_cast<StepHost*>(this), std::move(expire))) {}
@@ -70,6 +71,7 @@ absl::Status Job::Replay(const PromiseRecord& promise) {
 Pushes& Job::pushes() { return parts_->pushes; }
 Pulls& Job::pulls() { return parts_->pulls; }
 Loans& Job::loans() { return parts_->loans; }
+Exports& Job::exports() { return parts_->exports; }
 const storage::Account& Job::account() const { return *parts_->core.around.account; }
 const JobCounters& Job::counters() const { return parts_->core.counters; }
 std::optional<storage::JobHolding> Job::Holding() const { return parts_->moves.Holding(); }

@@ -27,6 +27,7 @@
 
 namespace ballast::services {
 
+class Exports;
 class Loans;
 class Pulls;
 class Pushes;
@@ -68,6 +69,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   Pushes& pushes();
   Pulls& pulls();
   Loans& loans();
+  Exports& exports();
 
   v1::JobStatus Status() const;
   // All that the job takes; the tiers count it. On any thread.

@@ -5,6 +5,7 @@
 #include <functional>
 #include <string>
 
+#include "ballast/services/job/exports.h"
 #include "ballast/services/job/job.h"
 #include "ballast/services/job/kept_versions.h"
 #include "ballast/services/job/loans.h"
@@ -54,6 +55,7 @@ struct Job::Parts {
   Pushes pushes;
   Pulls pulls;
   Loans loans;
+  Exports exports;
 };
 
 }  // namespace ballast::services

@@ -24,6 +24,7 @@ const std::vector<std::pair<Call, std::string>>& ExpectedErrors() {
         {Call::kPull, {model::kVersionGone, model::kBadRange, model::kChecksum}},
         {Call::kPin, {model::kVersionGone, model::kBudget, model::kDiskFull}},
         {Call::kUnpin, {}},
+        {Call::kExport, {model::kNotOpen, model::kBehind, model::kOtherServer, model::kChecksum}},
     };
     auto* errors = new std::vector<std::pair<Call, std::string>>;
     for (const auto& [call, reasons] : further) {

@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/services/job/exports.h"
 #include "ballast/services/job/job.h"
 #include "ballast/services/job/loans.h"
 #include "ballast/services/job/pulls.h"
@@ -366,6 +367,13 @@ void StateServer::Lease(const v1::PullRequest& request, const CallLimit& limit, 
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
   (*job)->pulls().Lease(request, limit, std::move(reply));
+}
+
+void StateServer::Export(const v1::ExportRequest& request, const CallLimit& limit, Reply<ExportedChunk> reply) {
+  reply = impl_->Counted(Call::kExport, std::move(reply));
+  const auto job = impl_->Find(request.job());
+  if (!job.ok()) return reply(job.status());
+  (*job)->exports().Export(request, limit, std::move(reply));
 }
 
 const std::string& StateServer::server_id() const { return impl_->server_id; }

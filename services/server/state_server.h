@@ -18,6 +18,7 @@
 #include "ballast/services/counters/job_counters.h"
 #include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/threads/caller.h"
+#include "ballast/services/threads/exported_chunk.h"
 #include "ballast/services/threads/pushed_bytes.h"
 #include "ballast/services/threads/reply.h"
 #include "ballast/storage/memory/arena.h"
@@ -152,6 +153,11 @@ class StateServer {
   // then waits to change. Nothing is leased, and a pull copies the bytes, unless they are the current version's working
   // parameters and lie in DRAM.
   void Lease(const v1::PullRequest&, const CallLimit& limit, Reply<model::LeasedBytes> reply);
+  // For another server of the job, which copies the chunk: its state between two steps, at version `least` or later.
+  // Waits for that version, for room for the answer and for the job's worker. NOT_FOUND (UNKNOWN_JOB): no job of this
+  // name and life; FAILED_PRECONDITION: (NOT_OPEN) this server lacks the chunk, (BEHIND) it has opened another spec;
+  // INVALID_ARGUMENT (BAD_REQUEST): the chunk does not lie here; DATA_LOSS (CHECKSUM): nor does its state any more.
+  void Export(const v1::ExportRequest&, const CallLimit& limit, Reply<ExportedChunk> reply);
   // Page-locked memory for answers to pulls. Empty if the server has no GPU: any memory is then as good.
   absl::StatusOr<storage::Arena> MapAnswers(uint64_t bytes) const;
 

@@ -105,12 +105,22 @@ class JobPartTest : public testing::Test, protected StepHost {
   void Open(uint32_t world_size = 1) {
     Fence();
     v1::OpenRequest open = OpenOf(spec_, world_size);
+    if (table_.has_value()) {
+      open.clear_members();
+      *open.mutable_table() = *table_;
+    }
     open.mutable_epoch()->set_counter(epoch_);
+    SendOpen(open);
+  }
+  // The fenced epoch. The base is the server's, unless the open has one.
+  void SendOpen(v1::OpenRequest open) {
     bool done = false;
     for (int i = 0; i < 3 && !done; ++i) {
       Locked([&] {
-        open.set_base(core_.machine->committed());
-        if (open.base() >= 0) *open.mutable_base_decision() = core_.machine->Describe().decision();
+        if (!open.has_base_decision()) open.set_base(core_.machine->committed());
+        if (open.base() >= 0 && !open.has_base_decision()) {
+          *open.mutable_base_decision() = core_.machine->Describe().decision();
+        }
         ASSERT_EQ(journal_.MakeRoom(1, open.ByteSizeLong() + kSmallRecordBytesMax), absl::OkStatus());
         const auto opened = core_.machine->Open(open);
         ASSERT_TRUE(opened.ok()) << opened.status();
@@ -269,6 +279,7 @@ class JobPartTest : public testing::Test, protected StepHost {
   }
 
   v1::JobSpec spec_ = MakeSpec("job", SmallModel());
+  std::optional<v1::Table> table_;  // of Open
   bool working_copies_ = true;
   bool durable_ = false;                                                         // the store
   std::function<absl::Status(absl::Span<const storage::DurableChunk>)> record_;  // as DurableOptions'

@@ -43,6 +43,8 @@ RightSet NeededFor(const AskedCall& asked) {
     case Call::kSeal:
     case Call::kCommit:
       return static_cast<RightSet>(Right::kTrain);
+    case Call::kExport:
+      return static_cast<RightSet>(Right::kCopy);
     case Call::kGetServerStatus:
     case Call::kGetSteps:
       return static_cast<RightSet>(Right::kStatus);

@@ -27,10 +27,10 @@ constexpr size_t kEntriesMax = 4096;
 constexpr size_t kIdentityBytesMax = 2048;  // as long as a SPIFFE ID may be
 constexpr size_t kQuotedBytesMax = 80;      // of a bad value, in a message
 
-constexpr std::pair<Right, const char*> kRightNames[] = {{Right::kTrain, "train"},   {Right::kRead, "read"},
-                                                         {Right::kPin, "pin"},       {Right::kDrop, "drop"},
-                                                         {Right::kBudget, "budget"}, {Right::kStatus, "status"}};
-constexpr char kRightsExpected[] = "a list of train, read, pin, drop, budget and status";
+constexpr std::pair<Right, const char*> kRightNames[] = {
+    {Right::kTrain, "train"},   {Right::kRead, "read"},     {Right::kPin, "pin"},  {Right::kDrop, "drop"},
+    {Right::kBudget, "budget"}, {Right::kStatus, "status"}, {Right::kCopy, "copy"}};
+constexpr char kRightsExpected[] = "a list of train, read, pin, drop, budget, status and copy";
 
 absl::Status Bad(const std::string& path, const YAML::Mark& mark, absl::string_view message) {
   const int line = mark.line + 1;  // a mark of no place is line -1

@@ -14,7 +14,7 @@
 namespace ballast::services {
 
 // A bit each.
-enum class Right : uint32_t { kTrain = 1, kRead = 2, kPin = 4, kDrop = 8, kBudget = 16, kStatus = 32 };
+enum class Right : uint32_t { kTrain = 1, kRead = 2, kPin = 4, kDrop = 8, kBudget = 16, kStatus = 32, kCopy = 64 };
 using RightSet = uint32_t;
 constexpr RightSet operator|(Right a, Right b) { return static_cast<RightSet>(a) | static_cast<RightSet>(b); }
 std::string NamesOf(RightSet rights);  // "train or read"

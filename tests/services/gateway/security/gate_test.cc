@@ -42,7 +42,8 @@ rights:
 - {identity: 'spiffe://t/drop', jobs: 'a-*', can: [drop]}
 - {identity: 'spiffe://t/budget', jobs: '*', can: [budget]}
 - {identity: 'spiffe://t/status', jobs: 'a-*', can: [status]}
-- {identity: 'spiffe://t/all', jobs: '*', can: [train, read, pin, drop, budget, status]}
+- {identity: 'spiffe://t/copy', jobs: 'a-*', can: [copy]}
+- {identity: 'spiffe://t/all', jobs: '*', can: [train, read, pin, drop, budget, status, copy]}
 - {identity: token-trainer, kind: token, jobs: 'a-*', can: [train]}
 - {identity: host.example, jobs: 'a-*', can: [read]}
 quotas:
@@ -69,6 +70,7 @@ const std::map<std::string, std::set<std::string>>& Needs() {
                                                        {"Unpin of a reader", {"train", "read"}},
                                                        {"Pin durable", {"pin"}},
                                                        {"Unpin durable", {"pin"}},
+                                                       {"Export", {"copy"}},
                                                        {"GetServerStatus", {"status"}},
                                                        {"GetSteps", {"status"}},
                                                        {"DropJob", {"drop"}},
@@ -259,7 +261,8 @@ TEST_F(GateTest, TheMatrixOfIdentitiesAndCalls) {
       {"drop", Connect("drop"), "", {"-", "drop"}},
       {"budget", Connect("budget"), "", {"-", "budget"}},
       {"status", Connect("status"), "", {"-", "status"}},
-      {"all", Connect("all"), "", {"-", "train", "read", "pin", "drop", "budget", "status"}},
+      {"copy", Connect("copy"), "", {"-", "copy"}},
+      {"all", Connect("all"), "", {"-", "train", "read", "pin", "drop", "budget", "status", "copy"}},
       {"token", Connect(), "Bearer abc", {"-", "train"}},
       {"token beside a certificate", Connect("all"), "Bearer abc", {"-", "train"}},
       {"DNS name",

@@ -1,0 +1,169 @@
+#include "ballast/services/job/exports.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/job_state/job_core.h"
+
+namespace ballast::services {
+
+Exports::Exports(JobCore* core) : core_(core), room_(core->around.answer_room, core->around.answers) {}
+
+void Exports::Export(const v1::ExportRequest& request, const CallLimit& limit, Reply<ExportedChunk> reply) {
+  const auto wanted = std::make_shared<Request>(
+      Request{.least = request.least(), .bytes = request.ByteSizeLong(), .limit = limit, .reply = reply});
+  core_->EnterAnew(
+      wanted->bytes,
+      [this, request, wanted](Replies* replies) {
+        core_->mu.AssertHeld();
+        Begin(request, wanted, replies);
+      },
+      reply);
+}
+
+absl::StatusOr<std::shared_ptr<HeldChunk>> Exports::Find(const v1::ExportRequest& request) const {
+  BALLAST_RETURN_IF_ERROR(core_->Refusal());
+  const std::string who = absl::StrCat("job '", core_->name, "' on server '", core_->around.server_id, "'");
+  const model::EpochPlan* const plan = core_->state.plan().get();
+  if (plan == nullptr) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kNotOpen,
+                        absl::StrCat(who, " was not opened yet"));
+  }
+  if (request.life() == 0 || request.life() != plan->open().table().life()) {
+    return model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
+                        absl::StrCat(who, " has life ", plan->open().table().life(), ", not ", request.life(),
+                                     ": the name was dropped and made again"));
+  }
+  if (request.spec_digest() != plan->open().spec_digest()) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBehind,
+                        absl::StrCat(who, " has not opened the spec of the asking server's epoch, or has a later one: ",
+                                     "ask again once the job's group has opened both"));
+  }
+  if (std::shared_ptr<HeldChunk> chunk = core_->state.Find(request.chunk()); chunk != nullptr) return chunk;
+  return model::Error(
+      absl::StatusCode::kInvalidArgument, model::kBadRequest,
+      absl::StrCat(who, " does not have chunk ", request.chunk(), " of ", plan->layout().chunks().size()));
+}
+
+absl::Status Exports::CheckHas(const std::shared_ptr<HeldChunk>& chunk) const {
+  BALLAST_RETURN_IF_ERROR(core_->Refusal());
+  BALLAST_RETURN_IF_ERROR(core_->machine->StateStatus());
+  if (core_->state.Find(chunk->layout().index) == chunk && chunk->filled()) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kNotOpen,
+                      absl::StrCat("server '", core_->around.server_id, "' lacks chunk ", chunk->layout().index,
+                                   " of job '", core_->name, "': it copies the chunk itself, or gave it up"));
+}
+
+void Exports::Begin(const v1::ExportRequest& request, const RequestPtr& wanted, Replies* replies) {
+  const absl::StatusOr<std::shared_ptr<HeldChunk>> chunk = Find(request);
+  if (!chunk.ok()) return replies->push_back([reply = wanted->reply, status = chunk.status()] { reply(status); });
+  wanted->chunk = *chunk;
+  const storage::StateLayout layout = core_->state.store()->layout().Of((*chunk)->form);
+  wanted->state_bytes = layout.StateBytes((*chunk)->elements);
+  Park(
+      wanted,
+      [this, wanted](Replies* out) {
+        core_->mu.AssertHeld();
+        return Try(wanted, out);
+      },
+      [this, wanted] {
+        core_->mu.AssertHeld();
+        return absl::StrCat("chunk ", wanted->chunk->layout().index, " was at version ", *wanted->chunk->version(),
+                            ", wanted at ", wanted->least, " or later", core_->LeaseWait());
+      },
+      &(*chunk)->pulls, replies);
+}
+
+void Exports::Park(const RequestPtr& wanted, std::function<bool(Replies*)> ready,
+                   std::function<std::string()> waits_for, Waiting::Queue* queue, Replies* replies) {
+  Waiter waiter;
+  waiter.bytes = wanted->bytes;
+  waiter.limit = wanted->limit;
+  waiter.attempt = std::move(ready);
+  waiter.expire = [reply = wanted->reply, waits_for = std::move(waits_for)](Replies* out) {
+    out->push_back([reply, message = absl::StrCat("the deadline passed while ", waits_for())] {
+      reply(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy, message));
+    });
+  };
+  waiter.refuse = [reply = wanted->reply](const absl::Status& status, Replies* out) {
+    out->push_back([reply, status] { reply(status); });
+  };
+  core_->waiting.Submit(std::move(waiter), queue, replies);
+}
+
+bool Exports::Try(const RequestPtr& wanted, Replies* replies) {
+  absl::Status status = CheckHas(wanted->chunk);
+  if (status.ok() && *wanted->chunk->version() < wanted->least) return false;
+  if (status.ok() && wanted->room == nullptr) wanted->room = room_.Take(wanted->state_bytes);
+  if (status.ok() && wanted->room == nullptr) {
+    replies->push_back([this, job = core_->owner().lock(), wanted] { AwaitRoom(wanted); });
+    return true;
+  }
+  if (status.ok()) status = PostRead(wanted);
+  if (!status.ok()) replies->push_back([reply = wanted->reply, status] { reply(status); });
+  return true;
+}
+
+void Exports::AwaitRoom(const RequestPtr& wanted) {
+  core_->Enter([this, wanted](Replies* replies) {
+    core_->mu.AssertHeld();
+    // As in Pulls: whoever grants the room keeps neither the job nor the request.
+    wanted->ticket = room_.Await(wanted->state_bytes, [this, job = core_->owner(),
+                                                       waits = std::weak_ptr<Request>(wanted)](AnswerRoom::Lease room) {
+      const std::shared_ptr<const void> alive = job.lock();
+      const RequestPtr granted = waits.lock();
+      if (alive == nullptr || granted == nullptr) return;
+      core_->Enter([this, granted, room = std::move(room)](Replies* out) mutable {
+        core_->mu.AssertHeld();
+        granted->room = std::move(room);
+        core_->waiting.Wake(&awaiting_room_, out);
+      });
+    });
+    Park(
+        wanted,
+        [this, wanted](Replies* out) {
+          core_->mu.AssertHeld();
+          return (wanted->room != nullptr || !core_->Refusal().ok()) && Try(wanted, out);
+        },
+        [bytes = wanted->state_bytes] {
+          return absl::StrCat("the state of ", bytes, " bytes waited for room: other answers are being sent");
+        },
+        &awaiting_room_, replies);
+  });
+}
+
+absl::Status Exports::PostRead(const RequestPtr& wanted) {
+  // Until the worker is there, the export counts as a request that waits.
+  BALLAST_ASSIGN_OR_RETURN(std::shared_ptr<void> place, core_->waiting.places()->Hold(wanted->bytes));
+  core_->worker->Post([this, wanted, place = std::move(place)]() mutable {
+    place = nullptr;
+    wanted->reply(Read(wanted));
+  });
+  return absl::OkStatus();
+}
+
+// No update runs meanwhile: the worker is here.
+absl::StatusOr<ExportedChunk> Exports::Read(const RequestPtr& wanted) {
+  if (wanted->limit.caller != nullptr && wanted->limit.caller->gone()) {
+    return absl::CancelledError("the asking server is gone");
+  }
+  ExportedChunk exported{.room = std::move(wanted->room)};
+  const HeldChunk& chunk = *wanted->chunk;
+  std::shared_ptr<storage::ChunkStore> store;
+  {
+    JobMutexLock lock(&core_->mu);
+    BALLAST_RETURN_IF_ERROR(CheckHas(wanted->chunk));
+    exported.version = *chunk.version();
+    exported.changed = chunk.changed();
+    exported.elements = chunk.elements;
+    store = core_->state.store();
+  }
+  BALLAST_ASSIGN_OR_RETURN(exported.state, store->ReadWhole(chunk.store_index));
+  for (const storage::WholeState::Array& array : exported.state.arrays) {
+    core_->counters.exported_bytes.fetch_add(array.bytes.size(), std::memory_order_relaxed);
+  }
+  return exported;
+}
+
+}  // namespace ballast::services
