@@ -187,6 +187,13 @@ const std::vector<Key>& Keys() {
       {{"scrub", "bytes, such as 512MiB, or 0", "32MiB",
         "rate in bytes a second of the background check of states on disk, at most one pass an hour; 0 turns it off"},
        Bytes([](Config* c) { return &c->server.scrub_bytes_per_s; })},
+      {{"import_rate", "bytes, such as 512MiB, or 0", "256MiB",
+        "rate in bytes a second at which the server copies chunks of jobs with copies from other servers, all jobs "
+        "together; 0: as fast as it can"},
+       Bytes([](Config* c) { return &c->server.import_bytes_per_s; })},
+      {{"import_token", "a path", "none",
+        "a bearer token, which the server shows to servers that it copies chunks from"},
+       Path([](Config* c) { return &c->import_token; })},
       {{"discovery", "etcd://host:port/prefix", "none: servers are listed by trainers",
         "registry where the server writes its address and budgets; `--servers` takes the same URL"},
        [](const std::string& text, Config* c) {
@@ -208,6 +215,10 @@ const std::vector<Key>& Keys() {
        Path([](Config* c) { return &c->guard.tls.client_ca; })},
       {{"tls.crl_directory", "a path", "none", "directory of PEM files with the revocation list of each of these CAs"},
        Path([](Config* c) { return &c->guard.tls.crl_directory; })},
+      {{"tls.server_ca", "a path", "that of `tls.client_ca`",
+        "PEM: CAs of the other servers. The server copies chunks from them by TLS, with its own certificate, which has "
+        "to be valid for clients, too"},
+       Path([](Config* c) { return &c->server_ca; })},
       {{"tls.connection_age", "seconds, 1 to 604800", "3600",
         "age at which a TLS connection ends and its client reconnects; rotations and revocations take effect then"},
        [](const std::string& text, Config* c) {

@@ -23,6 +23,8 @@ struct Config {
   uint64_t shared_memory_bytes = uint64_t{4} << 30;
   uint64_t connections_max = 0;  // 0: as many as descriptors allow
   bool reflection = false;
+  std::string server_ca;     // CAs of the servers that chunks are copied from; empty: those of clients
+  std::string import_token;  // path of the token that these servers are shown; empty: none
   GuardOptions guard;
   StateServerOptions server;
 };

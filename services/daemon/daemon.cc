@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "ballast/proto/base/access.h"
 #include "ballast/proto/base/address.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
@@ -86,6 +87,16 @@ absl::Status RegisterEarly(const Config& config, const std::string& id, uint64_t
   return registration->AwaitName(Signalled);
 }
 
+// How this server shows itself to the servers that it copies chunks from: as it does to its own clients.
+model::Access AccessOf(const Config& config) {
+  const CertificatePaths& tls = config.guard.tls;
+  if (!tls.enabled()) return {.token_file = config.import_token};
+  return {.ca = !config.server_ca.empty() ? config.server_ca : tls.client_ca,
+          .certificate = tls.certificate,
+          .key = tls.key,
+          .token_file = config.import_token};
+}
+
 void WarnOfOthers(const GuardOptions& guard, const std::string& listen) {
   const auto address = model::ParseAddress(listen, model::AddressUse::kListen);
   if (!address.ok() || model::IsLoopback(*address) || (guard.tls.enabled() && guard.asks_identity())) return;
@@ -152,7 +163,9 @@ std::optional<NotServing> Daemon::ConnectRegistry() {
 }
 
 std::optional<NotServing> Daemon::StartServer() {
+  chunks_ = std::make_unique<ChunkClient>(AccessOf(config_));
   StateServerOptions options = config_.server;
+  options.chunk_source = chunks_.get();
   options.interrupt = Signalled;
   options.serve_while_recovering = true;
   options.progress = &progress_;

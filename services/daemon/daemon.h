@@ -9,6 +9,7 @@
 #include "ballast/services/counters/recovery_progress.h"
 #include "ballast/services/daemon/config.h"
 #include "ballast/services/daemon/registration.h"
+#include "ballast/services/gateway/chunk_client.h"
 #include "ballast/services/gateway/rpc_server.h"
 #include "ballast/services/gateway/security/guard.h"
 #include "ballast/services/gateway/self_check.h"
@@ -69,6 +70,7 @@ class Daemon {
   RecoveryProgress progress_;
   std::unique_ptr<HttpPort> http_;
   std::unique_ptr<Registration> registration_;  // null: no registry
+  std::unique_ptr<ChunkClient> chunks_;         // outlives the server
   std::unique_ptr<StateServer> server_;
   std::unique_ptr<RpcServer> rpc_;
   std::unique_ptr<SelfCheck> check_;

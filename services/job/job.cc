@@ -40,6 +40,7 @@ Job::Parts::Parts(const std::string& name, const JobSurroundings& surroundings, 
       changes(&core, &room, &earlier, &moves),
       openings(&core, &journal, &space, &changes),
       updates(&core, &journal, &room, &flushes, &read_pins, &moves),
+      filling(&core),
       scrub(&core, &flushes),
       recovery(&core, &journal, &room, &flushes, &earlier, &space, &openings, &changes, &updates),
       pushes(&core, &journal, &room),
@@ -79,7 +80,12 @@ void Job::MoveTo(const storage::Plan& plan, v1::JobMoves* answer) { parts_->move
 absl::Status Job::RemoveJournal() { return parts_->journal.Remove(); }
 
 absl::Status Job::Recover(const JobEntry& entry) { return parts_->recovery.Recover(entry); }
-absl::Status Job::EndRecovery() { return parts_->recovery.End(); }
+absl::Status Job::EndRecovery() {
+  BALLAST_RETURN_IF_ERROR(parts_->recovery.End());
+  JobMutexLock lock(&parts_->core.mu);
+  ResumeFilling();
+  return absl::OkStatus();
+}
 absl::Status Job::ComeBack(const JobEntry& entry) { return parts_->recovery.ComeBack(entry); }
 
 absl::Status Job::MakeThreads(bool dry_runs_alone) {
@@ -146,8 +152,11 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
     parts_->recovery.Apply(std::move(work));
   } else {
     parts_->updates.Post(std::move(work));
+    ResumeFilling();
   }
 }
+
+void Job::ResumeFilling() { parts_->filling.Resume(); }
 
 // The machine knows which chunks count no more if an Open forgets, and slices are never kept.
 void Job::Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange&) {
@@ -160,6 +169,7 @@ void Job::Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange&
 void Job::TableDurable(absl::Span<const uint64_t>) {
   parts_->core.mu.AssertHeld();
   parts_->changes.TableDurable();
+  ResumeFilling();
 }
 
 void Job::PassedOver(absl::Span<const uint64_t> chunks, int64_t step) {
@@ -263,6 +273,11 @@ std::optional<absl::Status> Job::ReadyToSeal(const v1::SealRequest& request) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                         absl::StrCat("the job's update queue is full (", parts_->updates.queued(), " steps)",
                                      parts_->core.LeaseWait(), "; send the same seal again"));
+  }
+  if (parts_->filling.HoldsSteps()) {
+    if (waits) return std::nullopt;
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        "chunks are being copied to this server, and steps outrun them; send the same seal again");
   }
   BALLAST_RETURN_IF_ERROR(parts_->journal.MakeRoomForSeal(request));
   if (request.header().kind() != v1::STEP_KIND_RESTORE) return absl::OkStatus();

@@ -116,6 +116,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void PinDue(int64_t version) override;
   void PinChanged(const v1::PinnedVersion& pin) override;
 
+  // Chunks may be missing, or may be imported from now on.
+  void ResumeFilling() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
   // A seal and where its answer goes.
   struct Sealing {
     v1::SealRequest request;  // once it is filed, without header and blobs

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ballast/services/job/exports.h"
+#include "ballast/services/job/filling.h"
 #include "ballast/services/job/job.h"
 #include "ballast/services/job/kept_versions.h"
 #include "ballast/services/job/loans.h"
@@ -50,6 +51,7 @@ struct Job::Parts {
   ChunkChanges changes;
   Openings openings;
   Updates updates;
+  Filling filling;
   Scrub scrub;
   Recovery recovery;
   Pushes pushes;

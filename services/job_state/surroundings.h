@@ -22,6 +22,9 @@
 
 namespace ballast::services {
 
+class ChunkSource;
+class ImportPace;
+
 // Asked before a job takes `more` space outside an Open (a longer log, a pin): a quota may refuse. Hold the lease until
 // the bytes are taken. RESOURCE_EXHAUSTED with the numbers.
 using MayGrow =
@@ -55,7 +58,9 @@ struct JobSurroundings {
   WaitingBounds waiting;
   SharedBound* push_bytes = nullptr;  // payloads of pushes that wait
   AnswerRoom* answer_room = nullptr;
-  MayGrow may_grow;  // empty: nobody asks
+  ChunkSource* chunk_source = nullptr;  // null: chunks that the server lacks stay missing
+  ImportPace* import_pace = nullptr;    // null: no bound
+  MayGrow may_grow;                     // empty: nobody asks
   // This job's alone: all that it takes of the tiers.
   std::shared_ptr<storage::Account> account = std::make_shared<storage::Account>();
 };

@@ -19,6 +19,7 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/services/counters/counters.h"
 #include "ballast/services/job_state/foundation.h"
+#include "ballast/services/job_state/import_pace.h"
 #include "ballast/services/job_state/surroundings.h"
 #include "ballast/services/server/operator_calls.h"
 #include "ballast/services/server/state_server.h"
@@ -79,6 +80,7 @@ struct StateServer::Impl {
                {options.waiting_request_bytes_max, &counters.waiting_request_bytes},
                {options.waiting_push_bytes_max, &counters.waiting_push_bytes}},
         answer_room(options.answer_bytes_max),
+        import_pace(options.import_bytes_per_s),
         compute(std::max(1, options.compute_threads)),
         answers(options, foundation),
         forgetting(foundation->MakeExecutor(1)),
@@ -180,6 +182,7 @@ struct StateServer::Impl {
     SharedBound requests, request_bytes, push_bytes;
   } bounds;
   AnswerRoom answer_room;
+  ImportPace import_pace;
   std::unique_ptr<storage::Catalog> catalog;
   std::unique_ptr<storage::Tiers> tiers;
   std::optional<storage::MachineProfile> machine;

@@ -85,6 +85,8 @@ std::shared_ptr<Job> StateServer::Impl::MakeJob(const std::string& name) {
                           .waiting = {&bounds.requests, &bounds.request_bytes},
                           .push_bytes = &bounds.push_bytes,
                           .answer_room = &answer_room,
+                          .chunk_source = options.chunk_source,
+                          .import_pace = &import_pace,
                           .may_grow = GrowthCheck()});
 }
 

@@ -30,6 +30,7 @@
 
 namespace ballast::services {
 
+class ChunkSource;
 class Foundation;
 class Scrubber;
 
@@ -55,6 +56,10 @@ struct StateServerOptions {
   // Rate at which the server reads the states on its disk, to find rot early (job/scrub.h). 0: no scrub, except for
   // ScrubNext.
   uint64_t scrub_bytes_per_s = 0;
+  // Where jobs copy chunks from that they lack (threads/chunk_source.h), and the rate in bytes a second, of all jobs
+  // together; 0: no bound. Borrowed; null: such chunks stay missing.
+  ChunkSource* chunk_source = nullptr;
+  uint64_t import_bytes_per_s = uint64_t{256} << 20;
   // Profile that `ballastctl iotune` wrote, for predictions of a step's time. Empty: kMachineProfile in the data
   // directory, if present.
   std::string machine_profile;

@@ -30,6 +30,7 @@
 #include "ballast/services/job_state/surroundings.h"
 #include "ballast/services/journal/job_journal.h"
 #include "ballast/tests/services/answer.h"
+#include "ballast/tests/services/asked_chunks.h"
 #include "ballast/tests/services/job_state.h"
 #include "ballast/tests/services/one_thread.h"
 #include "ballast/tests/sim_disk/sim_disk.h"
@@ -68,6 +69,7 @@ class JobPartTest : public testing::Test, protected StepHost {
     around.push_bytes = &push_bytes_;
     around.answer_room = &answer_room_;
     around.moving = &moving_;
+    around.chunk_source = &asked_chunks_;
     return around;
   }
   void RunAll() { thread_.RunAll(); }
@@ -303,6 +305,7 @@ class JobPartTest : public testing::Test, protected StepHost {
   SharedBound requests_max_{100, &count_}, bytes_max_{1 << 20, &bytes_}, push_bytes_{uint64_t{1} << 20, &pushed_};
   AnswerRoom answer_room_{uint64_t{1} << 20};
   MoveGate moving_;
+  AskedChunks asked_chunks_;
   const std::unique_ptr<Executor> answers_ = thread_.MakeExecutor(1);
   std::shared_ptr<int> alive_ = std::make_shared<int>();
   HeldChunks chunks_;

@@ -22,6 +22,7 @@
 #include "ballast/proto/base/address.h"
 #include "ballast/proto/base/tls_probe.h"
 #include "ballast/proto/registry/registry.h"
+#include "ballast/services/gateway/chunk_client.h"
 #include "ballast/tests/scratch_directory.h"
 #include "ballast/tests/services/gateway/rpc_fixture.h"
 #include "ballast/tests/services/gateway/security/authority.h"
@@ -645,6 +646,47 @@ TEST_F(GateTest, AClientOfEtcdIsToldWhichCertificateWasWantedAndShown) {
   EXPECT_THAT(list(absl::StrCat("?ca=", dir_ / "other.crt")),
               AllOf(HasSubstr("does not answer: "), HasSubstr("by /CN=other-ca (`ca`); the server shows /CN=server")));
   EXPECT_THAT(list(""), HasSubstr("the server speaks TLS, and this client has no `ca`"));
+}
+
+// Servers ask for chunks with their own certificates or tokens, and read the files anew when these change.
+TEST_F(GateTest, AServerCopiesChunksWithItsOwnCertificateOrToken) {
+  Start();
+  const auto paths = [this](const std::string& identity) {
+    const IssuedPair pair = authority_.IssueClient("spiffe://t/" + identity);
+    WriteText(dir_ / "own.crt", pair.certificate);
+    WriteText(dir_ / "own.key", pair.key);
+    return model::Access{.ca = options_.tls.client_ca, .certificate = dir_ / "own.crt", .key = dir_ / "own.key"};
+  };
+  v1::Member member;
+  member.set_server_id(server_->server_id());
+  member.set_disk(server_->disk());
+  member.set_address(rpc_->address());
+  const auto fetch = [&](ChunkClient* client, const std::string& job) {
+    v1::ExportRequest request;
+    request.set_job(job);
+    Answer<v1::ExportResponse> answer;
+    client->Fetch(request, member, absl::Now() + absl::Minutes(1), answer.reply());
+    return model::ReasonOf(answer.Wait().status());
+  };
+  ChunkClient client(paths("copy"));
+  EXPECT_EQ(fetch(&client, "a-1"), model::kUnknownJob) << "let in: there is no such job";
+  EXPECT_EQ(fetch(&client, "b-1"), model::kNoRight);
+  paths("train");
+  const absl::Time end = absl::Now() + absl::Minutes(1);
+  while (fetch(&client, "a-1") != model::kNoRight && absl::Now() < end) absl::SleepFor(absl::Milliseconds(100));
+  EXPECT_EQ(fetch(&client, "a-1"), model::kNoRight) << "the new certificate may train, and not copy";
+  // The token counts before the certificate.
+  WriteText(dir_ / "token", "abc");
+  model::Access with_token = paths("copy");
+  with_token.token_file = dir_ / "token";
+  ChunkClient by_token(with_token);
+  EXPECT_EQ(fetch(&by_token, "a-1"), model::kNoRight);
+  ChunkClient bare{model::Access{.ca = options_.tls.client_ca}};
+  EXPECT_EQ(fetch(&bare, "a-1"), model::kNoIdentity);
+  // Without TLS there is no way in, and a token is not sent in the clear.
+  member.set_address("192.0.2.1:7070");
+  ChunkClient clear{model::Access{.token_file = dir_ / "token"}};
+  EXPECT_EQ(fetch(&clear, "a-1"), model::kBadConfig);
 }
 
 TEST_F(GateTest, ATokenInTheClearIsRefusedToOthersThanThisMachine) {
