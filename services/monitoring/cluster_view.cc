@@ -27,6 +27,15 @@ std::string LossOf(const std::string& address, const v1::JobStatus& job) {
 
 std::string Versions(int64_t min, int64_t max) { return min == max ? absl::StrCat(min) : absl::StrCat(min, "..", max); }
 
+void AddFill(const std::string& address, const v1::JobStatus& job, JobView* view) {
+  if (job.unfilled_chunks() == 0) return;
+  view->unfilled_chunks += job.unfilled_chunks();
+  view->filled_chunks += job.filled_chunks();
+  view->fills.push_back(absl::StrCat(address, " fills: ", job.filled_chunks(), " of ",
+                                     job.filled_chunks() + job.unfilled_chunks(), " chunks, ",
+                                     ShowBytes(job.unfilled_bytes()), " left"));
+}
+
 void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::string, JobView>* jobs) {
   const auto [entry, fresh] = jobs->try_emplace(job.name());
   JobView& view = entry->second;
@@ -36,6 +45,7 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   view.parameters = std::max(view.parameters, job.parameters());
   view.chunks += job.chunks();
   view.chunks_moving += job.chunks_moving();
+  AddFill(server.address, job, &view);
   view.skipped_steps = std::max(view.skipped_steps, job.skipped_steps());
   view.member_ids.insert(job.member_ids().begin(), job.member_ids().end());
   view.pinned_versions.insert(job.pinned_versions().begin(), job.pinned_versions().end());
@@ -219,13 +229,16 @@ ClusterView Judge(std::vector<ServerView> servers, Asked asked) {
 
 namespace {
 
-// The jobs' waits. Empty if nobody waits.
-std::string ShowWaits(const std::vector<JobView>& jobs) {
+// Sentences about each job. Empty if there are none.
+std::string ShowSentences(const char* title, const std::vector<JobView>& jobs,
+                          const std::vector<std::string> JobView::*sentences) {
   std::string out;
   for (const JobView& job : jobs) {
-    for (const std::string& wait : job.waits) absl::StrAppend(&out, "  ", Printable(job.name), ": ", wait, "\n");
+    for (const std::string& sentence : job.*sentences) {
+      absl::StrAppend(&out, "  ", Printable(job.name), ": ", Printable(sentence), "\n");
+    }
   }
-  return out.empty() ? out : absl::StrCat("\nWaiting\n", out);
+  return out.empty() ? out : absl::StrCat("\n", title, "\n", out);
 }
 
 // The servers' predictions for a step. Empty if no server has a machine profile.
@@ -287,7 +300,8 @@ std::string ShowText(const ClusterView& cluster) {
               job.durable_versions.empty() ? "-" : absl::StrJoin(job.durable_versions, ",")});
   }
   return absl::StrCat(out, "\nServers\n", servers.Show(), "\nJobs\n", cluster.jobs.empty() ? "  none\n" : jobs.Show(),
-                      ShowWaits(cluster.jobs), "\nTiers\n", tiers.Show(),
+                      ShowSentences("Waiting", cluster.jobs, &JobView::waits),
+                      ShowSentences("Filling", cluster.jobs, &JobView::fills), "\nTiers\n", tiers.Show(),
                       devices.empty() ? "" : absl::StrCat("\nDisks of the nvme tier\n", devices.Show()),
                       ShowPlans(cluster));
 }
@@ -326,11 +340,12 @@ std::string ShowJson(const ClusterView& cluster) {
     jobs.push_back(absl::StrFormat(
         "{\"name\":%s,\"durability\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
         "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s,"
-        "\"pinned_versions\":[%s],\"durable_versions\":[%s],\"chunks_moving\":%d,\"waits\":%s,\"bound_by\":%s}",
+        "\"pinned_versions\":[%s],\"durable_versions\":[%s],\"chunks_moving\":%d,\"unfilled_chunks\":%d,"
+        "\"filled_chunks\":%d,\"waits\":%s,\"bound_by\":%s}",
         Quote(job.name), Quote(job.durability), job.committed_min, job.committed_max, job.oldest_chunk_version,
         job.skipped_steps, job.world_size, job.parameters, job.chunks, QuoteAll(job.servers),
         absl::StrJoin(job.pinned_versions, ","), absl::StrJoin(job.durable_versions, ","), job.chunks_moving,
-        QuoteAll(job.waits), BoundJson(job)));
+        job.unfilled_chunks, job.filled_chunks, QuoteAll(job.waits), BoundJson(job)));
   }
   std::vector<std::string> peers;
   for (const auto& [id, page] : cluster.peers) {

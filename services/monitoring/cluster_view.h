@@ -34,6 +34,9 @@ struct JobView {
   uint64_t parameters = 0;
   uint64_t chunks = 0;
   uint64_t chunks_moving = 0;
+  uint64_t unfilled_chunks = 0;    // that servers lack and copy from each other
+  uint64_t filled_chunks = 0;      // of these servers, copied so far
+  std::vector<std::string> fills;  // such servers, a sentence each
   std::vector<std::string> servers;
   std::set<std::string> member_ids;
   std::set<int64_t> pinned_versions;

@@ -82,6 +82,8 @@ void AddJobs(const v1::GetServerStatusResponse& status, Families* out) {
                 "Counter of the newest promised epoch: a new group of trainers counts it up.");
     Gauge servers(out, "ballast_job_servers", "Servers of the job, this one included.");
     Gauge chunks(out, "ballast_job_chunks", "Chunks of the job on this server.");
+    Gauge unfilled(out, "ballast_job_unfilled_chunks",
+                   "Chunks that this server still copies from the job's other servers.");
     Gauge moving(out, "ballast_job_moving_chunks", "Chunks that are not yet where new budgets want them.");
     Counter moved(out, "ballast_job_moved_chunks_total", "Chunks that moved between tiers because budgets changed.");
     Counter skipped(out, "ballast_job_skipped_steps_total", "Steps skipped because a gradient was not finite.");
@@ -97,6 +99,7 @@ void AddJobs(const v1::GetServerStatusResponse& status, Families* out) {
       epoch.Add(labels, job.epoch().counter());
       servers.Add(labels, job.member_ids_size());
       chunks.Add(labels, job.chunks());
+      unfilled.Add(labels, job.unfilled_chunks());
       moving.Add(labels, job.chunks_moving());
       moved.Add(labels, job.chunks_moved());
       skipped.Add(labels, job.skipped_steps());
@@ -153,6 +156,10 @@ void AddTraffic(const v1::GetServerStatusResponse& status, const ServerFigures& 
   Counter in_place(out, "ballast_received_in_place_bytes_total",
                    "Of ballast_received_bytes_total: read in a trainer's memory, and not copied.");
   Counter sent(out, "ballast_sent_bytes_total", "Payload bytes of ranges pulled from this server.");
+  Counter imported(out, "ballast_job_imported_bytes_total",
+                   "Bytes of whole chunks that this server has copied from the job's other servers.");
+  Counter exported(out, "ballast_job_exported_bytes_total",
+                   "Bytes of whole chunks that this server has sent to the job's other servers.");
   Counter duplicates(out, "ballast_duplicate_pushes_total", "Slices that came again and were acknowledged again.");
   Counter fences(out, "ballast_fences_total", "Fences that were promised: new groups of trainers, and their retries.");
   Counter flushed(out, "ballast_flushed_chunks_total",
@@ -165,6 +172,8 @@ void AddTraffic(const v1::GetServerStatusResponse& status, const ServerFigures& 
     received.Add(labels, counters.received_bytes.load());
     in_place.Add(labels, counters.received_in_place_bytes.load());
     sent.Add(labels, counters.sent_bytes.load());
+    imported.Add(labels, counters.imported_bytes.load());
+    exported.Add(labels, counters.exported_bytes.load());
     duplicates.Add(labels, counters.duplicate_pushes.load());
     fences.Add(labels, counters.fences.load());
     flushed.Add(labels, counters.flushed_chunks.load());

@@ -108,6 +108,23 @@ def board():
         w=12,
     )
     b.series(
+        'Copied between servers',
+        'Whole chunks, in bytes per second, that servers take from each other for new copies, and those that they give.',
+        'Bps',
+        [
+            (f'sum by (training_job) ({rate("ballast_job_imported_bytes_total", JOBS)})', '{{training_job}} taken'),
+            (f'sum by (training_job) ({rate("ballast_job_exported_bytes_total", JOBS)})', '{{training_job}} given'),
+        ],
+        w=12,
+    )
+    b.series(
+        'Chunks to copy',
+        'Chunks that a server still has to copy from the other servers of a job. Until then they have one copy less.',
+        'none',
+        [(f'sum by (training_job, instance) (ballast_job_unfilled_chunks{{{JOBS}}})', '{{training_job}} {{instance}}')],
+        w=12,
+    )
+    b.series(
         'NVMe devices',
         'Part of its budget that each directory of the NVMe tier has in use.',
         'percentunit',

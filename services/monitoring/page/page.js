@@ -189,6 +189,7 @@ const COLUMNS = [
   ['Durability', (job) => job.durability],
   ['Skipped', (job) => `${job.skipped_steps}`],
   ['Moving', (job) => job.chunks_moving ? count(job.chunks_moving, 'chunk') : '-'],
+  ['Fills', (job) => job.unfilled_chunks ? `${job.filled_chunks} of ${job.filled_chunks + job.unfilled_chunks} chunks` : '-'],
   ['Pins', (job) => newest(job.pinned_versions)],
   ['Kept on disk', (job) => newest(job.durable_versions)],
 ];

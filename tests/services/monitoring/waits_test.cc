@@ -148,6 +148,24 @@ TEST(ClusterView, AServerThatAJobWentOnWithoutIsNamedAndNotCounted) {
               ::testing::Contains(HasSubstr("expected at most one apart")));
 }
 
+TEST(ClusterView, ServersThatCopyChunksSayHowManyTheyHave) {
+  v1::JobStatus job;
+  job.set_name("job");
+  job.set_replicas(2);
+  job.set_chunks(64);
+  job.add_member_ids("a");
+  job.add_member_ids("b");
+  v1::JobStatus fills = job;
+  fills.set_unfilled_chunks(28);
+  fills.set_unfilled_bytes(uint64_t{480} << 20);
+  fills.set_filled_chunks(12);
+  const ClusterView cluster = Judge({Server("a", job), Server("b", fills)});
+  EXPECT_THAT(cluster.problems, ::testing::IsEmpty()) << "it is on its way";
+  EXPECT_THAT(ShowText(cluster), HasSubstr("\nFilling\n  job: b:7070 fills: 12 of 40 chunks, 480.0 MiB left\n"));
+  EXPECT_THAT(ShowJson(cluster), HasSubstr("\"unfilled_chunks\":28,\"filled_chunks\":12,"));
+  EXPECT_THAT(ShowText(Judge({Server("a", job)})), Not(HasSubstr("Filling")));
+}
+
 TEST(ClusterView, TextsOfServersAreMadePrintable) {
   v1::JobStatus job = Flying(0, {});
   job.set_name("job\x1b[2J");
