@@ -171,9 +171,10 @@ StepWork WorkOf(const StepState& state, const v1::PreparedRecord& prepared, cons
   return maker.Take();
 }
 
-size_t PassOverOthers(StepWork* work) {
+PassedOverUpdates PassOverOthers(StepWork* work) {
   const auto runs = [&](size_t i) { return work->touched[i]->filled() && *work->touched[i]->version() < work->step; };
-  size_t kept = 0, buffers = 0;
+  PassedOverUpdates passed;
+  size_t kept = 0;
   for (size_t i = 0; i < work->updates.size(); ++i) {
     if (runs(i)) {
       if (kept != i) {
@@ -185,12 +186,13 @@ size_t PassOverOthers(StepWork* work) {
       continue;
     }
     work->touched[i]->PassOverUpdate(work->step);
-    buffers += work->buffers[i].size();
+    passed.buffers += work->buffers[i].size();
+    passed.chunks.push_back(std::move(work->touched[i]));
   }
   work->updates.resize(kept);
   work->touched.resize(kept);
   work->buffers.resize(kept);
-  return buffers;
+  return passed;
 }
 
 size_t PutLeasedLast(StepWork* work, size_t first) {

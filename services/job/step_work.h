@@ -48,8 +48,12 @@ StepWork WorkOf(const StepState& state, const v1::PreparedRecord& prepared, cons
 // reservation. Returns how many buffers come back once the work is done.
 uint64_t Commit(const StepWork& work, absl::Span<const std::shared_ptr<HeldChunk>> chunks, bool release_idle);
 // When the work begins, under the job's lock: takes out updates of chunks that have the step already, or that the
-// server lacks. Returns how many buffers come back.
-size_t PassOverOthers(StepWork* work);
+// server lacks. `buffers`: how many come back.
+struct PassedOverUpdates {
+  HeldChunks chunks;
+  size_t buffers = 0;
+};
+PassedOverUpdates PassOverOthers(StepWork* work);
 // The updates from `first` on whose chunks are leased go behind the others, each in their order. Returns how many are
 // not leased. No lock: their chunks get no lease any more.
 size_t PutLeasedLast(StepWork* work, size_t first);

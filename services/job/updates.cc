@@ -116,7 +116,12 @@ absl::Status Updates::CheckHeld(const HeldChunk& chunk, const v1::PreparedRecord
 }
 
 void Updates::PassOverOthers(StepWork* work, Replies* replies) {
-  for (size_t returned = ballast::services::PassOverOthers(work); returned > 0; --returned) room_->Returned(replies);
+  const PassedOverUpdates passed = ballast::services::PassOverOthers(work);
+  for (const auto& chunk : passed.chunks) {
+    core_->waiting.Wake(&chunk->pulls, replies);
+    core_->WakePushes(chunk.get(), replies);
+  }
+  for (size_t i = 0; i < passed.buffers; ++i) room_->Returned(replies);
 }
 
 absl::Status Updates::PrepareReadBack(StepWork* work) {

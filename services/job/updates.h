@@ -8,6 +8,7 @@
 #include "absl/status/statusor.h"
 #include "ballast/services/job_state/job_mutex.h"
 #include "ballast/services/journal/log_length.h"
+#include "ballast/services/threads/waiting.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::services {

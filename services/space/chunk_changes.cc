@@ -124,7 +124,7 @@ absl::Status ChunkChanges::Remove(storage::ChunkStore* store, const HeldChunks& 
     BALLAST_RETURN_IF_ERROR(store->Harden());  // no entry of theirs is written later
     BALLAST_RETURN_IF_ERROR(core_->around.catalog->Erase(keys));
   }
-  store->Remove(indices);
+  BALLAST_RETURN_IF_ERROR(store->Remove(indices));
   std::shared_ptr<SliceMemory> memory;
   {
     JobMutexLock lock(&core_->mu);

@@ -47,8 +47,8 @@ class TrainerGroup {
   absl::Status Start();
   absl::Status Fence(std::vector<v1::GetJobResponse>* answers);
   absl::Status Open(int64_t base, const std::optional<v1::Decision>& decision);
-  // After Fence, for a job with copies: opens on `members`, those of `table` in its order, at what model::FindBase found
-  // in the answers.
+  // After Fence, for a job with copies: opens on `members`, those of `table` in its order, at what model::FindBase
+  // found in the answers.
   absl::Status OpenWith(const v1::Table& table, std::vector<StateServer*> members, const model::Found& found);
   v1::OpenRequest open_request(int64_t base, const std::optional<v1::Decision>& decision) const;
 

@@ -131,8 +131,9 @@ TEST_F(StepWorkTest, UpdatesOfChunksThatAreCopiedAreMadeAndRunIfTheStateHasCome)
   // step, and the last one, already in the work, is as it was.
   chunks_[1]->Fill(step_ - 1, step_ - 1);
   chunks_[2]->Fill(step_, step_);
-  const size_t returned = PassOverOthers(&work);
-  EXPECT_EQ(returned, 1u) << "of " << buffers;
+  const PassedOverUpdates passed = PassOverOthers(&work);
+  EXPECT_EQ(passed.buffers, 1u) << "of " << buffers;
+  EXPECT_EQ(passed.chunks, HeldChunks{chunks_[2]});
   std::vector<std::shared_ptr<HeldChunk>> run = {chunks_[1]};
   run.insert(run.end(), chunks_.begin() + 3, chunks_.end());
   EXPECT_EQ(work.touched, run);
@@ -152,7 +153,7 @@ TEST_F(StepWorkTest, AnUpdateOfAChunkThatIsStillLackedDoesNotRun) {
   chunks_[1]->Void(step_ - 1);
   StepWork work = Work(UpdateHeader(tensors_));
   (void)Commit(work, chunks_, /*release_idle=*/false);
-  EXPECT_EQ(PassOverOthers(&work), 1u);
+  EXPECT_EQ(PassOverOthers(&work).chunks, HeldChunks{chunks_[1]});
   EXPECT_EQ(work.touched.size(), chunks_.size() - 1);
   EXPECT_EQ(chunks_[1]->version(), step_);
   EXPECT_FALSE(chunks_[1]->filled());
