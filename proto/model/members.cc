@@ -142,6 +142,20 @@ absl::StatusOr<Found> FindBase(const v1::Table& table, const Layout& layout, abs
   return found;
 }
 
+v1::Table NextTable(const v1::Table& now, const Found& found, const Wanted& wanted, const v1::Epoch& epoch) {
+  std::vector<bool> counts(static_cast<size_t>(now.members_size()), false);
+  std::vector<uint32_t> index(counts.size());
+  for (uint32_t i = 0; i < found.counted.size(); ++i) {
+    counts[found.counted[i]] = true;
+    index[found.counted[i]] = i;
+  }
+  std::vector<std::vector<uint32_t>> filled = found.filled;
+  for (std::vector<uint32_t>& members : filled) {
+    for (uint32_t& member : members) member = index[member];
+  }
+  return NextTable(LeaveOut(now, counts), filled, wanted, epoch);
+}
+
 std::string ShowWait(const v1::Table& table, const Found& found) {
   if (found.enough()) return "";
   std::vector<bool> may(static_cast<size_t>(table.members_size()), false);

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/proto/model/layout.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/v1/state_service.pb.h"
 
@@ -40,6 +41,10 @@ struct Found {
 // step differently, or nobody tells the norm of a chunk of the step to adopt.
 absl::StatusOr<Found> FindBase(const v1::Table& table, const Layout& layout,
                                absl::Span<const v1::GetJobResponse> answers);
+
+// Rule 23 by what a fence found. Who does not count is a member no more: if it is wanted, it joins and fills. REQUIRES:
+// found is of `now`, and enough.
+v1::Table NextTable(const v1::Table& now, const Found& found, const Wanted& wanted, const v1::Epoch& epoch);
 
 // For people: which shards lack a copy, and who may have one. Empty if enough.
 std::string ShowWait(const v1::Table& table, const Found& found);

@@ -204,6 +204,19 @@ v1::Shard NextShard(const std::vector<uint32_t>& have, const std::vector<uint32_
   return shard;
 }
 
+// Whether somebody fills a shard in `next` who did not in `now`.
+bool BeginsToFill(const v1::Table& now, const v1::Table& next) {
+  const std::vector<std::optional<uint32_t>> before =
+      Kept(next, std::vector<v1::Member>(now.members().begin(), now.members().end()));
+  for (int s = 0; s < next.shards_size(); ++s) {
+    for (const uint32_t filler : next.shards(s).fillers()) {
+      const std::optional<uint32_t> was = before[filler];
+      if (!was.has_value() || !Contains(now.shards(s).fillers(), *was)) return true;
+    }
+  }
+  return false;
+}
+
 // Leaves out who has no place.
 void DropIdle(v1::Table* table) {
   std::vector<std::optional<uint32_t>> index(static_cast<size_t>(table->members_size()));
@@ -282,9 +295,11 @@ std::vector<std::vector<uint32_t>> PlanWanted(const v1::Table& now, const Wanted
   return loads.Take();
 }
 
-std::string ShardsWithout(const v1::Table& table, const std::vector<bool>& there) {
+std::string ShardsWithout(const v1::Table& table, const std::vector<bool>& there, Copies copies) {
+  const auto is_there = [&](uint32_t member) { return there[member]; };
   const auto lacking = std::count_if(table.shards().begin(), table.shards().end(), [&](const v1::Shard& shard) {
-    return std::none_of(shard.holders().begin(), shard.holders().end(), [&](uint32_t m) { return there[m]; });
+    return std::none_of(shard.holders().begin(), shard.holders().end(), is_there) &&
+           (copies == Copies::kHeld || std::none_of(shard.fillers().begin(), shard.fillers().end(), is_there));
   });
   return lacking == 0 ? "" : absl::StrCat(lacking, " of ", table.shards_size(), " shards");
 }
@@ -293,20 +308,25 @@ v1::Table LeaveOut(const v1::Table& table, const std::vector<bool>& there) {
   v1::Table left;
   left.set_replicas(table.replicas());
   left.set_life(table.life());
+  left.set_wanted_servers(table.wanted_servers());
+  if (table.has_last_fill()) *left.mutable_last_fill() = table.last_fill();
   std::vector<uint32_t> index(there.size());
   for (int m = 0; m < table.members_size(); ++m) {
     if (!there[m]) continue;
     index[m] = static_cast<uint32_t>(left.members_size());
     *left.add_members() = table.members(m);
   }
+  const auto keep = [&](const google::protobuf::RepeatedField<uint32_t>& from,
+                        google::protobuf::RepeatedField<uint32_t>* to) {
+    for (const uint32_t m : from) {
+      if (there[m]) to->Add(index[m]);
+    }
+  };
   for (const v1::Shard& shard : table.shards()) {
     v1::Shard* const stays = left.add_shards();
-    for (const uint32_t m : shard.holders()) {
-      if (there[m]) stays->add_holders(index[m]);
-    }
-    for (const uint32_t m : shard.fillers()) {
-      if (there[m]) stays->add_fillers(index[m]);
-    }
+    keep(shard.holders(), stays->mutable_holders());
+    keep(shard.fillers(), stays->mutable_fillers());
+    keep(shard.leaving(), stays->mutable_leaving());
   }
   return left;
 }
@@ -328,6 +348,7 @@ int ShortShards(const v1::Table& table) {
 v1::Table FirstTable(const Wanted& wanted, const v1::Epoch& since) {
   v1::Table table;
   table.set_replicas(wanted.replicas);
+  table.set_wanted_servers(static_cast<uint32_t>(wanted.servers.size()));
   for (const v1::Member& server : wanted.servers) {
     v1::Member* const member = table.add_members();
     *member = server;
@@ -347,6 +368,7 @@ v1::Table NextTable(const v1::Table& now, absl::Span<const std::vector<uint32_t>
   v1::Table next;
   next.set_replicas(wanted.replicas);
   next.set_life(now.life());
+  next.set_wanted_servers(now.wanted_servers());
   for (const v1::Member& member : places.members) {
     *next.add_members() = member;
     if (!member.has_since()) *next.mutable_members(next.members_size() - 1)->mutable_since() = epoch;
@@ -358,6 +380,8 @@ v1::Table NextTable(const v1::Table& now, absl::Span<const std::vector<uint32_t>
     *next.add_shards() = NextShard(filled[s], want);
   }
   DropIdle(&next);
+  if (now.has_last_fill()) *next.mutable_last_fill() = now.last_fill();
+  if (BeginsToFill(now, next)) *next.mutable_last_fill() = epoch;
   return next;
 }
 

@@ -53,10 +53,12 @@ struct Wanted {
 // server by weight what is missing. A pure function; ties go to the first.
 std::vector<std::vector<uint32_t>> PlanWanted(const v1::Table& now, const Wanted& wanted);
 
-// Whether `there` (by index) have a holder of each shard; else the shards without one, as "12 of 1024 shards".
-std::string ShardsWithout(const v1::Table& table, const std::vector<bool>& there);
+// The shards of which nobody `there` (by index) is a holder, as "12 of 1024 shards"; empty: there is one of each.
+// kAny: nor a filler, which may have the shard by now.
+enum class Copies { kHeld, kAny };
+std::string ShardsWithout(const v1::Table& table, const std::vector<bool>& there, Copies copies = Copies::kHeld);
 
-// The table without the members that are not `there`. REQUIRES: ShardsWithout is empty.
+// The table without the members that are not `there`. A shard may have no holder then (ShardsWithout).
 v1::Table LeaveOut(const v1::Table& table, const std::vector<bool>& there);
 
 // For each member whether the others hold all of its shards.

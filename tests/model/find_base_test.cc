@@ -28,6 +28,7 @@ class FindBaseTest : public testing::Test {
       member->set_server_id(absl::StrCat("s", i));
       member->set_disk(100 + static_cast<uint64_t>(i));
       member->set_weight(1);
+      *member->mutable_since() = v1::Epoch();
     }
     // Chunk s lies on shard s: s0 s1, s1 s2, s0 s2.
     table_.set_replicas(2);
@@ -201,6 +202,86 @@ TEST_F(FindBaseTest, AJobThatNobodyOpenedBeginsEmpty) {
   EXPECT_TRUE(found.enough()) << "founders are members since epoch 0";
   EXPECT_EQ(found.base, -1);
   EXPECT_FALSE(found.decision.has_value());
+}
+
+class NextOfFoundTest : public FindBaseTest {
+ protected:
+  // By what `answers` say, with the three servers wanted, s2 with `disk`.
+  v1::Table Next(const std::vector<v1::GetJobResponse>& answers, uint64_t disk = 102) const {
+    std::vector<v1::Member> servers(table_.members().begin(), table_.members().end());
+    servers[2].set_disk(disk);
+    servers[2].clear_since();
+    const std::vector<uint64_t> elements(3, 256);
+    const Wanted wanted{.servers = servers, .replicas = 2, .shard_elements = elements, .level = true};
+    return NextTable(table_, Find(answers), wanted, At(9));
+  }
+  // The shards that the member fills.
+  static std::vector<int> FilledBy(const v1::Table& table, uint32_t member) {
+    std::vector<int> shards;
+    for (int s = 0; s < table.shards_size(); ++s) {
+      for (const uint32_t filler : table.shards(s).fillers()) {
+        if (filler == member) shards.push_back(s);
+      }
+    }
+    return shards;
+  }
+};
+
+TEST_F(NextOfFoundTest, NothingChangesWhileAllCount) {
+  EXPECT_TRUE(SameTable(Next({Answer(0, 4), Answer(1, 4), Answer(2, 4)}), table_));
+}
+
+TEST_F(NextOfFoundTest, AWipedServerJoinsUnderItsName) {
+  v1::GetJobResponse wiped = Answer(2, -1);
+  wiped.set_disk(7);
+  wiped.clear_opened();
+  const v1::Table next = Next({Answer(0, 4), Answer(1, 4), wiped}, 7);
+  ASSERT_EQ(CheckTable(next), absl::OkStatus());
+  ASSERT_EQ(next.members_size(), 3);
+  EXPECT_EQ(next.members(2).server_id(), "s2");
+  EXPECT_EQ(next.members(2).disk(), 7u);
+  EXPECT_EQ(next.members(2).since().counter(), 9u);
+  EXPECT_EQ(next.members(0).since().counter(), 0u);
+  EXPECT_THAT(FilledBy(next, 2), ElementsAre(1, 2));
+  EXPECT_THAT(next.shards(1).holders(), ElementsAre(1)) << "s1 has what both had";
+}
+
+// It was asked back, and never opened since; or it has its directory, and lost the state.
+TEST_F(NextOfFoundTest, WhoDoesNotCountIsANewMember) {
+  v1::GetJobResponse lost = Answer(2, 4);
+  lost.set_state_lost(true);
+  const v1::Table next = Next({Answer(0, 4), Answer(1, 4), lost});
+  EXPECT_EQ(next.members(2).since().counter(), 9u);
+  EXPECT_THAT(FilledBy(next, 2), ElementsAre(1, 2));
+  *table_.mutable_members(2)->mutable_since() = At(3);
+  const v1::Table stale = Next({Answer(0, 4), Answer(1, 4), Answer(2, 7)});
+  EXPECT_EQ(stale.members(2).since().counter(), 9u);
+  EXPECT_THAT(FilledBy(stale, 2), ElementsAre(1, 2));
+}
+
+// It counts, and is a step behind without a record of it: it stays a member, and copies what it had.
+TEST_F(NextOfFoundTest, WhoIsBehindFillsWhatItHad) {
+  const v1::Table next = Next({Answer(0, 4), Answer(1, 4), Answer(2, 3)});
+  EXPECT_EQ(next.members(2).since().counter(), 0u);
+  EXPECT_THAT(FilledBy(next, 2), ElementsAre(1, 2));
+}
+
+TEST_F(NextOfFoundTest, WhoStaysKeepsItsCopiesWhenIndicesMove) {
+  v1::GetJobResponse wiped = Answer(0, -1);
+  wiped.set_disk(8);
+  std::vector<v1::Member> servers(table_.members().begin(), table_.members().end());
+  servers.erase(servers.begin());
+  const std::vector<uint64_t> elements(3, 256);
+  const Wanted wanted{.servers = servers, .replicas = 2, .shard_elements = elements, .level = true};
+  const v1::Table next = NextTable(table_, Find({wiped, Answer(1, 4), Answer(2, 4)}), wanted, At(9));
+  ASSERT_EQ(next.members_size(), 2);
+  EXPECT_EQ(next.members(0).server_id(), "s1");
+  EXPECT_THAT(next.shards(0).holders(), ElementsAre(0));
+  EXPECT_THAT(next.shards(0).fillers(), ElementsAre(1));
+  EXPECT_THAT(next.shards(1).holders(), ElementsAre(0, 1));
+  EXPECT_THAT(next.shards(2).holders(), ElementsAre(1));
+  EXPECT_THAT(next.shards(2).fillers(), ElementsAre(0));
+  EXPECT_EQ(next.last_fill().counter(), 9u);
 }
 
 }  // namespace

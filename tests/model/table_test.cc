@@ -175,11 +175,19 @@ TEST(TableTest, WithoutAMemberTheOthersHoldWhatTheyHeld) {
   EXPECT_EQ(ShortShards(table), 0);
   EXPECT_EQ(ShardsWithout(table, {true, false, true}), "");
   EXPECT_EQ(ShardsWithout(table, {false, false, true}), "4 of 12 shards");
+  EXPECT_EQ(table.wanted_servers(), 3u);
+  v1::Table fills = table;
+  for (v1::Shard& shard : *fills.mutable_shards()) {
+    if (shard.holders(0) == 0 && shard.holders(1) == 1) shard.add_fillers(2);
+  }
+  EXPECT_EQ(ShardsWithout(fills, {false, false, true}), "4 of 12 shards") << "who fills a shard may lack it";
+  EXPECT_EQ(ShardsWithout(fills, {false, false, true}, Copies::kAny), "");
   const v1::Table left = LeaveOut(table, {true, false, true});
   EXPECT_EQ(CheckTable(left), absl::OkStatus());
   ASSERT_EQ(left.members_size(), 2);
   EXPECT_EQ(left.members(1).server_id(), "s2");
   EXPECT_EQ(left.replicas(), 2u);
+  EXPECT_EQ(left.wanted_servers(), 3u) << "the job wants another one";
   EXPECT_EQ(ShortShards(left), 8);
   EXPECT_EQ(Replaceable(table), std::vector<bool>({true, true, true}));
   EXPECT_EQ(Replaceable(left), std::vector<bool>({false, false}));
@@ -236,6 +244,7 @@ TEST(NextTableTest, AServerIsAddedInTwoTables) {
     filled += shard.fillers_size();
   }
   EXPECT_EQ(filled, 20);
+  EXPECT_EQ(filling.last_fill().counter(), 5u);
   EXPECT_TRUE(SameTable(NextTable(filling, HoldersOf(filling, false), wanted, At(6)), filling));
   const v1::Table after = NextTable(filling, HoldersOf(filling, true), wanted, At(7));
   for (int s = 0; s < after.shards_size(); ++s) {
@@ -243,6 +252,8 @@ TEST(NextTableTest, AServerIsAddedInTwoTables) {
     EXPECT_TRUE(after.shards(s).fillers().empty());
   }
   EXPECT_TRUE(SameTable(NextTable(after, HoldersOf(after, true), wanted, At(8)), after));
+  EXPECT_EQ(after.last_fill().counter(), 5u) << "nobody began to fill since";
+  EXPECT_EQ(after.wanted_servers(), 2u) << "whoever changes that says so";
 }
 
 TEST(NextTableTest, NobodyGivesAChunkAwayBeforeOthersHaveIt) {

@@ -195,7 +195,7 @@ void Group::Change(const model::Found& found) {
   const std::vector<uint64_t> elements = model::ShardElements(JobLayout(), table_.shards_size());
   const model::Wanted wanted{
       .servers = servers, .replicas = around_.wish->replicas, .shard_elements = elements, .level = true};
-  next_ = model::NextTable(table_, found.filled, wanted, epoch_);
+  next_ = model::NextTable(table_, found, wanted, epoch_);
   for (v1::Shard& shard : *next_.mutable_shards()) {
     if (around_.bug == Bug::kSettleEarly && shard.leaving_size() > 0 && shard.leaving_size() < shard.holders_size()) {
       v1::Shard less;

@@ -1,0 +1,38 @@
+// Which servers a job with a table shall have, and how many copies (rule 31 of services/step/README.md): as many as it
+// was founded with, unless an operator wishes otherwise. ballastctl and trainers compute it alike.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ballast/v1/registry.pb.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::model {
+
+// An empty wish: as the table says.
+uint32_t WantedServers(const v1::Table& table, const v1::Wish& wish);
+uint32_t WantedCopies(const v1::Table& table, const v1::Wish& wish);
+
+// The servers that shall have the job, by id: WantedServers of them, if so many are there. First `members`, the ids of
+// those that count, in their order; then those of `others` that the wish names, in the wish's order; then the rest of
+// `others` by name. None that the wish excludes. Empty: those that have the job keep it.
+std::vector<std::string> ChooseServers(const v1::Table& table, const v1::Wish& wish,
+                                       absl::Span<const std::string> members, std::vector<std::string> others);
+
+// The wish after what an operator asks for, which comes on top of the wish so far. INVALID_ARGUMENT (BAD_CONFIG) if it
+// makes no sense for the job as `table` and the wish so far have it: a server that is there already, or is not; fewer
+// servers than copies; copies above kReplicasMax.
+absl::StatusOr<v1::Wish> WishToAdd(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers);
+absl::StatusOr<v1::Wish> WishToDrain(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers);
+absl::StatusOr<v1::Wish> WishToReplace(const v1::Table& table, v1::Wish wish, const std::string& old_server,
+                                       const std::string& by);
+absl::StatusOr<v1::Wish> WishForCopies(const v1::Table& table, v1::Wish wish, uint32_t replicas);
+
+// "4 server(s), 'd' first, without 'b', 2 copies of each chunk"
+std::string ShowWish(const v1::Table& table, const v1::Wish& wish);
+
+}  // namespace ballast::model
