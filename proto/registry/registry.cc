@@ -94,13 +94,10 @@ auto FromJson(const std::string& json, google::protobuf::Message* message) {
   return google::protobuf::util::JsonStringToMessage(json, message, options);
 }
 
-// Whether this version knows all that the key says. Whoever opens the job writes the key anew, and would lose the rest.
-// This version fills no copies while a job runs.
-bool IsWhollyKnown(const std::string& json, const v1::JobKey& key) {
-  v1::JobKey known;
-  const auto& shards = key.table().shards();
-  return google::protobuf::util::JsonStringToMessage(json, &known).ok() &&
-         std::all_of(shards.begin(), shards.end(), [](const v1::Shard& shard) { return shard.fillers().empty(); });
+// Whether this version knows all that the value says. Whoever writes it anew would lose the rest.
+bool IsWhollyKnown(const std::string& json, const google::protobuf::Message& value) {
+  const std::unique_ptr<google::protobuf::Message> known(value.New());
+  return google::protobuf::util::JsonStringToMessage(json, known.get()).ok();
 }
 
 // Why a key that was read says not where a job is; empty: it does.
@@ -108,6 +105,18 @@ std::string TroubleWith(const v1::JobKey& key) {
   if (key.table().members().empty()) return "it names no members";
   if (key.table().shards().empty()) return "";
   return absl::CEscape(model::CheckTable(key.table()).message());
+}
+// A wish may be of any servers.
+std::string TroubleWith(const v1::Wish&) { return ""; }
+
+std::string HowToMend(const v1::JobKey&, const std::string& key) {
+  return absl::StrCat(
+      "expected what a trainer writes there. If all servers of the job run, remove the key by `etcdctl ", "del ", key,
+      "`: the next start makes a new one, or for a job with copies `ballastctl members --restore`");
+}
+std::string HowToMend(const v1::Wish&, const std::string& key) {
+  return absl::StrCat("expected what ballastctl writes there. Remove the key by `etcdctl del ", key,
+                      "`, and say again what you want");
 }
 
 // The entry in a value that somebody wrote there, whoever that was.
@@ -353,48 +362,78 @@ absl::Status Registry::OfJob(const std::string& job, const absl::Status& status)
                                               "to write (", JobKeyName(job), ")"));
 }
 
-absl::StatusOr<std::optional<Registry::Found<v1::JobKey>>> Registry::FindJob(const std::string& job,
-                                                                             absl::Time deadline) {
-  const auto read = Read(JobKeyName(job), deadline);
+template <typename Value>
+absl::StatusOr<std::optional<Registry::Found<Value>>> Registry::FindOf(const std::string& job, const std::string& key,
+                                                                       absl::Time deadline) {
+  const auto read = Read(key, deadline);
   BALLAST_RETURN_IF_ERROR(OfJob(job, read.status()));
   if (!read->has_value()) return std::nullopt;
   const v1::EtcdKeyValue& pair = **read;
-  Found<v1::JobKey> found{.value = {}, .revision = pair.mod_revision(), .lease = pair.lease()};
+  Found<Value> found{.value = {}, .revision = pair.mod_revision(), .lease = pair.lease()};
   const auto parsed = FromJson(pair.value(), &found.value);
   if (parsed.ok() && !IsWhollyKnown(pair.value(), found.value)) {
-    return model::Error(
-        absl::StatusCode::kFailedPrecondition, model::kLaterVersion,
-        absl::StrCat("a later version of Ballast wrote etcd's key ", JobKeyName(job), ", which says more of job '", job,
-                     "' than this version knows; use that version for this job"));
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kLaterVersion,
+                        absl::StrCat("a later version of Ballast wrote etcd's key ", key, ", which says more of job '",
+                                     job, "' than this version knows; use that version for this job"));
   }
   const std::string trouble = parsed.ok() ? TroubleWith(found.value) : absl::CEscape(std::string(parsed.message()));
   if (trouble.empty()) return found;
   return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
-                      absl::StrCat("etcd's key ", JobKeyName(job), " does not say which servers have job '", job, "': ",
-                                   trouble, "; expected what a trainer writes there. If all servers of the job run, ",
-                                   "remove the key by `etcdctl del ", JobKeyName(job), "`: the next start makes a new ",
-                                   "one, or for a job with copies `ballastctl members --restore`"));
+                      absl::StrCat("etcd's key ", key, " does not say which servers have job '", job, "': ", trouble,
+                                   "; ", HowToMend(found.value, key)));
 }
 
-absl::StatusOr<bool> Registry::PutJob(const std::string& job, const v1::JobKey& key, int64_t revision,
-                                      absl::Time deadline) {
+absl::StatusOr<bool> Registry::PutOf(const std::string& job, const std::string& key,
+                                     const google::protobuf::Message& value, int64_t revision, absl::Time deadline) {
   v1::EtcdTxnRequest::Operation operation;
-  operation.mutable_put()->set_key(JobKeyName(job));
-  operation.mutable_put()->set_value(ToJson(key));
-  const auto put = Swap(operation.put().key(), revision, operation, deadline);
+  operation.mutable_put()->set_key(key);
+  operation.mutable_put()->set_value(ToJson(value));
+  const auto put = Swap(key, revision, operation, deadline);
   BALLAST_RETURN_IF_ERROR(OfJob(job, put.status()));
   return *put;
 }
 
-absl::StatusOr<bool> Registry::EraseJob(const std::string& job, int64_t revision, absl::Time deadline) {
+absl::StatusOr<bool> Registry::EraseOf(const std::string& job, const std::string& key, int64_t revision,
+                                       absl::Time deadline) {
   v1::EtcdTxnRequest::Operation operation;
-  operation.mutable_delete_range()->set_key(JobKeyName(job));
-  const auto erased = Swap(operation.delete_range().key(), revision, operation, deadline);
+  operation.mutable_delete_range()->set_key(key);
+  const auto erased = Swap(key, revision, operation, deadline);
   BALLAST_RETURN_IF_ERROR(OfJob(job, erased.status()));
   if (*erased) return true;
-  const auto left = Read(JobKeyName(job), deadline);
+  const auto left = Read(key, deadline);
   BALLAST_RETURN_IF_ERROR(OfJob(job, left.status()));
   return !left->has_value();
+}
+
+absl::StatusOr<std::optional<Registry::Found<v1::JobKey>>> Registry::FindJob(const std::string& job,
+                                                                             absl::Time deadline) {
+  return FindOf<v1::JobKey>(job, JobKeyName(job), deadline);
+}
+
+absl::StatusOr<bool> Registry::PutJob(const std::string& job, const v1::JobKey& key, int64_t revision,
+                                      absl::Time deadline) {
+  return PutOf(job, JobKeyName(job), key, revision, deadline);
+}
+
+absl::StatusOr<bool> Registry::EraseJob(const std::string& job, int64_t revision, absl::Time deadline) {
+  return EraseOf(job, JobKeyName(job), revision, deadline);
+}
+
+// No job's name has a slash.
+std::string Registry::WishKeyName(const std::string& job) const { return absl::StrCat(JobKeyName(job), "/want"); }
+
+absl::StatusOr<std::optional<Registry::Found<v1::Wish>>> Registry::FindWish(const std::string& job,
+                                                                            absl::Time deadline) {
+  return FindOf<v1::Wish>(job, WishKeyName(job), deadline);
+}
+
+absl::StatusOr<bool> Registry::PutWish(const std::string& job, const v1::Wish& wish, int64_t revision,
+                                       absl::Time deadline) {
+  return PutOf(job, WishKeyName(job), wish, revision, deadline);
+}
+
+absl::StatusOr<bool> Registry::EraseWish(const std::string& job, int64_t revision, absl::Time deadline) {
+  return EraseOf(job, WishKeyName(job), revision, deadline);
 }
 
 }  // namespace ballast::registry

@@ -64,6 +64,12 @@ class Registry {
   // For messages: the key's whole name.
   std::string JobKeyName(const std::string& job) const;
 
+  // What an operator wants of the job's servers. Errors as FindJob's.
+  absl::StatusOr<std::optional<Found<v1::Wish>>> FindWish(const std::string& job, absl::Time deadline);
+  absl::StatusOr<bool> PutWish(const std::string& job, const v1::Wish& wish, int64_t revision, absl::Time deadline);
+  absl::StatusOr<bool> EraseWish(const std::string& job, int64_t revision, absl::Time deadline);
+  std::string WishKeyName(const std::string& job) const;
+
   const RegistryUrl& url() const { return url_; }
 
  private:
@@ -72,6 +78,12 @@ class Registry {
   absl::StatusOr<Response> Call(const char* method, const Request& request, absl::Time deadline);
   absl::StatusOr<std::shared_ptr<Cluster>> Reach();
   absl::Status OfJob(const std::string& job, const absl::Status& status) const;
+  template <typename Value>
+  absl::StatusOr<std::optional<Found<Value>>> FindOf(const std::string& job, const std::string& key,
+                                                     absl::Time deadline);
+  absl::StatusOr<bool> PutOf(const std::string& job, const std::string& key, const google::protobuf::Message& value,
+                             int64_t revision, absl::Time deadline);
+  absl::StatusOr<bool> EraseOf(const std::string& job, const std::string& key, int64_t revision, absl::Time deadline);
   absl::StatusOr<std::optional<v1::EtcdKeyValue>> Read(const std::string& key, absl::Time deadline);
   // Does `operation` if `key` is still as it was at `revision`.
   absl::StatusOr<bool> Swap(const std::string& key, int64_t revision, const v1::EtcdTxnRequest::Operation& operation,

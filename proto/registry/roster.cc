@@ -78,15 +78,15 @@ v1::ServerEntry LastSeen(const v1::Member& member) {
   return entry;
 }
 
-// Which members of the key's table are registered, by index.
-std::vector<bool> Registered(const v1::JobKey& key, const std::vector<v1::ServerEntry>& entries) {
+// Whether each chunk is on a member that is registered.
+bool IsCovered(const v1::JobKey& key, const std::vector<v1::ServerEntry>& entries) {
   std::vector<bool> registered;
   for (const v1::Member& member : key.table().members()) {
     registered.push_back(std::any_of(entries.begin(), entries.end(), [&](const v1::ServerEntry& one) {
       return one.server_id() == member.server_id() && one.disk() == member.disk();
     }));
   }
-  return registered;
+  return model::ShardsWithout(key.table(), registered, model::Copies::kAny).empty();
 }
 
 absl::Status NotEnough(const Registry& registry, const std::vector<v1::ServerEntry>& entries, absl::Duration timeout) {
@@ -113,13 +113,29 @@ absl::Status MembersMissing(const Registry& registry, const std::string& job, co
                    job, " --lost ", absl::StrJoin(missing, ",", name), "`), and the name is free for a new one"));
 }
 
+// The servers of a job with places, of which `missing` are not registered.
+std::vector<v1::ServerEntry> WithOthers(std::vector<v1::ServerEntry> members, const std::vector<v1::Member>& missing,
+                                        const std::vector<v1::ServerEntry>& entries, Servers which) {
+  const auto has = [](const std::vector<v1::ServerEntry>& list, const std::string& id) {
+    return std::any_of(list.begin(), list.end(), [&](const v1::ServerEntry& one) { return one.server_id() == id; });
+  };
+  for (const v1::ServerEntry& entry : entries) {
+    const bool may_join = which == Servers::kSpares && entry.state() == v1::SERVER_STATE_SERVING;
+    if (may_join && !has(members, entry.server_id())) members.push_back(entry);
+  }
+  for (const v1::Member& member : missing) {
+    if (!has(members, member.server_id())) members.push_back(LastSeen(member));
+  }
+  return members;
+}
+
 }  // namespace
 
 bool HasCopies(const v1::JobKey& key) { return !key.table().shards().empty(); }
 
 absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, const std::string& job,
                                                           absl::Duration timeout,
-                                                          const std::function<bool()>& interrupted) {
+                                                          const std::function<bool()>& interrupted, Servers which) {
   const absl::Time deadline = absl::Now() + timeout;
   Pauses pauses;
   for (;;) {
@@ -137,10 +153,9 @@ absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, co
       if (!has_copies) BALLAST_RETURN_IF_ERROR(CheckMembers(job, (*key)->value, *entries));
       std::vector<v1::Member> missing;
       std::vector<v1::ServerEntry> members = MembersAmong((*key)->value, *entries, &missing);
-      if (missing.empty()) return members;
-      if (has_copies && model::ShardsWithout((*key)->value.table(), Registered((*key)->value, *entries)).empty()) {
-        for (const v1::Member& member : missing) members.push_back(LastSeen(member));
-        return members;
+      if (!has_copies && missing.empty()) return members;
+      if (has_copies && IsCovered((*key)->value, *entries)) {
+        return WithOthers(std::move(members), missing, *entries, which);
       }
       trouble = MembersMissing(*registry, job, missing, *entries, timeout);
     } else {

@@ -23,15 +23,21 @@ class Pauses {
   absl::BitGen random_;
 };
 
+// kMembers: of a job with a key, its members alone. kSpares: if the key says where chunks are, also servers that serve
+// and may become members.
+enum class Servers { kMembers, kSpares };
+
 // Waits for servers and returns their entries, by id. If `job` (empty: none) has a key, waits until all its members are
-// registered, and returns these. If the key says where chunks are, it is enough that each chunk has a holder that is
-// registered: members that are not come with the address where they were last seen. Otherwise waits until as many
+// registered, and returns these. If the key says where chunks are, it is enough that each chunk is on a member that is
+// registered: members that are not come with the address where they were last seen, unless another server has their
+// name by now. Otherwise waits until as many
 // servers are registered as the registry's URL asks for, and returns all. After `timeout`: UNAVAILABLE (SERVER_DOWN)
 // with the members that are missing or the servers found, or the error of List. CANCELLED once `interrupted` (which may
 // be empty) returns true. FAILED_PRECONDITION (OTHER_SERVER) at once if another server now has a member's name.
 absl::StatusOr<std::vector<v1::ServerEntry>> AwaitServers(Registry* registry, const std::string& job,
                                                           absl::Duration timeout,
-                                                          const std::function<bool()>& interrupted);
+                                                          const std::function<bool()>& interrupted,
+                                                          Servers which = Servers::kMembers);
 
 // Returns the members of `key` that `entries` has, in the key's order, and adds the other members to `missing`. A
 // server with a member's name but another data directory is not the member.
