@@ -13,6 +13,7 @@
 #include "absl/types/span.h"
 #include "ballast/proto/base/lent_memory.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/v1/admin_service.pb.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::registry {
@@ -40,6 +41,8 @@ class Transport {
   // The registry that named the server; its keys say which servers a job has. A session leaves out such a server if its
   // job has no chunks there. Null if a user named the server.
   virtual registry::Registry* registry() const { return nullptr; }
+  // The server by which the registry made this transport (model::TargetOf). Empty if a user named the server.
+  virtual std::string registered_as() const { return ""; }
 
   virtual void Identify(const v1::IdentifyRequest&, absl::Time deadline, Callback<v1::IdentifyResponse>) = 0;
   virtual void GetJob(const v1::GetJobRequest&, absl::Time deadline, Callback<v1::GetJobResponse>) = 0;
@@ -50,6 +53,11 @@ class Transport {
   virtual void Commit(const v1::CommitRequest&, absl::Time deadline, Callback<v1::CommitResponse>) = 0;
   virtual void Pin(const v1::PinRequest&, absl::Time deadline, Callback<v1::PinResponse>) = 0;
   virtual void Unpin(const v1::UnpinRequest&, absl::Time deadline, Callback<v1::UnpinResponse>) = 0;
+  // Deletes a job. An operator's call: most trainers have no right to it.
+  virtual void DropJob(const v1::DropJobRequest&, absl::Time /*deadline*/, Callback<v1::DropJobResponse> done) {
+    done(model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                      "server " + name() + " takes no operator's calls by this connection"));
+  }
   // `payload` is borrowed until the callback. header.payload is empty. header.crc32c is the payload's, and the server
   // checks it. Where the transport checks nothing, it may be absent: then a slice that is pushed again in its attempt
   // counts as the same bytes.

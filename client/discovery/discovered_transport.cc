@@ -14,6 +14,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/base/threads.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/registry/registry.h"
 #include "ballast/proto/registry/roster.h"
 
@@ -228,8 +229,8 @@ bool Directory::IsRecovering(const std::vector<v1::ServerEntry>& entries, const 
 
 class DiscoveredTransport final : public Transport {
  public:
-  DiscoveredTransport(std::shared_ptr<Place> place, std::shared_ptr<Directory> directory)
-      : place_(std::move(place)), directory_(std::move(directory)) {}
+  DiscoveredTransport(std::string target, std::shared_ptr<Place> place, std::shared_ptr<Directory> directory)
+      : target_(std::move(target)), place_(std::move(place)), directory_(std::move(directory)) {}
   ~DiscoveredTransport() override {
     place_->Cancel();
     place_->Close();
@@ -238,6 +239,7 @@ class DiscoveredTransport final : public Transport {
   std::string name() const override { return place_->name(); }
   void MeanFor(const std::string& target) override { place_->MeanFor(target); }
   registry::Registry* registry() const override { return directory_->registry(); }
+  std::string registered_as() const override { return target_; }
   bool recovers() const override { return place_->recovers(); }
   void Cancel() override { place_->Cancel(); }
 
@@ -268,6 +270,9 @@ class DiscoveredTransport final : public Transport {
   void Unpin(const v1::UnpinRequest& request, absl::Time deadline, Callback<v1::UnpinResponse> done) override {
     Call(&Transport::Unpin, request, deadline, std::move(done));
   }
+  void DropJob(const v1::DropJobRequest& request, absl::Time deadline, Callback<v1::DropJobResponse> done) override {
+    Call(&Transport::DropJob, request, deadline, std::move(done));
+  }
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
             Callback<v1::PushResponse> done) override {
     place_->transport()->Push(header, payload, deadline, Watched(std::move(done)));
@@ -294,6 +299,7 @@ class DiscoveredTransport final : public Transport {
     (place_->transport().get()->*method)(request, deadline, Watched(std::move(done)));
   }
 
+  const std::string target_;
   const std::shared_ptr<Place> place_;
   const std::shared_ptr<Directory> directory_;
 };
@@ -303,20 +309,24 @@ class DiscoveredTransport final : public Transport {
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const registry::RegistryUrl& url,
                                                                            Connector connect, const std::string& job,
                                                                            absl::Duration timeout,
-                                                                           const std::function<bool()>& interrupted) {
+                                                                           const std::function<bool()>& interrupted,
+                                                                           registry::Servers which) {
   auto registry = std::make_unique<registry::Registry>(url);
-  BALLAST_ASSIGN_OR_RETURN(const auto entries, registry::AwaitServers(registry.get(), job, timeout, interrupted));
+  BALLAST_ASSIGN_OR_RETURN(const auto entries,
+                           registry::AwaitServers(registry.get(), job, timeout, interrupted, which));
   const auto doubt = std::make_shared<Doubt>();
   std::map<std::string, std::shared_ptr<Place>> places;
+  std::map<std::string, std::string> targets;
   for (const v1::ServerEntry& entry : entries) {
     BALLAST_ASSIGN_OR_RETURN(auto transport, connect(entry.address()));
     places[entry.server_id()] = std::make_shared<Place>(entry, std::move(transport), connect, doubt);
+    targets[entry.server_id()] = model::TargetOf(entry.server_id(), entry.disk());
   }
   const auto directory = std::make_shared<Directory>(std::move(registry), doubt, places);
   BALLAST_RETURN_IF_ERROR(directory->made());
   std::vector<std::unique_ptr<Transport>> transports;
   for (const auto& [id, place] : places) {
-    transports.push_back(std::make_unique<DiscoveredTransport>(place, directory));
+    transports.push_back(std::make_unique<DiscoveredTransport>(targets[id], place, directory));
   }
   return transports;
 }

@@ -32,6 +32,12 @@ absl::Status JobKey::Read(absl::Time deadline) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<v1::Wish> JobKey::ReadWish(absl::Time deadline) const {
+  if (registry_ == nullptr) return v1::Wish();
+  BALLAST_ASSIGN_OR_RETURN(const auto found, registry_->FindWish(job_, Soon(deadline)));
+  return found.has_value() && found->value.life() == value_.table().life() ? found->value : v1::Wish();
+}
+
 absl::Status JobKey::CheckSame(const v1::Table& table) const {
   const auto& named = value_.table().members();
   const auto& members = table.members();
@@ -89,7 +95,7 @@ std::string JobKey::ShowMissing(const std::vector<bool>& there) const {
 }
 
 absl::Status JobKey::CheckEnough(const std::vector<bool>& there) const {
-  const std::string lacking = model::ShardsWithout(value_.table(), there);
+  const std::string lacking = model::ShardsWithout(value_.table(), there, model::Copies::kAny);
   if (lacking.empty()) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
                       absl::StrCat("no server that answers holds ", lacking, " of job '", job_, "', which ",

@@ -26,6 +26,8 @@ class JobKey {
   absl::Status Read(absl::Time deadline);
   // Whether jobs have keys here: there is a registry.
   bool is_kept() const { return registry_ != nullptr; }
+  // The operator's wish; empty if there is none, or if it was for an earlier job of this name. Errors: the registry's.
+  absl::StatusOr<v1::Wish> ReadWish(absl::Time deadline) const;
   // Whether there is a key: Read found it, or Claim made it.
   bool exists() const { return revision_ != 0; }
   const v1::JobKey& value() const { return value_; }
@@ -34,8 +36,8 @@ class JobKey {
 
   // Whether the key names this server: id and directory.
   bool Has(absl::string_view server_id, uint64_t disk) const;
-  // `there`: which members are, by index. UNAVAILABLE (SERVER_DOWN) unless each chunk has a holder among them; names
-  // the members that are not.
+  // `there`: which members are, by index. UNAVAILABLE (SERVER_DOWN) unless each chunk is on one of them, as far as the
+  // table says; names the members that are not.
   absl::Status CheckEnough(const std::vector<bool>& there) const;
   // A member that is not `there` and that is registered as one that recovers its jobs; empty: none.
   std::string WhoRecovers(const std::vector<bool>& there, absl::Time deadline) const;

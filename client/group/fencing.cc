@@ -67,7 +67,7 @@ absl::Status Fencing::CatchUp(uint32_t server, v1::FenceRequest request, absl::T
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<v1::GetJobResponse>> Fencing::Fence(bool expect_empty, absl::Time deadline) {
+absl::StatusOr<v1::FenceRequest> Fencing::Begin(bool expect_empty, absl::Time deadline) {
   BALLAST_RETURN_IF_ERROR(CheckApart());
   v1::FenceRequest request;
   request.set_job(job_);
@@ -78,6 +78,16 @@ absl::StatusOr<std::vector<v1::GetJobResponse>> Fencing::Fence(bool expect_empty
   for (uint32_t server = 0; server < router_->server_count(); ++server) {
     BALLAST_RETURN_IF_ERROR(CatchUp(server, request, deadline));
   }
+  return request;
+}
+
+absl::StatusOr<std::shared_ptr<Answers<v1::FenceResponse>>> Fencing::Ask(bool expect_empty, absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const v1::FenceRequest request, Begin(expect_empty, deadline));
+  return router_->Ask(&Transport::Fence, What(), request, deadline);
+}
+
+absl::StatusOr<std::vector<v1::GetJobResponse>> Fencing::Fence(bool expect_empty, absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(const v1::FenceRequest request, Begin(expect_empty, deadline));
   BALLAST_ASSIGN_OR_RETURN(auto fenced, (router_->CallAll<v1::FenceRequest, v1::FenceResponse>(
                                             &Transport::Fence, What(), request, deadline)));
   std::vector<v1::GetJobResponse> answers;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -30,8 +31,11 @@ class Fencing {
   // Fences all servers with epoch(). Errors: the servers'. FAILED_PRECONDITION (BAD_REQUEST) if the promises lie too
   // far apart; then no server was fenced.
   absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(bool expect_empty, absl::Time deadline);
+  // As Fence, and returns at once: servers may be missing.
+  absl::StatusOr<std::shared_ptr<Answers<v1::FenceResponse>>> Ask(bool expect_empty, absl::Time deadline);
 
  private:
+  absl::StatusOr<v1::FenceRequest> Begin(bool expect_empty, absl::Time deadline);
   absl::Status CheckApart() const;
   // Fences that the server needs before the fence with epoch().
   uint64_t StepsBefore(uint32_t server) const;

@@ -1,11 +1,14 @@
 #include "ballast/client/group/joining.h"
 
+#include <algorithm>
 #include <map>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "ballast/client/group/job_spec.h"
+#include "ballast/client/group/open_checks.h"
 #include "ballast/client/group/pins.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/epoch_plan.h"
@@ -20,62 +23,9 @@
 namespace ballast::client {
 namespace {
 
-const char* Name(Resume resume) {
-  return resume == Resume::kNever ? "never" : resume == Resume::kAuto ? "auto" : "must";
-}
-
 // The deadline passed while a server was busy with the request, not while it was down.
 bool IsAtWork(const absl::Status& status) {
   return absl::IsDeadlineExceeded(status) && model::ReasonOf(status) == model::kBusy;
-}
-
-absl::Status JobExists(const std::string& job, int64_t version) {
-  return model::Error(
-      absl::StatusCode::kAlreadyExists, model::kJobExists,
-      absl::StrCat("job '", job, "' exists, at version ", version,
-                   ", and resume=never (the default) leaves it as it is. To train the weights that this model has now, "
-                   "choose another job name, or drop the old job (ballast.drop, ballastctl drop). To continue the old "
-                   "job, choose resume=auto or resume=must: its weights then replace this model's"));
-}
-
-absl::Status JobMissing(const std::string& job) {
-  return model::Error(absl::StatusCode::kNotFound, model::kJobMissing,
-                      absl::StrCat("resume=must, but the servers have no job '", job,
-                                   "'; check the name and the servers, or choose resume=auto to create it"));
-}
-
-absl::Status KeyGone(const std::string& job) {
-  return model::Error(absl::StatusCode::kFailedPrecondition, model::kKeyLost,
-                      absl::StrCat("etcd says which servers have the chunks of job '", job,
-                                   "', and has no key of the job any more. ", model::kHowToRestoreKey,
-                                   ". If the job was dropped while a server was away, drop it there too: `ballastctl "
-                                   "drop --job ",
-                                   job, " --servers ADDRESS`"));
-}
-
-// The copies that a session asks for, against those of the job that exists; `newest`: null if it does not.
-absl::Status CheckCopies(const SessionOptions& options, const v1::OpenRequest* newest, const JobKey& key) {
-  if (newest == nullptr && key.exists() && options.replicas > 0) {
-    const uint32_t said = key.has_places() ? key.value().table().replicas() : 1;
-    if (said == options.replicas) return absl::OkStatus();
-    return model::Error(
-        absl::StatusCode::kFailedPrecondition, model::kBadConfig,
-        absl::StrCat("no server has job '", options.job, "', and its key in etcd is still there and says ", said,
-                     " copies of each chunk, not replicas=", options.replicas, ": remove it by `ballastctl drop --job ",
-                     options.job, " --servers etcd://...`, or leave replicas out"));
-  }
-  if (newest == nullptr) return absl::OkStatus();
-  if (newest->has_table() && !key.is_kept()) {
-    return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadConfig,
-                        absl::StrCat("job '", options.job, "' has copies on several servers, and etcd says where; ",
-                                     "expected servers named by etcd (etcd://host:port/prefix), got a list"));
-  }
-  if (newest->has_table() && !key.has_places()) return KeyGone(options.job);
-  const uint32_t has = newest->has_table() ? newest->table().replicas() : 1;
-  if (options.replicas == 0 || options.replicas == has) return absl::OkStatus();
-  return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
-                      absl::StrCat("job '", options.job, "' has ", has, " copies of each chunk, and replicas=",
-                                   options.replicas, " asks for others: a job keeps its number. Leave replicas out"));
 }
 
 std::string WithoutTensors(v1::OpenRequest named) {
@@ -83,25 +33,6 @@ std::string WithoutTensors(v1::OpenRequest named) {
   named.mutable_tiling()->clear_placements();
   named.mutable_tiling()->clear_placement_of();
   return named.SerializeAsString();
-}
-
-absl::Status Differs(const v1::OpenRequest& other, uint32_t rank, const v1::OpenRequest& first) {
-  std::string what =
-      "options differ: job name, group_count, chunk_elements, seed, split, replicas, or the order or placement of "
-      "tensors";
-  if (other.tiling().world_size() != first.tiling().world_size()) {
-    what = absl::StrCat(other.tiling().world_size(), " servers against ", first.tiling().world_size());
-  } else if (other.base() != first.base()) {
-    what = absl::StrCat("resume=", Name(static_cast<Resume>(other.base())),
-                        " against resume=", Name(static_cast<Resume>(first.base())));
-  } else if (const auto mine = model::OptimizerOf(other.spec()), its = model::OptimizerOf(first.spec());
-             mine.ok() && its.ok() && !(*mine == *its)) {
-    what = absl::StrCat(model::Show(*mine), " against ", model::Show(*its));
-  } else if (const absl::Status same = CheckSameSpec(other.spec(), first.spec()); !same.ok()) {
-    what = std::string(same.message());
-  }
-  return BadSpec(absl::StrCat("ranks ", rank, " and 0 open different sessions: ", what,
-                              "; all ranks must pass the same options, tensors and servers"));
 }
 
 }  // namespace
@@ -117,8 +48,9 @@ absl::Status Opening::TryOpen(v1::OpenRequest open, absl::Time deadline) {
 
 absl::Status Opening::SendOpen(const v1::OpenRequest& open, absl::Time deadline) {
   return router_
-      ->CallAll<v1::OpenRequest, v1::OpenResponse>(
-          &Transport::Open, absl::StrCat("Open of job '", open.spec().name(), "'"), open, deadline)
+      ->CallAll<v1::OpenRequest, v1::OpenResponse>(&Transport::Open,
+                                                   absl::StrCat("Open of job '", open.spec().name(), "'"), open,
+                                                   deadline, static_cast<uint32_t>(model::MembersOf(open).size()))
       .status();
 }
 
@@ -129,13 +61,37 @@ absl::Status Opening::SendFirstOpen(const v1::OpenRequest& open, absl::Duration 
   }
 }
 
+namespace {
+
+constexpr size_t kHashBytes = 32;
+
+// Takes the ranks' spares off their parts.
+std::set<std::string> ReachedByAll(std::vector<std::string>* parts) {
+  std::map<std::string, size_t> ranks;
+  for (std::string& part : *parts) {
+    const std::string spares = part.substr(std::min(kHashBytes, part.size()));
+    part.resize(part.size() - spares.size());
+    for (const absl::string_view spare : absl::StrSplit(spares, ',', absl::SkipEmpty())) ++ranks[std::string(spare)];
+  }
+  std::set<std::string> reached;
+  for (const auto& [spare, count] : ranks) {
+    if (count == parts->size()) reached.insert(spare);
+  }
+  return reached;
+}
+
+}  // namespace
+
 absl::StatusOr<TensorUnion> Opening::Unite(const std::string& what, const absl::Status& mine,
                                            const v1::OpenRequest& named) {
   // Hashes first: usually few ranks name anything different, and each then tells it once.
   model::FieldHash hash;
   const std::string bytes = named.SerializeAsString();
   hash.Add(absl::string_view(bytes));
-  BALLAST_ASSIGN_OR_RETURN(const auto hashes, group_->Agree(what, mine, hash.Finish()));
+  // Servers may join that all ranks reach: the hash has 32 bytes, and spares follow.
+  BALLAST_ASSIGN_OR_RETURN(auto hashes,
+                           group_->Agree(what, mine, absl::StrCat(hash.Finish(), absl::StrJoin(spares_, ","))));
+  reached_ = ReachedByAll(&hashes);
   std::vector<NamedAlike> all;
   std::map<std::string, size_t> known;
   for (uint32_t rank = 0; rank < hashes.size(); ++rank) {
@@ -172,9 +128,10 @@ absl::Status Opening::Divide(v1::OpenRequest* open) const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Sight> Opening::Look(const SessionOptions& options, const JobKey& key, absl::Time deadline) {
-  BALLAST_ASSIGN_OR_RETURN(Sight sight, LookAt(router_, options.job, /*with_open=*/true, deadline));
-  if (key.has_places()) LeaveLostOut(&sight);
+absl::StatusOr<Sight> Opening::Look(const SessionOptions& options, const JobKey& key, const v1::JobSpec& spec,
+                                    Change* change, absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(Sight sight, key.has_places() ? change->Look(spec, deadline)
+                                                         : LookAt(router_, options.job, /*with_open=*/true, deadline));
   if (options.resume == Resume::kNever && sight.version >= 0) return JobExists(options.job, sight.version);
   if (options.resume == Resume::kMust && !sight.exists) return JobMissing(options.job);
   // A job's table is in its key, and members of an earlier one may be gone.
@@ -184,9 +141,11 @@ absl::StatusOr<Sight> Opening::Look(const SessionOptions& options, const JobKey&
   return sight;
 }
 
-absl::Status Opening::CheckBeforeFence(const v1::JobSpec& spec, const Sight& sight, const v1::Table& table,
-                                       const v1::Epoch& epoch, absl::Time deadline) {
+absl::Status Opening::CheckBeforeFence(const v1::JobSpec& spec, const Sight& sight, const JobKey& key,
+                                       const v1::Table& table, const v1::Epoch& epoch, absl::Time deadline) {
   const v1::OpenRequest* const newest = NewestOpen(sight.answers);
+  if (newest == nullptr && key.has_places())
+    return absl::OkStatus();  // the table may change: tried before it is written
   if (newest == nullptr) {
     v1::OpenRequest open;
     *open.mutable_epoch() = epoch;
@@ -242,86 +201,82 @@ absl::Status Opening::Lay(const v1::JobSpec& spec, const v1::OpenRequest* newest
   return Divide(open);
 }
 
-void Opening::LeaveLostOut(Sight* sight) {
-  const auto lost = [](const v1::GetJobResponse& answer) { return answer.state_lost(); };
-  std::vector<std::string> kept;
-  for (const v1::GetJobResponse& answer : sight->answers) {
-    if (!lost(answer)) kept.push_back(answer.server_id());
-  }
-  if (kept.size() == sight->answers.size() || kept.empty()) return;
-  std::erase_if(sight->answers, lost);
-  members_.KeepOnly(kept);
-}
-
-absl::StatusOr<v1::Table> Opening::GoOnWithout(const SessionOptions& options, const JobKey& key,
-                                               std::vector<v1::GetJobResponse>* fenced) {
-  const v1::Table& table = key.value().table();
-  // Another group may have written a smaller table since the servers were asked.
-  std::erase_if(*fenced, [&](const v1::GetJobResponse& answer) { return !key.Has(answer.server_id(), answer.disk()); });
-  std::vector<std::string> members;
-  for (const v1::GetJobResponse& answer : *fenced) members.push_back(answer.server_id());
-  members_.KeepOnly(members);
-  std::vector<bool> there;
-  for (const v1::Member& member : table.members()) {
-    there.push_back(std::any_of(fenced->begin(), fenced->end(), [&](const v1::GetJobResponse& answer) {
-      return answer.server_id() == member.server_id() && answer.disk() == member.disk();
-    }));
-  }
-  BALLAST_RETURN_IF_ERROR(key.CheckEnough(there));
-  v1::Table left = model::LeaveOut(table, there);
-  if (left.members_size() < table.members_size() && options.progress) {
-    options.progress(absl::StrCat("job '", options.job, "' goes on without ", key.ShowMissing(there),
-                                  ", which did not answer within ", absl::FormatDuration(options.failover_after),
-                                  " or lost its memory: the job has forgotten them; ", model::ShortShards(left), " of ",
-                                  left.shards_size(), " shards now have fewer than ", left.replicas(), " copies"));
-  }
-  return left;
-}
-
 absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& options, const v1::JobSpec& spec) {
   const absl::Time deadline = absl::Now() + options.open_timeout;
   JobKey key(router_->transport(0)->registry(), options.job);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
   BALLAST_RETURN_IF_ERROR(members_.FollowKey(options.job, key));
-  BALLAST_ASSIGN_OR_RETURN(const Sight sight, Look(options, key, deadline));
-  BALLAST_RETURN_IF_ERROR(CheckCopies(options, NewestOpen(sight.answers), key));
+  Change change(router_, &members_, &key, options, reached_);
+  BALLAST_ASSIGN_OR_RETURN(const Sight sight, Look(options, key, spec, &change, deadline));
+  BALLAST_RETURN_IF_ERROR(CheckCopies(options, NewestOpen(sight.answers), key, change.wish()));
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(sight.answers, deadline));
   Fencing fencing(router_, options.job, Fencing::Promised(sight.answers), members_.peers());
   BALLAST_ASSIGN_OR_RETURN(v1::Table table, FirstTableOf(options, spec, NewestOpen(sight.answers) == nullptr));
-  BALLAST_RETURN_IF_ERROR(
-      CheckBeforeFence(spec, sight, key.has_places() ? key.value().table() : table, fencing.epoch(), deadline));
+  BALLAST_RETURN_IF_ERROR(CheckBeforeFence(spec, sight, key, table, fencing.epoch(), deadline));
 
   v1::OpenRequest open;
+  const bool had_places = key.has_places();
   BALLAST_ASSIGN_OR_RETURN(*open.mutable_epoch(), key.Claim(table, fencing.epoch(), deadline));
   // Another group may have made the key meanwhile: its table is the job's.
   if (key.is_kept()) table = key.value().table();
-  fencing.Raise(open.epoch());
-  auto fenced = fencing.Fence(options.resume == Resume::kNever, deadline);
-  if (model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, sight.version);
-  BALLAST_RETURN_IF_ERROR(fenced.status());
-  BALLAST_RETURN_IF_ERROR(members_.CheckAnswers(*fenced));
   if (key.has_places()) {
-    BALLAST_ASSIGN_OR_RETURN(table, GoOnWithout(options, key, &*fenced));
+    if (!had_places) BALLAST_RETURN_IF_ERROR(change.Look(spec, deadline).status());
+    BALLAST_RETURN_IF_ERROR(OpenByTable(options, spec, &key, &change, deadline, &open));
+  } else {
+    fencing.Raise(open.epoch());
+    const bool is_new = NewestOpen(sight.answers) == nullptr;
+    BALLAST_RETURN_IF_ERROR(OpenFixed(options, spec, table, is_new, &fencing, deadline, &open));
   }
-  BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(*fenced));
-  if (options.resume == Resume::kNever && resolution.base >= 0) return JobExists(options.job, resolution.base);
-  if (options.resume == Resume::kMust && resolution.base < 0) return JobMissing(options.job);
-
-  open.set_base(resolution.base);
-  if (resolution.decision.has_value()) *open.mutable_base_decision() = *resolution.decision;
-  if (resolution.restores.has_value()) open.set_restores(*resolution.restores);
-  const v1::OpenRequest* const newest = NewestOpen(*fenced);
-  BALLAST_RETURN_IF_ERROR(Lay(spec, newest, table, &open));
-  BALLAST_RETURN_IF_ERROR(members_.Match(open));
-  // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
-  const bool tried = newest == nullptr && NewestOpen(sight.answers) == nullptr;
-  if (!tried) BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
-  // Before the Opens: whoever comes next goes by this table, and finds its servers in it.
-  if (key.has_places()) BALLAST_RETURN_IF_ERROR(key.WriteTable(table, open.epoch(), deadline));
-  BALLAST_RETURN_IF_ERROR(newest == nullptr ? SendFirstOpen(open, options.open_timeout) : SendOpen(open, deadline));
   // A pin that an older group was making is complete by now, or is given up by its server. A failure here may wait.
   (void)DropPartialPins(router_, open, absl::Now() + options.open_timeout);
   return open;
+}
+
+absl::Status Opening::OpenFixed(const SessionOptions& options, const v1::JobSpec& spec, const v1::Table& table,
+                                bool is_new, Fencing* fencing, absl::Time deadline, v1::OpenRequest* open) {
+  const auto fenced = fencing->Fence(options.resume == Resume::kNever, deadline);
+  if (model::ReasonOf(fenced.status()) == model::kJobExists) return JobExists(options.job, -1);
+  BALLAST_RETURN_IF_ERROR(fenced.status());
+  BALLAST_RETURN_IF_ERROR(members_.CheckAnswers(*fenced));
+  BALLAST_ASSIGN_OR_RETURN(const model::Resolution resolution, model::Resolve(*fenced));
+  BALLAST_RETURN_IF_ERROR(CheckResume(options, resolution.base));
+  open->set_base(resolution.base);
+  if (resolution.decision.has_value()) *open->mutable_base_decision() = *resolution.decision;
+  if (resolution.restores.has_value()) open->set_restores(*resolution.restores);
+  const v1::OpenRequest* const newest = NewestOpen(*fenced);
+  BALLAST_RETURN_IF_ERROR(Lay(spec, newest, table, open));
+  BALLAST_RETURN_IF_ERROR(members_.Match(*open));
+  // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
+  const bool tried = newest == nullptr && is_new;
+  if (!tried) BALLAST_RETURN_IF_ERROR(TryOpen(*open, deadline));
+  return newest == nullptr ? SendFirstOpen(*open, options.open_timeout) : SendOpen(*open, deadline);
+}
+
+absl::Status Opening::OpenByTable(const SessionOptions& options, const v1::JobSpec& spec, JobKey* key, Change* change,
+                                  absl::Time deadline, v1::OpenRequest* open) {
+  BALLAST_RETURN_IF_ERROR(change->Claimed(open->epoch(), deadline));
+  const absl::Status fenced = change->Fence(options.resume == Resume::kNever, deadline);
+  if (model::ReasonOf(fenced) == model::kJobExists) return JobExists(options.job, -1);
+  BALLAST_RETURN_IF_ERROR(fenced);
+  const model::Found& found = change->found();
+  BALLAST_RETURN_IF_ERROR(CheckResume(options, found.base));
+  open->set_base(found.base);
+  if (found.decision.has_value()) *open->mutable_base_decision() = *found.decision;
+  open->mutable_tensor_steps()->Assign(found.tensor_steps.begin(), found.tensor_steps.end());
+  const v1::OpenRequest* const newest = change->newest();
+  BALLAST_RETURN_IF_ERROR(Lay(spec, newest, key->value().table(), open));
+  BALLAST_ASSIGN_OR_RETURN(*open->mutable_table(), change->Next(*open, deadline));
+  members_.PutFirst(open->table());
+  // Before the Opens: whoever comes next goes by this table, and finds its servers in it.
+  BALLAST_RETURN_IF_ERROR(key->WriteTable(open->table(), open->epoch(), deadline));
+  const bool is_first = newest == nullptr || change->Joins(open->table());
+  BALLAST_RETURN_IF_ERROR(is_first ? SendFirstOpen(*open, options.open_timeout) : SendOpen(*open, deadline));
+  change->Tell(open->table());
+  change->DropLeft(open->table());
+  std::vector<std::string> stay;
+  for (const v1::Member& member : open->table().members()) stay.push_back(member.server_id());
+  members_.KeepOnly(stay);
+  return absl::OkStatus();
 }
 
 absl::Status Opening::ClaimNext(const v1::OpenRequest& current, Fencing* fencing, absl::Time deadline) {
@@ -347,6 +302,7 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   BALLAST_RETURN_IF_ERROR(Divide(&open));
   open.set_base(version);
   open.clear_restores();
+  open.clear_tensor_steps();  // nobody begins here
   BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
 
   Fencing fencing(router_, open.spec().name(),
@@ -402,7 +358,9 @@ absl::Status Opening::Identify(const SessionOptions& options) {
   const absl::Time deadline = absl::Now() + options.open_timeout;
   JobKey key(router_->transport(0)->registry(), options.job);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
-  return members_.Identify(key, options.failover_after, deadline);
+  BALLAST_RETURN_IF_ERROR(members_.Identify(key, Spares::kConnect, options.failover_after, deadline));
+  spares_ = members_.spares(key);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Open(const SessionOptions& options,

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "ballast/client/group/change.h"
 #include "ballast/client/group/fencing.h"
 #include "ballast/client/group/group.h"
 #include "ballast/client/group/members.h"
@@ -44,18 +46,18 @@ class Opening {
                                                 absl::Duration timeout);
   // Asks all servers who they are; of a job with copies, some may be missing.
   absl::Status Identify(const SessionOptions& options);
-  // Stops using servers that lost the job's state (durability none), and takes their answers out: the copies on others
-  // are as good as those of a lost disk.
-  void LeaveLostOut(Sight* sight);
-  // The table without members that did not answer. UNAVAILABLE if some chunk has no other holder. Answers of servers
-  // that are no members go.
-  absl::StatusOr<v1::Table> GoOnWithout(const SessionOptions& options, const JobKey& key,
-                                        std::vector<v1::GetJobResponse>* fenced);
   // Asks all servers before the fence, and stops using those that the job does not need. JOB_EXISTS, JOB_MISSING.
-  absl::StatusOr<Sight> Look(const SessionOptions& options, const JobKey& key, absl::Time deadline);
+  absl::StatusOr<Sight> Look(const SessionOptions& options, const JobKey& key, const v1::JobSpec& spec, Change* change,
+                             absl::Time deadline);
+  // From the claim to the Opens, of a job whose servers never change, and of one that has a table. `is_new`: no server
+  // had an Open before the claim.
+  absl::Status OpenFixed(const SessionOptions& options, const v1::JobSpec& spec, const v1::Table& table, bool is_new,
+                         Fencing* fencing, absl::Time deadline, v1::OpenRequest* open);
+  absl::Status OpenByTable(const SessionOptions& options, const v1::JobSpec& spec, JobKey* key, Change* change,
+                           absl::Time deadline, v1::OpenRequest* open);
   // Checks before the fence what can be checked there: a mistake must not end a group at work, and must not leave a job
   // without space on the servers.
-  absl::Status CheckBeforeFence(const v1::JobSpec& spec, const Sight& sight, const v1::Table& table,
+  absl::Status CheckBeforeFence(const v1::JobSpec& spec, const Sight& sight, const JobKey& key, const v1::Table& table,
                                 const v1::Epoch& epoch, absl::Time deadline);
   // The table for a job without a key: its members, and where each chunk is if the job is new and wants copies.
   absl::StatusOr<v1::Table> FirstTableOf(const SessionOptions& options, const v1::JobSpec& spec, bool is_new) const;
@@ -65,9 +67,10 @@ class Opening {
                    v1::OpenRequest* open);
   // Asks whether all servers would find space for the job. Changes nothing.
   absl::Status TryOpen(v1::OpenRequest open, absl::Time deadline);
+  // To the members, which come first among the router's servers.
   absl::Status SendOpen(const v1::OpenRequest& open, absl::Time deadline);
-  // Sends a job's first Open. Servers reserve the job's log, which can take a disk minutes. `timeout` applies to
-  // servers that are down. As long as a server says that it is at work, the call waits.
+  // Sends an Open that is the job's first on some server. Servers reserve the job's log, which can take a disk minutes.
+  // `timeout` applies to servers that are down. As long as a server says that it is at work, the call waits.
   absl::Status SendFirstOpen(const v1::OpenRequest& open, absl::Duration timeout);
   // Claims the next epoch in the key of a job with a table, as the group that has the job. STALE_EPOCH: another group
   // has claimed it since.
@@ -86,6 +89,8 @@ class Opening {
   Split split_;
   TensorUnion union_;
   Members members_;
+  std::vector<std::string> spares_;  // Members::spares
+  std::set<std::string> reached_;    // those that all ranks have
 };
 
 }  // namespace ballast::client

@@ -42,41 +42,22 @@ v1::Peer MakePeer(const v1::IdentifyResponse& identity, absl::string_view reache
 
 namespace {
 
-// The answers to Identify, as they come.
-class Identities {
- public:
-  explicit Identities(uint32_t servers) : answers_(servers) {}
-
-  void Add(uint32_t server, absl::StatusOr<v1::IdentifyResponse> answer) {
-    absl::MutexLock lock(&mutex_);
-    // Protocol version 0 has no Identify: the answer stays empty.
-    answers_[server] = absl::IsUnimplemented(answer.status()) ? v1::IdentifyResponse() : std::move(answer);
-  }
-  // Waits until all have answered, or until `until`. Empty where a server has not answered.
-  std::vector<std::optional<absl::StatusOr<v1::IdentifyResponse>>> Await(absl::Time until) {
-    const auto all = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-      return std::all_of(answers_.begin(), answers_.end(), [](const auto& answer) { return answer.has_value(); });
-    };
-    absl::MutexLock lock(&mutex_);
-    mutex_.AwaitWithDeadline(absl::Condition(&all), until);
-    return answers_;
-  }
-
- private:
-  absl::Mutex mutex_;
-  std::vector<std::optional<absl::StatusOr<v1::IdentifyResponse>>> answers_ ABSL_GUARDED_BY(mutex_);
-};
-
-// A server is taken for dead by these errors, not by those of credentials or versions.
-bool IsSilence(const absl::Status& status) { return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status); }
+// Whether the registry made the transport for a server that is no member of a job with places.
+bool IsSpare(const JobKey& key, const Transport& transport) {
+  const std::string target = transport.registered_as();
+  const auto& members = key.value().table().members();
+  return key.has_places() && !target.empty() &&
+         std::none_of(members.begin(), members.end(), [&](const v1::Member& member) {
+           return model::TargetOf(member.server_id(), member.disk()) == target;
+         });
+}
 
 }  // namespace
 
-absl::StatusOr<bool> Members::Take(const JobKey& key, uint32_t server, const v1::IdentifyResponse& answer) {
+absl::Status Members::Add(uint32_t server, const v1::IdentifyResponse& answer) {
   const std::string id = answer.server_id().empty() ? "" : absl::StrCat("'", answer.server_id(), "' at ");
   BALLAST_RETURN_IF_ERROR(
       model::CheckServerVersion(absl::StrCat(id, router_->name(server)), answer.protocol_version()));
-  if (key.has_places() && !key.Has(answer.server_id(), answer.disk())) return false;
   if (Find(answer.server_id()) != nullptr) {
     return BadSpec(absl::StrCat("server '", answer.server_id(), "' is named twice; name each server once"));
   }
@@ -87,45 +68,66 @@ absl::StatusOr<bool> Members::Take(const JobKey& key, uint32_t server, const v1:
   known.member.set_address(router_->name(server));
   known.peer = MakePeer(answer, router_->name(server));
   known.budget_bytes = answer.budget_bytes();
-  return true;
+  return absl::OkStatus();
 }
 
-absl::Status Members::Identify(const JobKey& key, absl::Duration patience, absl::Time deadline) {
-  asked_ = router_->server_count();
-  const auto identities = std::make_shared<Identities>(asked_);
-  const auto request = std::make_shared<const v1::IdentifyRequest>();
-  for (uint32_t i = 0; i < asked_; ++i) {
-    router_->Call<v1::IdentifyRequest, v1::IdentifyResponse>(
-        &Transport::Identify, i, "Identify", request, deadline,
-        [identities, i](const absl::StatusOr<v1::IdentifyResponse>& answer) { identities->Add(i, answer); });
+absl::StatusOr<bool> Members::Take(const JobKey& key, Spares spares, uint32_t server,
+                                   const absl::StatusOr<v1::IdentifyResponse>& answer) {
+  // Protocol version 0 has no Identify.
+  if (absl::IsUnimplemented(answer.status())) return Take(key, spares, server, v1::IdentifyResponse());
+  const bool is_member = !key.has_places() || (answer.ok() && key.Has(answer->server_id(), answer->disk()));
+  if (is_member) {
+    BALLAST_RETURN_IF_ERROR(answer.status());
+    BALLAST_RETURN_IF_ERROR(Add(server, *answer));
+    return true;
   }
-  if (key.has_places()) deadline = std::max(deadline, absl::Now() + patience);
-  absl::Time until = key.has_places() ? absl::Now() + patience : absl::InfiniteFuture();
+  if (answer.ok()) return spares == Spares::kConnect && Add(server, *answer).ok();
+  if (IsSilence(answer.status()) || IsSpare(key, *router_->transport(server))) return false;
+  return answer.status();
+}
+
+absl::StatusOr<std::vector<uint32_t>> Members::TakeAll(const JobKey& key, Spares spares,
+                                                       const Answers<v1::IdentifyResponse>::All& answers) {
+  servers_.clear();
+  std::vector<uint32_t> stay;
+  for (uint32_t i = 0; i < answers.size(); ++i) {
+    if (!answers[i].has_value()) continue;
+    BALLAST_ASSIGN_OR_RETURN(const bool stays, Take(key, spares, i, *answers[i]));
+    if (stays) stay.push_back(i);
+  }
+  return stay;
+}
+
+namespace {
+
+// The first error of a server that is taken for dead.
+absl::Status FirstSilence(const Answers<v1::IdentifyResponse>::All& answers) {
+  for (const auto& answer : answers) {
+    if (answer.has_value() && IsSilence(answer->status())) return answer->status();
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status Members::Identify(const JobKey& key, Spares spares, absl::Duration patience, absl::Time deadline) {
+  const uint32_t servers = router_->server_count();
+  asked_ = key.has_places() ? static_cast<uint32_t>(key.value().table().members_size()) : servers;
+  const auto identities = router_->Ask(&Transport::Identify, "Identify", v1::IdentifyRequest(), deadline);
+  if (!key.has_places()) return TakeAll(key, spares, identities->Await(absl::InfiniteFuture())).status();
+  deadline = std::max(deadline, absl::Now() + patience);
+  absl::Time until = absl::Now() + patience;
   for (;;) {
     const auto answers = identities->Await(until);
-    servers_.clear();
-    std::vector<uint32_t> stay;
-    absl::Status silence;
-    bool all = true;
-    for (uint32_t i = 0; i < asked_; ++i) {
-      all = all && answers[i].has_value();
-      if (!answers[i].has_value()) continue;
-      const absl::StatusOr<v1::IdentifyResponse>& answer = *answers[i];
-      if (key.has_places() && IsSilence(answer.status())) {
-        silence.Update(answer.status());
-        continue;
-      }
-      BALLAST_RETURN_IF_ERROR(answer.status());
-      BALLAST_ASSIGN_OR_RETURN(const bool stays, Take(key, i, *answer));
-      if (stays) stay.push_back(i);
-    }
-    if (stay.size() == asked_) return absl::OkStatus();
+    BALLAST_ASSIGN_OR_RETURN(const std::vector<uint32_t> stay, TakeAll(key, spares, answers));
     const absl::Status enough = CheckEnough(key, deadline);
     if (enough.ok()) {
-      router_->Reorder(stay);
+      if (stay.size() < servers) router_->Reorder(stay);
       return absl::OkStatus();
     }
+    const bool all = std::all_of(answers.begin(), answers.end(), [](const auto& one) { return one.has_value(); });
     if (all || absl::Now() >= deadline) {
+      const absl::Status silence = FirstSilence(answers);
       return silence.ok() ? enough : model::Annotate(enough, std::string(silence.message()));
     }
     until = std::min(deadline, absl::Now() + absl::Seconds(1));
@@ -134,6 +136,7 @@ absl::Status Members::Identify(const JobKey& key, absl::Duration patience, absl:
 
 absl::Status Members::CheckEnough(const JobKey& key, absl::Time deadline) const {
   const std::vector<bool> there = There(key);
+  if (std::all_of(there.begin(), there.end(), [](bool is) { return is; })) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(key.CheckEnough(there));
   const std::string recovering = key.WhoRecovers(there, std::max(deadline, absl::Now() + absl::Seconds(1)));
   if (recovering.empty()) return absl::OkStatus();
@@ -164,6 +167,16 @@ std::vector<std::string> Members::ids() const {
   std::vector<std::string> ids;
   for (const Server& server : servers_) ids.push_back(server.member.server_id());
   return ids;
+}
+
+std::vector<std::string> Members::spares(const JobKey& key) const {
+  std::vector<std::string> spares;
+  for (const Server& server : servers_) {
+    const v1::Member& member = server.member;
+    if (!key.has_places() || key.Has(member.server_id(), member.disk())) continue;
+    spares.push_back(model::TargetOf(member.server_id(), member.disk()));
+  }
+  return spares;
 }
 
 std::vector<v1::Peer> Members::peers() const {
@@ -199,16 +212,29 @@ std::vector<bool> Members::There(const JobKey& key) const {
 
 void Members::KeepOnly(const std::vector<std::string>& server_ids) {
   std::vector<uint32_t> stay;
-  std::vector<Server> staying;
   for (uint32_t i = 0; i < servers_.size(); ++i) {
     const std::string& id = servers_[i].member.server_id();
-    if (std::find(server_ids.begin(), server_ids.end(), id) == server_ids.end()) continue;
-    stay.push_back(i);
-    staying.push_back(servers_[i]);
+    if (std::find(server_ids.begin(), server_ids.end(), id) != server_ids.end()) stay.push_back(i);
   }
-  if (stay.size() == servers_.size()) return;
-  router_->Reorder(stay);
-  servers_ = std::move(staying);
+  if (stay.size() < servers_.size()) Reorder(stay);
+}
+
+void Members::PutFirst(const v1::Table& table) {
+  std::vector<uint32_t> order;
+  for (const v1::Member& member : table.members()) {
+    order.push_back(static_cast<uint32_t>(Find(member.server_id()) - servers_.data()));
+  }
+  for (uint32_t i = 0; i < servers_.size(); ++i) {
+    if (std::find(order.begin(), order.end(), i) == order.end()) order.push_back(i);
+  }
+  Reorder(order);
+}
+
+void Members::Reorder(const std::vector<uint32_t>& order) {
+  router_->Reorder(order);
+  std::vector<Server> servers;
+  for (const uint32_t i : order) servers.push_back(servers_[i]);
+  servers_ = std::move(servers);
 }
 
 absl::Status Members::CheckAnswers(const std::vector<v1::GetJobResponse>& answers) const {
@@ -229,23 +255,19 @@ absl::Status Members::LeaveOthersOut(const std::string& job,
   absl::flat_hash_set<std::string> missing;
   for (const v1::Member& member : members) missing.insert(member.server_id());
   std::vector<uint32_t> stay;
-  std::vector<Server> staying;
   bool discovered = false;
   for (uint32_t i = 0; i < servers_.size(); ++i) {
     const bool found = router_->transport(i)->registry() != nullptr;
     discovered = discovered || found;
     if (missing.erase(servers_[i].member.server_id()) == 0 && found) continue;
     stay.push_back(i);
-    staying.push_back(servers_[i]);
   }
   if (discovered && !missing.empty()) {
     return BadSpec(absl::StrCat("job '", job, "' has chunks on server '", *missing.begin(),
                                 "', which is not registered now (", absl::StrJoin(ids(), ", "),
                                 " are); start it, or end the URL with ?servers=", members.size(), " to wait for all"));
   }
-  if (stay.size() == servers_.size()) return absl::OkStatus();
-  router_->Reorder(stay);
-  servers_ = std::move(staying);
+  if (stay.size() < servers_.size()) Reorder(stay);
   return absl::OkStatus();
 }
 
@@ -268,7 +290,7 @@ absl::Status Members::Match(const v1::OpenRequest& open) {
     }
     order.push_back(static_cast<uint32_t>(it - server_ids.begin()));
   }
-  router_->Reorder(order);
+  Reorder(order);
   return absl::OkStatus();
 }
 

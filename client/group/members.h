@@ -10,6 +10,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "ballast/client/discovery/job_key.h"
+#include "ballast/client/grpc_transport.h"
 #include "ballast/client/transport/router.h"
 #include "ballast/v1/state_service.pb.h"
 
@@ -20,6 +21,11 @@ namespace ballast::client {
 // the host of `reached`. If it listens on loopback and this rank reached the server otherwise, the result has no page.
 v1::Peer MakePeer(const v1::IdentifyResponse& identity, absl::string_view reached);
 
+// Whether a call's error means that the server is taken for dead, which errors of credentials or versions do not.
+inline bool IsSilence(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status);
+}
+
 class Members {
  public:
   // Borrows `router`; Match brings the router's servers into the job's order.
@@ -27,11 +33,11 @@ class Members {
 
   // Asks every server for its id and protocol version. Every rank asks for itself, because its list may have another
   // order than rank 0's, and its program another version. `key`, as read: if it says where chunks are, servers that do
-  // not answer within `patience` are left out as soon as each chunk has a holder that answered, and so are servers that
-  // are not the key's members. A server that is registered and recovers is waited for: UNAVAILABLE if it
-  // still does at the deadline.
-  absl::Status Identify(const JobKey& key, absl::Duration patience, absl::Time deadline);
-  // How many servers were asked.
+  // not answer within `patience` are left out as soon as each chunk is on a member that answered. A member that is
+  // registered and recovers is waited for: UNAVAILABLE if it still does at the deadline. Servers that are not the key's
+  // members stay if they answer well, or with kPassOver are left out.
+  absl::Status Identify(const JobKey& key, Spares spares, absl::Duration patience, absl::Time deadline);
+  // How many servers were asked; of a job that has places: its members.
   uint32_t asked() const { return asked_; }
   // Valid until Match, in the router's order. `all`: the members of a new job. A member's weight is its budget in GiB;
   // if any server does not report its budget, all weights are 1. `ids`: their ids. `peers`: ids with the addresses of
@@ -40,6 +46,8 @@ class Members {
   std::vector<std::string> ids() const;
   std::vector<v1::Peer> peers() const;
   bool Has(absl::string_view server_id) const { return Find(server_id) != nullptr; }
+  // Servers that are not members of a key that has places, as model::TargetOf names them.
+  std::vector<std::string> spares(const JobKey& key) const;
   // Of an Open without a table.
   google::protobuf::RepeatedPtrField<v1::Member> Weighed() const;
 
@@ -52,8 +60,10 @@ class Members {
   absl::Status FollowKey(const std::string& job, const JobKey& key);
   // Which members of the key's table are among the servers, by index.
   std::vector<bool> There(const JobKey& key) const;
-  // Stops using all other servers, whoever named them.
+  // Stops using all other servers, whoever named them. The order stays.
   void KeepOnly(const std::vector<std::string>& server_ids);
+  // Brings the members of `table` first, in its order; others stay behind them. REQUIRES: Has each.
+  void PutFirst(const v1::Table& table);
   // FAILED_PRECONDITION (OTHER_SERVER) if an answer came from a server that was not identified.
   absl::Status CheckAnswers(const std::vector<v1::GetJobResponse>& answers) const;
   // Puts the router's servers into the order of the members in `open`.
@@ -66,10 +76,16 @@ class Members {
     uint64_t budget_bytes = 0;
   };
   const Server* Find(absl::string_view server_id) const;
-  // OK if the group can do without those that have not answered: each chunk has a holder, and nobody recovers.
+  // OK if the group can do without those that have not answered: each chunk is on a member, and nobody recovers.
   absl::Status CheckEnough(const JobKey& key, absl::Time deadline) const;
   // Takes a server's answer; false: the server is left out.
-  absl::StatusOr<bool> Take(const JobKey& key, uint32_t server, const v1::IdentifyResponse& answer);
+  absl::StatusOr<bool> Take(const JobKey& key, Spares spares, uint32_t server,
+                            const absl::StatusOr<v1::IdentifyResponse>& answer);
+  // Takes all answers anew; returns the servers that stay.
+  absl::StatusOr<std::vector<uint32_t>> TakeAll(const JobKey& key, Spares spares,
+                                                const Answers<v1::IdentifyResponse>::All& answers);
+  absl::Status Add(uint32_t server, const v1::IdentifyResponse& answer);
+  void Reorder(const std::vector<uint32_t>& order);
 
   Router* router_;
   uint32_t asked_ = 0;

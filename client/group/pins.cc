@@ -52,11 +52,16 @@ Pins PinsOf(absl::Span<const v1::GetJobResponse> answers) {
   return pins;
 }
 
+bool IsBeforeFill(const KeptVersion& kept, const v1::Table& table) {
+  return table.has_last_fill() &&
+         (kept.decided_by.counter() == 0 || model::Compare(kept.decided_by, table.last_fill()) < 0);
+}
+
 absl::Status DropPartialPins(Router* router, const v1::OpenRequest& open, absl::Time deadline) {
   if (open.spec().durability() == v1::DURABILITY_NONE) return absl::OkStatus();
   BALLAST_ASSIGN_OR_RETURN(const Pins pins, AskPins(router, open.spec().name(), deadline));
   for (const PinnedOn& pin : pins.versions) {
-    if (pin.servers == router->server_count()) continue;
+    if (pin.servers == router->server_count() || IsBeforeFill(pin.kept, open.table())) continue;
     v1::UnpinRequest request;
     request.set_job(open.spec().name());
     request.set_version(pin.kept.version);

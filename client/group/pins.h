@@ -28,6 +28,10 @@ struct Pins {
 Pins PinsOf(absl::Span<const v1::GetJobResponse> answers);
 absl::StatusOr<Pins> AskPins(Router* router, const std::string& job, absl::Time deadline);
 
+// Whether a server that is a member by now has none, or not all, of its chunks of the version: it began to copy them
+// later. Such a version stays, and cannot be restored.
+bool IsBeforeFill(const KeptVersion& kept, const v1::Table& table);
+
 // Drops kept versions that some server lacks, because a rank died amid its pin: no restore can use them. For rank 0 of
 // a group that opens the job, before any rank pins.
 absl::Status DropPartialPins(Router* router, const v1::OpenRequest& open, absl::Time deadline);

@@ -149,8 +149,8 @@ absl::StatusOr<std::unique_ptr<Reader>> Reader::Open(const ReaderOptions& option
 
 absl::StatusOr<std::unique_ptr<Reader>> Reader::Connect(const ReaderOptions& options,
                                                         const std::vector<std::string>& servers) {
-  BALLAST_ASSIGN_OR_RETURN(
-      auto transports, MakeGrpcTransports(servers, options.job, options.access, options.timeout, options.interrupted));
+  BALLAST_ASSIGN_OR_RETURN(auto transports, MakeGrpcTransports(servers, options.job, options.access, options.timeout,
+                                                               options.interrupted, Spares::kPassOver));
   return Open(options, std::move(transports));
 }
 

@@ -70,8 +70,9 @@ absl::StatusOr<Pins> AskCommonPins(OpenJob& job) {
   BALLAST_RETURN_IF_ERROR(job.Usable());
   auto pins = AskPins(job.router(), job.seat().job, job.seat().Deadline());
   if (!pins.ok()) return job.Conclude(pins.status());
-  std::erase_if(pins->versions,
-                [&](const PinnedOn& pin) { return pin.differs || pin.servers < job.router()->server_count(); });
+  std::erase_if(pins->versions, [&](const PinnedOn& pin) {
+    return pin.differs || pin.servers < job.router()->server_count() || IsBeforeFill(pin.kept, job.open().table());
+  });
   return pins;
 }
 

@@ -29,12 +29,14 @@
 #include "ballast/proto/base/tls_probe.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/registry/registry_url.h"
+#include "ballast/proto/registry/roster.h"
 #include "ballast/v1/state_service.grpc.pb.h"
 
 namespace ballast::client {
 namespace {
 
 constexpr char kPushMethod[] = "/ballast.v1.StateService/Push";
+constexpr char kDropMethod[] = "/ballast.v1.AdminService/DropJob";
 constexpr char kPullMethod[] = "/ballast.v1.StateService/Pull";
 
 class GrpcTransport final : public Transport {
@@ -87,6 +89,13 @@ class GrpcTransport final : public Transport {
     Unary(&Async::Unpin, request, deadline, std::move(done));
   }
 
+  void DropJob(const v1::DropJobRequest& request, absl::Time deadline, Callback<v1::DropJobResponse> done) override {
+    DataCall(kDropMethod, request, deadline,
+             [done = std::move(done)](const grpc::Status& status, const grpc::ByteBuffer&) {
+               if (status.ok()) return done(v1::DropJobResponse());
+               done(FromGrpc(status));
+             });
+  }
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
             Callback<v1::PushResponse> done) override {
     if (auto slot = TakeSlot(payload.size())) {
@@ -338,15 +347,14 @@ absl::StatusOr<std::unique_ptr<Transport>> Connect(const std::string& address, c
 
 std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address) { return MakeTransport(address, {}, {}); }
 
-absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(const std::vector<std::string>& servers,
-                                                                           const std::string& job,
-                                                                           const model::Access& access,
-                                                                           absl::Duration timeout,
-                                                                           const std::function<bool()>& interrupted) {
+absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(
+    const std::vector<std::string>& servers, const std::string& job, const model::Access& access,
+    absl::Duration timeout, const std::function<bool()>& interrupted, Spares spares) {
   BALLAST_ASSIGN_OR_RETURN(const std::vector<registry::RegistryUrl> urls, registry::RegistryUrlIn(servers));
   if (!urls.empty()) {
     const auto connect = [access](const std::string& address) { return Connect(address, access); };
-    return DiscoverTransports(urls.front(), connect, job, timeout, interrupted);
+    const auto which = spares == Spares::kConnect ? registry::Servers::kSpares : registry::Servers::kMembers;
+    return DiscoverTransports(urls.front(), connect, job, timeout, interrupted, which);
   }
   std::vector<std::unique_ptr<Transport>> transports;
   for (const std::string& address : servers) {

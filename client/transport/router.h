@@ -10,6 +10,7 @@
 // alone); the rest wait in order of arrival. No pull waits for a push, and no push for a pull.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -32,6 +33,7 @@
 #include "absl/types/span.h"
 #include "ballast/client/transport.h"
 #include "ballast/client/transport/admissions.h"
+#include "ballast/client/transport/answers.h"
 #include "ballast/client/transport/tally.h"
 
 namespace ballast::client {
@@ -81,10 +83,16 @@ class Router {
   void Call(Method<Request, Response> method, uint32_t server, std::string what, std::shared_ptr<const Request> request,
             absl::Time deadline, Callback<Response> done);
 
-  // Sends the same request to every server. Returns all answers in order of servers, or the first error.
+  // Sends the same request to every server, or to the first `servers`. Returns all answers in order of servers, or the
+  // first error.
   template <typename Request, typename Response>
   absl::StatusOr<std::vector<Response>> CallAll(Method<Request, Response> method, const std::string& what,
-                                                const Request& request, absl::Time deadline);
+                                                const Request& request, absl::Time deadline,
+                                                uint32_t servers = std::numeric_limits<uint32_t>::max());
+  // Sends the same request to every server and returns at once.
+  template <typename Request, typename Response>
+  std::shared_ptr<Answers<Response>> Ask(Method<Request, Response> method, const std::string& what,
+                                         const Request& request, absl::Time deadline);
 
   // `payload`, `to`: borrowed until `done`. `lent`: as for Transport::PushLent; null for Transport::Push.
   void Push(uint32_t server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
@@ -218,16 +226,17 @@ void Router::Call(Method<Request, Response> method, uint32_t server, std::string
 
 template <typename Request, typename Response>
 absl::StatusOr<std::vector<Response>> Router::CallAll(Method<Request, Response> method, const std::string& what,
-                                                      const Request& request, absl::Time deadline) {
+                                                      const Request& request, absl::Time deadline, uint32_t servers) {
   struct State {
     Tally tally;
     std::vector<Response> answers;
   };
   auto state = std::make_shared<State>();
-  state->answers.resize(server_count());
-  state->tally.Start(static_cast<int>(server_count()));
+  servers = std::min(servers, server_count());
+  state->answers.resize(servers);
+  state->tally.Start(static_cast<int>(servers));
   const auto shared = std::make_shared<const Request>(request);
-  for (uint32_t i = 0; i < server_count(); ++i) {
+  for (uint32_t i = 0; i < servers; ++i) {
     Call<Request, Response>(method, i, what, shared, deadline, [state, i](absl::StatusOr<Response> answer) {
       if (answer.ok()) state->answers[i] = std::move(*answer);
       state->tally.Finish(answer.status());
@@ -235,6 +244,18 @@ absl::StatusOr<std::vector<Response>> Router::CallAll(Method<Request, Response> 
   }
   if (absl::Status status = state->tally.Wait(); !status.ok()) return status;
   return std::move(state->answers);
+}
+
+template <typename Request, typename Response>
+std::shared_ptr<Answers<Response>> Router::Ask(Method<Request, Response> method, const std::string& what,
+                                               const Request& request, absl::Time deadline) {
+  auto answers = std::make_shared<Answers<Response>>(server_count());
+  const auto shared = std::make_shared<const Request>(request);
+  for (uint32_t i = 0; i < server_count(); ++i) {
+    Call<Request, Response>(method, i, what, shared, deadline,
+                            [answers, i](absl::StatusOr<Response> answer) { answers->Add(i, std::move(answer)); });
+  }
+  return answers;
 }
 
 }  // namespace ballast::client

@@ -33,6 +33,7 @@ class FakeServer final : public Transport {
   template <typename Request, typename Response>
   using Answers = std::function<absl::StatusOr<Response>(const Request&)>;
 
+  uint64_t disk = 0;  // Member.disk
   // Null: an empty answer.
   Answers<v1::GetJobRequest, v1::GetJobResponse> on_get_job;
   Answers<v1::FenceRequest, v1::FenceResponse> on_fence;
@@ -40,6 +41,7 @@ class FakeServer final : public Transport {
   Answers<v1::NormRequest, v1::NormResponse> on_norm;
   Answers<v1::SealRequest, v1::SealResponse> on_seal;
   Answers<v1::CommitRequest, v1::CommitResponse> on_commit;
+  Answers<v1::DropJobRequest, v1::DropJobResponse> on_drop;
   Answers<v1::PinRequest, v1::PinResponse> on_pin;
   Answers<v1::UnpinRequest, v1::UnpinResponse> on_unpin;
   Answers<v1::PushRequest, v1::PushResponse> on_push;
@@ -76,6 +78,7 @@ class FakeServer final : public Transport {
     v1::IdentifyResponse identity;
     identity.set_server_id(name_);
     identity.set_protocol_version(model::kProtocolVersion);
+    identity.set_disk(disk);
     done(std::move(identity));
   }
   void GetJob(const v1::GetJobRequest& request, absl::Time, Callback<v1::GetJobResponse> done) override {
@@ -86,6 +89,9 @@ class FakeServer final : public Transport {
   }
   void Open(const v1::OpenRequest& request, absl::Time, Callback<v1::OpenResponse> done) override {
     Answer(on_open, request, done);
+  }
+  void DropJob(const v1::DropJobRequest& request, absl::Time, Callback<v1::DropJobResponse> done) override {
+    Answer(on_drop, request, done);
   }
   void Norm(const v1::NormRequest& request, absl::Time, Callback<v1::NormResponse> done) override {
     Answer(on_norm, request, done);

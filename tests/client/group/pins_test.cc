@@ -48,5 +48,18 @@ TEST(Pins, WhatOneServerDoesNotTellIsNotKnown) {
   EXPECT_EQ(pins.versions[0].kept.decided_by.counter(), 0u);
 }
 
+TEST(Pins, AVersionFromBeforeACopyIsNotWhole) {
+  KeptVersion kept;
+  v1::Table table;
+  EXPECT_FALSE(IsBeforeFill(kept, table)) << "nobody ever copied a chunk";
+  table.mutable_last_fill()->set_counter(5);
+  kept.decided_by.set_counter(4);
+  EXPECT_TRUE(IsBeforeFill(kept, table));
+  kept.decided_by.set_counter(5);
+  EXPECT_FALSE(IsBeforeFill(kept, table)) << "of the epoch that began to copy: such versions wait until all is copied";
+  kept.decided_by.clear_counter();
+  EXPECT_TRUE(IsBeforeFill(kept, table)) << "not told: it may be older";
+}
+
 }  // namespace
 }  // namespace ballast::client

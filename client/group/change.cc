@@ -1,0 +1,359 @@
+#include "ballast/client/group/change.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/client/group/change_lines.h"
+#include "ballast/client/group/fencing.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/proto/model/wish.h"
+
+namespace ballast::client {
+namespace {
+
+// Servers delete files, and a group that opens its job waits meanwhile.
+constexpr absl::Duration kDropTimeout = absl::Seconds(10);
+
+// The server says that it cannot take the chunks, not that something is wrong.
+bool IsRefusal(const absl::Status& status) {
+  return absl::IsResourceExhausted(status) || absl::IsUnimplemented(status);
+}
+
+template <typename List>
+bool Contains(const List& list, const std::string& name) {
+  return std::find(list.begin(), list.end(), name) != list.end();
+}
+
+// As a server's answer to GetJob.
+std::vector<std::optional<absl::StatusOr<v1::GetJobResponse>>> JobsOf(const Answers<v1::FenceResponse>::All& fenced) {
+  std::vector<std::optional<absl::StatusOr<v1::GetJobResponse>>> jobs(fenced.size());
+  for (size_t i = 0; i < fenced.size(); ++i) {
+    if (!fenced[i].has_value()) continue;
+    if (fenced[i]->ok()) {
+      jobs[i] = (*fenced[i])->job();
+    } else {
+      jobs[i] = fenced[i]->status();
+    }
+  }
+  return jobs;
+}
+
+}  // namespace
+
+void Change::Report(const std::string& line) const {
+  if (options_.progress) options_.progress(absl::StrCat("job '", options_.job, "': ", line));
+}
+
+bool Change::IsMember(const v1::Member& server) const {
+  return std::any_of(now_.members().begin(), now_.members().end(), [&](const v1::Member& member) {
+    return member.server_id() == server.server_id() && member.disk() == server.disk();
+  });
+}
+
+bool Change::IsLeftOver(const v1::GetJobResponse& answer) const {
+  v1::Member server;
+  server.set_server_id(answer.server_id());
+  server.set_disk(answer.disk());
+  return !IsMember(server) && answer.exists() && answer.life() != 0 && answer.life() == now_.life();
+}
+
+std::vector<std::string> Change::Counted() const {
+  std::vector<std::string> counted;
+  for (const uint32_t m : found_.counted) counted.push_back(now_.members(static_cast<int>(m)).server_id());
+  return counted;
+}
+
+const v1::OpenRequest* Change::newest() const {
+  const v1::OpenRequest* newest = nullptr;
+  for (const v1::GetJobResponse& answer : answers_) {
+    v1::Member server;
+    server.set_server_id(answer.server_id());
+    server.set_disk(answer.disk());
+    if (!IsMember(server) || !answer.has_open()) continue;
+    if (newest == nullptr || model::Compare(answer.open().epoch(), newest->epoch()) > 0) newest = &answer.open();
+  }
+  return newest;
+}
+
+// A wish that cannot be read must not stop the job.
+absl::Status Change::ReadWish(absl::Time deadline) {
+  absl::StatusOr<v1::Wish> wish = key_->ReadWish(deadline);
+  if (absl::IsUnavailable(wish.status())) return wish.status();
+  if (wish.ok()) {
+    wish_ = *std::move(wish);
+  } else {
+    Report(absl::StrCat("the wish for its servers is not heeded: ", wish.status().message()));
+  }
+  return absl::OkStatus();
+}
+
+// The error of a member whose state is needed ends the opening; a drained one's does not, nor that of a server that may
+// join.
+absl::Status Change::CheckFailed(const v1::Member& server, const absl::Status& status) {
+  if (IsSilence(status) && IsMember(server)) return absl::OkStatus();
+  if (IsMember(server) && !Contains(wish_.not_(), server.server_id())) return status;
+  const bool is_new = excluded_.insert(server.server_id()).second;
+  if (fences_ && is_new) Report(absl::StrCat("server '", server.server_id(), "' is left out: ", status.message()));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> Change::Take(const std::vector<Response>& responses) {
+  const std::vector<v1::Member> servers = members_->all();
+  bool members_answered = true;
+  answers_.clear();
+  for (size_t i = 0; i < responses.size(); ++i) {
+    if (!responses[i].has_value()) {
+      members_answered = members_answered && !IsMember(servers[i]);
+    } else if (responses[i]->ok()) {
+      answers_.push_back(**responses[i]);
+    } else {
+      BALLAST_RETURN_IF_ERROR(CheckFailed(servers[i], responses[i]->status()));
+    }
+  }
+  BALLAST_RETURN_IF_ERROR(Find());
+  return members_answered;
+}
+
+absl::Status Change::Find() {
+  const v1::OpenRequest* const open = newest();
+  BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open == nullptr ? spec_ : open->spec()));
+  BALLAST_ASSIGN_OR_RETURN(found_, model::FindBase(now_, layout, answers_));
+  return absl::OkStatus();
+}
+
+absl::Status Change::NotEnough() const {
+  // With durability none: whoever could have the rest has lost it.
+  if (found_.silent.empty()) BALLAST_RETURN_IF_ERROR(model::Resolve(answers_).status());
+  return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                      absl::StrCat("job '", options_.job, "' cannot go on: ", model::ShowWait(now_, found_)));
+}
+
+absl::Status Change::Gather(const Await& await, absl::Time deadline) {
+  absl::Time until = std::min(deadline, absl::Now() + options_.failover_after);
+  for (;;) {
+    const std::vector<Response> responses = await(until);
+    BALLAST_ASSIGN_OR_RETURN(const bool members_answered, Take(responses));
+    const bool over = absl::Now() >= deadline;
+    if (found_.enough() && (members_answered || over)) break;
+    if (members_answered || over) return NotEnough();
+    until = std::min(deadline, absl::Now() + absl::Seconds(1));
+  }
+  std::vector<std::string> answered;
+  for (const v1::GetJobResponse& answer : answers_) answered.push_back(answer.server_id());
+  members_->KeepOnly(answered);
+  return members_->CheckAnswers(answers_);
+}
+
+absl::StatusOr<Sight> Change::Look(const v1::JobSpec& spec, absl::Time deadline) {
+  now_ = key_->value().table();
+  spec_ = spec;
+  BALLAST_RETURN_IF_ERROR(ReadWish(deadline));
+  v1::GetJobRequest ask;
+  ask.set_job(options_.job);
+  const auto asked =
+      router_->Ask(&Transport::GetJob, absl::StrCat("GetJob of job '", options_.job, "'"), ask, deadline);
+  BALLAST_RETURN_IF_ERROR(Gather([&](absl::Time until) { return asked->Await(until); }, deadline));
+  Sight sight;
+  for (const v1::GetJobResponse& answer : answers_) {
+    v1::Member server;
+    server.set_server_id(answer.server_id());
+    server.set_disk(answer.disk());
+    if (!IsMember(server) && !IsLeftOver(answer)) continue;
+    sight.answers.push_back(answer);
+    sight.exists = sight.exists || answer.exists();
+    if (answer.exists()) sight.version = std::max(sight.version, answer.committed());
+  }
+  return sight;
+}
+
+absl::Status Change::Claimed(const v1::Epoch& epoch, absl::Time deadline) {
+  epoch_ = epoch;
+  const v1::Table before = std::exchange(now_, key_->value().table());
+  for (const v1::Member& member : now_.members()) {
+    const bool was = std::any_of(before.members().begin(), before.members().end(), [&](const v1::Member& one) {
+      return one.server_id() == member.server_id() && one.disk() == member.disk();
+    });
+    if (was || members_->Has(member.server_id())) continue;
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                        absl::StrCat("another group has just made server '", member.server_id(), "' a member of job '",
+                                     options_.job, "'; start this group again"));
+  }
+  BALLAST_RETURN_IF_ERROR(ReadWish(deadline));
+  BALLAST_RETURN_IF_ERROR(Find());
+  std::vector<std::string> stay;
+  for (const v1::Member& server : members_->all()) {
+    if (IsMember(server)) stay.push_back(server.server_id());
+  }
+  for (const v1::Member& server : Choose()) stay.push_back(server.server_id());
+  for (const v1::GetJobResponse& answer : answers_) {
+    if (IsLeftOver(answer)) stay.push_back(answer.server_id());
+  }
+  members_->KeepOnly(stay);
+  return absl::OkStatus();
+}
+
+absl::Status Change::Fence(bool expect_empty, absl::Time deadline) {
+  fences_ = true;
+  std::vector<uint64_t> promised;
+  for (const std::string& id : members_->ids()) {
+    const auto answer = std::find_if(answers_.begin(), answers_.end(),
+                                     [&](const v1::GetJobResponse& one) { return one.server_id() == id; });
+    promised.push_back(answer->promised().counter());
+  }
+  Fencing fencing(router_, options_.job, std::move(promised), members_->peers());
+  fencing.Raise(epoch_);
+  BALLAST_ASSIGN_OR_RETURN(const auto fenced, fencing.Ask(expect_empty, deadline));
+  return Gather([&](absl::Time until) { return JobsOf(fenced->Await(until)); }, deadline);
+}
+
+// Servers that the wish excludes are no spares, even where the rest of the wish is not heeded.
+v1::Wish Change::Heeded() const { return heeds_wish_ ? wish_ : v1::Wish(); }
+
+std::vector<v1::Member> Change::Choose() const {
+  const std::vector<std::string> counted = Counted();
+  std::vector<std::string> others;
+  for (const v1::GetJobResponse& answer : answers_) {
+    const std::string& id = answer.server_id();
+    const std::string target = model::TargetOf(id, answer.disk());
+    v1::Member server;
+    server.set_server_id(id);
+    server.set_disk(answer.disk());
+    const bool may = IsMember(server) || (reached_.contains(target) && !Contains(wish_.not_(), id));
+    if (may && !Contains(counted, id) && !excluded_.contains(id)) others.push_back(id);
+  }
+  const std::vector<v1::Member> known = members_->all();
+  std::vector<v1::Member> chosen;
+  for (const std::string& id : model::ChooseServers(now_, Heeded(), counted, std::move(others))) {
+    const auto server =
+        std::find_if(known.begin(), known.end(), [&](const v1::Member& one) { return one.server_id() == id; });
+    if (server != known.end()) chosen.push_back(*server);
+  }
+  return chosen;
+}
+
+v1::Table Change::Plan() const {
+  std::vector<v1::Member> servers;
+  if (copies_) servers = Choose();
+  // With the same servers copies stay where they are, whatever the servers' budgets have become.
+  const bool level = static_cast<int>(servers.size()) != now_.members_size() ||
+                     !std::all_of(servers.begin(), servers.end(), [&](const auto& one) { return IsMember(one); });
+  for (v1::Member& server : servers) {
+    for (const v1::Member& member : now_.members()) {
+      if (!level && member.server_id() == server.server_id()) server.set_weight(member.weight());
+    }
+  }
+  const v1::OpenRequest* const open = newest();
+  const auto layout = model::Layout::Make(open == nullptr ? spec_ : open->spec());  // was made before
+  const std::vector<uint64_t> elements = model::ShardElements(*layout, now_.shards_size());
+  const model::Wanted wanted{
+      .servers = servers, .replicas = model::WantedCopies(now_, Heeded()), .shard_elements = elements, .level = level};
+  v1::Table next = model::NextTable(now_, found_, wanted, epoch_);
+  next.set_wanted_servers(model::WantedServers(now_, Heeded()));
+  return model::SameTable(next, now_) ? now_ : next;
+}
+
+absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenRequest& open, absl::Time deadline) {
+  BALLAST_RETURN_IF_ERROR(model::EpochPlan::Make(open).status());
+  const auto request = std::make_shared<v1::OpenRequest>(open);
+  request->set_dry_run(true);
+  const std::vector<std::string> ids = members_->ids();
+  const int servers = open.table().members_size();
+  const auto asked = std::make_shared<Answers<v1::OpenResponse>>(static_cast<uint32_t>(servers));
+  for (int m = 0; m < servers; ++m) {
+    const auto place = std::find(ids.begin(), ids.end(), open.table().members(m).server_id()) - ids.begin();
+    router_->Call<v1::OpenRequest, v1::OpenResponse>(&Transport::Open, static_cast<uint32_t>(place),
+                                                     absl::StrCat("Space for job '", options_.job, "'"), request,
+                                                     deadline, [asked, m](absl::StatusOr<v1::OpenResponse> answer) {
+                                                       asked->Add(static_cast<uint32_t>(m), std::move(answer));
+                                                     });
+  }
+  std::vector<Refusal> refusals;
+  const auto answers = asked->Await(absl::InfiniteFuture());  // each ends by its deadline
+  for (int m = 0; m < servers; ++m) {
+    const absl::Status& status = answers[static_cast<size_t>(m)]->status();
+    if (!status.ok()) refusals.push_back({open.table().members(m).server_id(), status});
+  }
+  return refusals;
+}
+
+// What to do without, so that the job can open all the same; false: nothing is left.
+bool Change::GiveWay(const Refusal& refusal) {
+  const bool counts = Contains(Counted(), refusal.server_id);
+  if (counts && !IsRefusal(refusal.status)) return false;
+  const bool wished = wish_.ByteSizeLong() > 0 && (counts || Contains(wish_.servers(), refusal.server_id));
+  if (heeds_wish_ && wished) {
+    heeds_wish_ = false;
+    Report(absl::StrCat("the wish for ", model::ShowWish(now_, wish_),
+                        " is not heeded, and its servers stay: ", refusal.status.message()));
+  } else if (!counts) {
+    Report(absl::StrCat("server '", refusal.server_id, "' does not join: ", refusal.status.message()));
+  } else if (copies_) {
+    copies_ = false;
+    Report(absl::StrCat("no further copies are made: ", refusal.status.message()));
+  } else {
+    return false;
+  }
+  if (!counts) excluded_.insert(refusal.server_id);
+  return true;
+}
+
+bool Change::GiveWay(const std::vector<Refusal>& refusals) {
+  // One that does not join may make room needless elsewhere.
+  const std::vector<std::string> counted = Counted();
+  const auto joins = std::find_if(refusals.begin(), refusals.end(),
+                                  [&](const Refusal& one) { return !Contains(counted, one.server_id); });
+  return GiveWay(joins == refusals.end() ? refusals.front() : *joins);
+}
+
+absl::StatusOr<v1::Table> Change::Next(v1::OpenRequest open, absl::Time deadline) {
+  for (;;) {
+    v1::Table next = Plan();
+    *open.mutable_table() = next;
+    BALLAST_ASSIGN_OR_RETURN(const std::vector<Refusal> refusals, AskForSpace(open, deadline));
+    if (refusals.empty()) return next;
+    if (!GiveWay(refusals)) return refusals.front().status;
+  }
+}
+
+bool Change::Joins(const v1::Table& next) const {
+  return std::any_of(next.members().begin(), next.members().end(),
+                     [&](const v1::Member& member) { return model::Compare(member.since(), epoch_) == 0; });
+}
+
+void Change::Tell(const v1::Table& next) const {
+  if (!options_.progress) return;
+  for (const std::string& line : ShowChange(options_.job, now_, next, found_, options_.failover_after)) {
+    options_.progress(line);
+  }
+}
+
+void Change::DropLeft(const v1::Table& next) {
+  v1::DropJobRequest drop;
+  drop.set_job(options_.job);
+  *drop.mutable_epoch() = epoch_;
+  const auto request = std::make_shared<const v1::DropJobRequest>(drop);
+  const std::vector<v1::Member> servers = members_->all();
+  const auto first = static_cast<uint32_t>(next.members_size());
+  const auto count = static_cast<uint32_t>(servers.size());
+  if (first == count) return;
+  const auto dropped = std::make_shared<Answers<v1::DropJobResponse>>(count - first);
+  for (uint32_t i = first; i < count; ++i) {
+    router_->Call<v1::DropJobRequest, v1::DropJobResponse>(
+        &Transport::DropJob, i, absl::StrCat("Drop of job '", options_.job, "'"), request, absl::Now() + kDropTimeout,
+        [dropped, at = i - first](absl::StatusOr<v1::DropJobResponse> answer) { dropped->Add(at, std::move(answer)); });
+  }
+  const auto answers = dropped->Await(absl::InfiniteFuture());
+  for (uint32_t i = first; i < count; ++i) {
+    const absl::Status& status = answers[i - first]->status();
+    if (status.ok() || absl::IsNotFound(status)) continue;
+    Report(absl::StrCat("server '", servers[i].server_id(), "' is no member any more and keeps what it had of the ",
+                        "job. `ballastctl drop --job ", options_.job, " --servers ", servers[i].address(),
+                        "` frees it. (", status.message(), ")"));
+  }
+}
+
+}  // namespace ballast::client

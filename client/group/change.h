@@ -1,0 +1,107 @@
+// How a group that opens a job with a table changes its servers: rules 19 to 24, 29 and 31 of services/step/README.md.
+// Who lost what it had, or does not answer, is left out; servers that are wanted and are no members join, and copy
+// chunks while steps go on; who has copied them counts from the next opening on.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "ballast/client/discovery/job_key.h"
+#include "ballast/client/group/members.h"
+#include "ballast/client/group/sight.h"
+#include "ballast/client/session_types.h"
+#include "ballast/client/transport/router.h"
+#include "ballast/proto/model/members.h"
+#include "ballast/proto/model/table.h"
+
+namespace ballast::client {
+
+// For rank 0. Calls come in this order: Look, Claimed, Fence, Next; then, with the job open, Tell and DropLeft.
+class Change {
+ public:
+  // Borrows all. `key`: as read. `reached`: the spares (Members::spares) that all ranks reach; others do not join.
+  Change(Router* router, Members* members, JobKey* key, const SessionOptions& options, std::set<std::string> reached)
+      : router_(router), members_(members), key_(key), options_(options), reached_(std::move(reached)) {}
+
+  // Asks all servers for the job, and stops using those that do not answer, if others have all chunks. Members have
+  // time until the deadline, since they answered a moment ago; servers that may join have failover_after. The sight has
+  // the answers of servers that have this job, members or not. `spec`: of a job that no server has opened. UNAVAILABLE
+  // (SERVER_DOWN): copies are missing. Otherwise errors of members, and of model::FindBase.
+  absl::StatusOr<Sight> Look(const v1::JobSpec& spec, absl::Time deadline);
+  // After the claim, whose table it goes by: chooses who shall join, by the operator's wish, and stops using other
+  // servers. FAILED_PRECONDITION (STALE_EPOCH) if another group made servers members that this one does not know.
+  absl::Status Claimed(const v1::Epoch& epoch, absl::Time deadline);
+  // Promises of all servers for the claimed epoch. Errors as Look's.
+  absl::Status Fence(bool expect_empty, absl::Time deadline);
+  // The operator's, as read by Look or Claimed.
+  const v1::Wish& wish() const { return wish_; }
+  // What the fence found.
+  const model::Found& found() const { return found_; }
+  // The newest Open that a member has, or nullptr.
+  const v1::OpenRequest* newest() const;
+
+  // The next table. Asks the servers of the next table whether they have room. One that has none does not join, or
+  // the wish is not heeded, or no new copies are made: a line says so. `open`: of the claimed epoch, complete but for
+  // the table.
+  absl::StatusOr<v1::Table> Next(v1::OpenRequest open, absl::Time deadline);
+  // Whether a server joins by `next`.
+  bool Joins(const v1::Table& next) const;
+  // A line for each server that joined, copies, or left.
+  void Tell(const v1::Table& next) const;
+  // Has servers that are reached and are not in `next` drop what they have of the job. A line says where that failed.
+  void DropLeft(const v1::Table& next);
+
+ private:
+  using Response = std::optional<absl::StatusOr<v1::GetJobResponse>>;
+  using Await = std::function<std::vector<Response>(absl::Time until)>;
+  struct Refusal {
+    std::string server_id;
+    absl::Status status;
+  };
+
+  // Whether all members have answered, or failed.
+  absl::StatusOr<bool> Take(const std::vector<Response>& responses);
+  absl::Status Find();
+  absl::Status CheckFailed(const v1::Member& server, const absl::Status& status);
+  absl::Status Gather(const Await& await, absl::Time deadline);
+  absl::Status NotEnough() const;
+  absl::Status ReadWish(absl::Time deadline);
+  v1::Wish Heeded() const;
+  bool IsMember(const v1::Member& server) const;
+  // No member, and has what it had of this job when it was one.
+  bool IsLeftOver(const v1::GetJobResponse& answer) const;
+  std::vector<std::string> Counted() const;
+  std::vector<v1::Member> Choose() const;
+  v1::Table Plan() const;
+  absl::StatusOr<std::vector<Refusal>> AskForSpace(const v1::OpenRequest& open, absl::Time deadline);
+  bool GiveWay(const std::vector<Refusal>& refusals);
+  bool GiveWay(const Refusal& refusal);
+  void Report(const std::string& line) const;
+
+  Router* const router_;
+  Members* const members_;
+  JobKey* const key_;
+  const SessionOptions& options_;
+  const std::set<std::string> reached_;
+
+  v1::Epoch epoch_;   // claimed
+  v1::Table now_;     // the key's
+  v1::JobSpec spec_;  // of a job that no server has opened
+  bool fences_ = false;
+  std::vector<v1::GetJobResponse> answers_;
+  std::set<std::string> excluded_;  // servers that shall not join this time
+  model::Found found_;
+  v1::Wish wish_;
+  bool heeds_wish_ = true;
+  bool copies_ = true;  // false: the copies that there are have to do
+};
+
+}  // namespace ballast::client

@@ -1,0 +1,28 @@
+// What a session asks for, against the job that there is.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "ballast/client/discovery/job_key.h"
+#include "ballast/client/session_types.h"
+#include "ballast/v1/registry.pb.h"
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::client {
+
+// ALREADY_EXISTS (JOB_EXISTS).
+absl::Status JobExists(const std::string& job, int64_t version);
+// NOT_FOUND (JOB_MISSING).
+absl::Status JobMissing(const std::string& job);
+// Whether a job at `base` (-1: it is new) may be opened with the session's `resume`. JOB_EXISTS, JOB_MISSING.
+absl::Status CheckResume(const SessionOptions& options, int64_t base);
+// The copies that a session asks for, against those of the job; `newest`: null if no server has it. A wish for another
+// number goes before the session's. FAILED_PRECONDITION (BAD_CONFIG, KEY_LOST); UNIMPLEMENTED (UNSUPPORTED).
+absl::Status CheckCopies(const SessionOptions& options, const v1::OpenRequest* newest, const JobKey& key,
+                         const v1::Wish& wish);
+// INVALID_ARGUMENT (BAD_SPEC): rank `rank` asks for `other`, and rank 0 for `first`.
+absl::Status Differs(const v1::OpenRequest& other, uint32_t rank, const v1::OpenRequest& first);
+
+}  // namespace ballast::client
