@@ -5,6 +5,10 @@
 //   ballastctl trace --job NAME [--out FILE] --servers host:port,...
 //   ballastctl drop --job NAME --servers host:port,...
 //   ballastctl members --job NAME [--restore] --servers etcd://host:port/prefix
+//   ballastctl add --job NAME --server ID,... --servers etcd://host:port/prefix
+//   ballastctl drain --job NAME --server ID,... --servers etcd://host:port/prefix
+//   ballastctl replace --job NAME --server ID --by ID --servers etcd://host:port/prefix
+//   ballastctl replicas --job NAME --copies N --servers etcd://host:port/prefix
 //   ballastctl unpin --job NAME --version N --servers host:port,...
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
 //   ballastctl verify --data-directory DIR [--nvme DIR]... [--json] [--rebuild]
@@ -16,15 +20,16 @@
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
 // apart). top: as status with --once, else 0. trace: 0 all servers told; 1 not all. drop: 0 no server has the job any
 // more; 1 some server did not drop it. members: 0 all members are registered (--restore: the key is written); 1 not.
-// unpin: 0 no server keeps the version for a request any more; 1 some server may. budget: 0 all servers have the new
-// budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its
-// profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0 nothing stops a server; 1 something
-// does. completion: 0. All: 2 usage.
+// add, drain, replace, replicas: 0 the wish is written; 1 refused. unpin: 0 no server keeps the version for a request
+// any more; 1 some server may. budget: 0 all servers have the new budgets; 1 some refused. verify: 0 clean; 1 damage
+// found; 3 a server has the directory. iotune: 0 measured, its profile written; 1 not. plan: 0 the job fits; 1 the job
+// does not fit. doctor: 0 nothing stops a server; 1 something does. completion: 0. All: 2 usage.
 #include <signal.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <optional>
@@ -50,6 +55,7 @@
 #include "ballast/services/tools/plan_command.h"
 #include "ballast/services/tools/top/top.h"
 #include "ballast/services/tools/verify/verify_command.h"
+#include "ballast/services/tools/wish_command.h"
 
 namespace ballast::services {
 namespace {
@@ -165,6 +171,26 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
   return plan;
 }
 
+std::vector<CLI::App*> AddWishes(CLI::App& app, WishCommand* to) {
+  const auto command = [&](const char* name, WishCommand::Kind kind, const std::string& what) {
+    CLI::App* const made = app.add_subcommand(name, what + ", from the next start of its group on");
+    made->add_option("--job", to->job, "name of the job, which has two or more copies")->required();
+    made->final_callback([to, kind] { to->kind = kind; });
+    return made;
+  };
+  CLI::App* const add = command("add", WishCommand::Kind::kAdd, "give a job more servers");
+  CLI::App* const drain = command("drain", WishCommand::Kind::kDrain, "take servers from a job");
+  CLI::App* const replace = command("replace", WishCommand::Kind::kReplace, "give a job one server for another");
+  CLI::App* const replicas = command("replicas", WishCommand::Kind::kReplicas, "change on how many servers chunks are");
+  for (CLI::App* const made : {add, drain}) {
+    made->add_option("--server", to->named, "ids of the servers, separated by commas")->required()->delimiter(',');
+  }
+  replace->add_option("--server", to->named, "id of the server that shall go")->required()->expected(1);
+  replace->add_option("--by", to->by, "id of the server that shall come")->required();
+  replicas->add_option("--copies", to->replicas, "copies of each chunk")->required()->check(CLI::Range(1, 4));
+  return {add, drain, replace, replicas};
+}
+
 int Main(int argc, char** argv) {
   CLI::App app{"Shows and administers Ballast state servers.", "ballastctl"};
   app.require_subcommand(1);
@@ -207,6 +233,8 @@ int Main(int argc, char** argv) {
   members->add_option("--job", membership.job, "name of the job")->required();
   members->add_flag("--restore", membership.restore,
                     "write the key again, by what the job's servers know: etcd lost it, or has an older one");
+  WishCommand wished;
+  const std::vector<CLI::App*> wishes = AddWishes(app, &wished);
   CLI::App* unpin =
       app.add_subcommand("unpin", "give up a durable pin on all servers; its version can no longer be restored");
   int64_t version = -1;
@@ -246,7 +274,9 @@ int Main(int argc, char** argv) {
   doctor->add_option("--config", examined.config, "the server's YAML file; BALLAST_* variables apply too")
       ->type_name("FILE");
   doctor->add_flag("--json", examined.json, "print JSON");
-  for (CLI::App* command : {status, top, trace, drop, members, unpin, budget, doctor}) {
+  std::vector<CLI::App*> asks = {status, top, trace, drop, members, unpin, budget, doctor};
+  asks.insert(asks.end(), wishes.begin(), wishes.end());
+  for (CLI::App* command : asks) {
     command
         ->add_option("--servers", servers, "host:port of every server, separated by commas; or etcd://host:port/prefix")
         ->required(command != doctor)
@@ -291,6 +321,11 @@ int Main(int argc, char** argv) {
     membership.servers = servers;
     membership.asking = asking;
     return RunMembers(membership);
+  }
+  if (std::any_of(wishes.begin(), wishes.end(), [](const CLI::App* one) { return one->parsed(); })) {
+    wished.servers = servers;
+    wished.asking = asking;
+    return RunWish(wished);
   }
   const auto found = registry::FindServers(servers, asking.timeout);
   if (!found.ok()) return Complain(found.status(), kDegraded);

@@ -93,9 +93,11 @@ absl::StatusOr<v1::JobSteps> LastSteps(const std::string& address, const std::st
   return response.jobs(0);
 }
 
-absl::StatusOr<v1::GetJobResponse> FetchJob(const std::string& address, const std::string& job, const Asking& asking) {
+absl::StatusOr<v1::GetJobResponse> FetchJob(const std::string& address, const std::string& job, const Asking& asking,
+                                            bool without_open) {
   v1::GetJobRequest request;
   request.set_job(job);
+  request.set_without_open(without_open);
   return Ask(address, asking, &v1::StateService::Stub::GetJob, request);
 }
 

@@ -26,8 +26,9 @@ std::vector<ServerView> LookAt(const std::vector<std::string>& addresses, const 
 // The last steps of `job` on a server. NOT_FOUND if the server has no such job.
 absl::StatusOr<v1::JobSteps> LastSteps(const std::string& address, const std::string& job, const Asking& asking);
 
-// `job` as a server has it, with its Open.
-absl::StatusOr<v1::GetJobResponse> FetchJob(const std::string& address, const std::string& job, const Asking& asking);
+// `job` as a server has it, with its Open unless `without_open`.
+absl::StatusOr<v1::GetJobResponse> FetchJob(const std::string& address, const std::string& job, const Asking& asking,
+                                            bool without_open = false);
 
 // Drops `job` on a server, at the epoch reported by the server. NOT_FOUND if the server has no such job.
 absl::Status DropJob(const std::string& address, const std::string& job, const Asking& asking);

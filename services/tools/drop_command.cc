@@ -69,6 +69,10 @@ absl::Status Erase(const DropCommand& command, const Key& key, registry::Registr
                                      " changed meanwhile: a trainer opens the job. End it, and drop the job again"));
   }
   std::printf("%s: erased\n", registry->JobKeyName(command.job).c_str());
+  // What an operator wanted of it concerns no later job of the name, and may stay if this fails.
+  const absl::Time deadline = absl::Now() + command.asking.timeout;
+  const auto wish = registry->FindWish(command.job, deadline);
+  if (wish.ok() && wish->has_value()) (void)registry->EraseWish(command.job, (*wish)->revision, deadline);
   return absl::OkStatus();
 }
 

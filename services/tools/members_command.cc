@@ -14,6 +14,7 @@
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
+#include "ballast/proto/model/wish.h"
 #include "ballast/proto/registry/registry.h"
 #include "ballast/proto/registry/roster.h"
 
@@ -33,19 +34,62 @@ absl::Status NotRestored(absl::string_view why) {
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kKeyLost, absl::StrCat(why, ". Wrote nothing"));
 }
 
-int Show(const MembersCommand& command, const Key& key, const std::vector<v1::ServerEntry>& entries) {
+// Shards of `places` that name the member.
+std::vector<uint32_t> ShardsOf(const v1::Table& table, uint32_t member,
+                               const google::protobuf::RepeatedField<uint32_t>& (v1::Shard::*places)() const) {
+  std::vector<uint32_t> shards;
+  for (int s = 0; s < table.shards_size(); ++s) {
+    const auto& members = (table.shards(s).*places)();
+    if (std::find(members.begin(), members.end(), member) != members.end()) {
+      shards.push_back(static_cast<uint32_t>(s));
+    }
+  }
+  return shards;
+}
+
+// "holds 341 of 1024 shards, has copied 12 of 20 others, gives up 3", as the server itself tells of its copies.
+std::string ShowPlaces(const MembersCommand& command, const v1::Table& table, uint32_t member,
+                       const std::string& address) {
+  const std::vector<uint32_t> fills = ShardsOf(table, member, &v1::Shard::fillers);
+  const size_t leaves = ShardsOf(table, member, &v1::Shard::leaving).size();
+  std::string text = absl::StrCat("holds ", ShardsOf(table, member, &v1::Shard::holders).size(), " of ",
+                                  table.shards_size(), " shards");
+  if (!fills.empty()) {
+    const auto job = address.empty() ? absl::StatusOr<v1::GetJobResponse>(absl::UnavailableError(""))
+                                     : FetchJob(address, command.job, command.asking, /*without_open=*/true);
+    const auto filled = std::count_if(fills.begin(), fills.end(), [&](uint32_t shard) {
+      return job.ok() && model::HasBit(job->filled_shards(), shard);
+    });
+    absl::StrAppend(&text, ", fills ", job.ok() ? absl::StrCat(filled, " of ") : "", fills.size(), " shards");
+  }
+  if (leaves > 0) absl::StrAppend(&text, ", gives ", leaves, " up once others have them");
+  return text;
+}
+
+void ShowWish(const MembersCommand& command, const v1::Table& table, registry::Registry* registry) {
+  const auto wish = registry->FindWish(command.job, absl::Now() + command.asking.timeout);
+  if (!wish.ok()) {
+    std::printf("what an operator wants of it cannot be read: %s\n", std::string(wish.status().message()).c_str());
+  } else if (wish->has_value() && (*wish)->value.life() == table.life()) {
+    std::printf("an operator wants %s\n", model::ShowWish(table, (*wish)->value).c_str());
+  }
+  const uint32_t wanted = model::WantedServers(
+      table, wish.ok() && wish->has_value() && (*wish)->value.life() == table.life() ? (*wish)->value : v1::Wish());
+  if (static_cast<uint32_t>(table.members_size()) < wanted) {
+    std::printf(
+        "it wants %u servers, and has %d: the next group that opens it takes further ones that are registered\n",
+        wanted, table.members_size());
+  }
+}
+
+int Show(const MembersCommand& command, const Key& key, const std::vector<v1::ServerEntry>& entries,
+         registry::Registry* registry) {
   const v1::Table& table = key.value.table();
   std::vector<v1::Member> missing;
   const std::vector<v1::ServerEntry> there = registry::MembersAmong(key.value, entries, &missing);
   std::printf("job '%s': %d server(s), %u cop%s of each chunk, claimed by epoch %llu\n", command.job.c_str(),
               table.members_size(), std::max(1u, table.replicas()), table.replicas() > 1 ? "ies" : "y",
               static_cast<unsigned long long>(key.value.claimed().counter()));
-  std::vector<int> holds(static_cast<size_t>(table.members_size()), 0);
-  for (const v1::Shard& shard : table.shards()) {
-    for (const uint32_t holder : shard.holders()) {
-      if (holder < holds.size()) ++holds[holder];
-    }
-  }
   for (int m = 0; m < table.members_size(); ++m) {
     const v1::Member& member = table.members(m);
     const auto found = std::find_if(there.begin(), there.end(), [&](const v1::ServerEntry& entry) {
@@ -55,7 +99,8 @@ int Show(const MembersCommand& command, const Key& key, const std::vector<v1::Se
     if (table.shards().empty()) {
       absl::StrAppend(&line, "its share of the chunks");
     } else {
-      absl::StrAppend(&line, "holds ", holds[m], " of ", table.shards_size(), " shards");
+      absl::StrAppend(
+          &line, ShowPlaces(command, table, static_cast<uint32_t>(m), found != there.end() ? found->address() : ""));
     }
     absl::StrAppend(&line, found != there.end()
                                ? absl::StrCat("; registered at ", found->address())
@@ -65,6 +110,7 @@ int Show(const MembersCommand& command, const Key& key, const std::vector<v1::Se
   if (const int lacking = model::ShortShards(table); lacking > 0) {
     std::printf("%d of %d shards have fewer than %u copies\n", lacking, table.shards_size(), table.replicas());
   }
+  if (!table.shards().empty()) ShowWish(command, table, registry);
   return missing.empty() ? kAllThere : kNotAll;
 }
 
@@ -170,7 +216,7 @@ int RunMembers(const MembersCommand& command) {
                                                      "it (--restore)")),
                     kNotAll);
   }
-  return Show(command, **key, *entries);
+  return Show(command, **key, *entries, &registry);
 }
 
 }  // namespace ballast::services
