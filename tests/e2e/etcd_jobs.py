@@ -124,6 +124,18 @@ class Training:
         return digest_of(text)
 
 
+def several(etcd, prefix, folder, names=('a', 'b', 'c')):
+    servers = [Server(etcd, prefix, name, folder, host=HOST) for name in names]
+    for server in servers:  # at its own address a server that is killed is back before its lease ends
+        server.command[server.command.index('--listen') + 1] = server.address
+    wait_for(lambda: len(etcd.entries(prefix)) == len(servers), 'all are registered')
+    return servers
+
+
+def open_again(url, job, *more):
+    return run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', job, '--resume', 'must', '--timeout', 5, *more)
+
+
 def digest_of(text):
     return re.search(r'master weights CRC32C ([0-9a-f]{8})', text).group(1)
 

@@ -1,0 +1,270 @@
+#!/usr/bin/env python3
+"""Jobs with two copies of each chunk that change their servers when their group starts again, with a real etcd.
+
+Usage: members_test.py BIN [NAME,...]     BIN: folder of the programs. NAME: a part of a test's name. Exit 77: no etcd here.
+Every run ends with the bits of the same training in one process.
+"""
+import collections
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+from etcd_jobs import BIN, MODEL, Server, digest_of, job_key, main, open_again, run, several, wait_for
+
+SHARDS = 1024
+
+
+def ctl(etcd, prefix, command, *words):
+    code, text = run(BIN / 'ballastctl', command, '--job', prefix, *words, '--servers', etcd.url(prefix))
+    return code, text
+
+
+def train(etcd, prefix, *more):
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', f'{etcd.url(prefix)}?servers=3', '--job', prefix, '--replicas', '2', *more)
+    assert code == 0, text
+    return text
+
+
+def go_on(etcd, prefix, *more):
+    """The group starts again."""
+    code, text = open_again(etcd.url(prefix), prefix, '--failover-after', '3', *more)
+    assert code == 0, text
+    return text
+
+
+def table_of(etcd, prefix):
+    return job_key(etcd, prefix, prefix)['table']
+
+
+def members(etcd, prefix):
+    return [member['server_id'] for member in table_of(etcd, prefix)['members']]
+
+
+def places(etcd, prefix, kind):
+    """{server: shards that it has as `kind`: holders, fillers}"""
+    table = table_of(etcd, prefix)
+    names = [member['server_id'] for member in table['members']]
+    return collections.Counter(names[member] for shard in table['shards'] for member in shard.get(kind, []))
+
+
+def await_copies(etcd, prefix):
+    """Servers copy by themselves, whether a group trains or not."""
+    assert places(etcd, prefix, 'fillers'), 'nobody copies'
+
+    def all_copied():
+        fills = re.findall(r'fills (\d+) of (\d+) shards', ctl(etcd, prefix, 'members')[1])
+        return len(fills) == len(places(etcd, prefix, 'fillers')) and all(have == want for have, want in fills)
+    wait_for(all_copied, 'all copies are made')
+
+
+def check_settled(etcd, prefix, names):
+    table = table_of(etcd, prefix)
+    assert sorted(members(etcd, prefix)) == sorted(names), table['members']
+    for shard in table['shards']:
+        assert len(shard['holders']) == table['replicas'] and not shard.get('fillers') and not shard.get('leaving'), shard
+    holds = places(etcd, prefix, 'holders')
+    share = SHARDS * table['replicas'] / len(names)
+    assert all(abs(shards - share) <= 0.05 * share + 2 for shards in holds.values()), f'level: {holds}'
+
+
+def wipe(server, folder, name):
+    server.end(signal.SIGKILL)
+    shutil.rmtree(folder / name)
+
+
+def test_a_wiped_server_fills_and_counts(etcd, folder, bits):
+    a, b, _ = several(etcd, 'wiped', folder)
+    train(etcd, 'wiped', '--stop-at', '8')
+    wipe(b, folder, 'b')
+    text = go_on(etcd, 'wiped', '--stop-at', '14')
+    assert "job 'wiped' goes on without 'b' (last seen at" in text, text
+    assert re.search(r"server 'a' copies \d+ of 1024 shards; its copies count from the next opening", text), text
+    b.start()
+    wait_for(lambda: len(etcd.entries('wiped')) == 3, 'b is back, without anything')
+    text = go_on(etcd, 'wiped', '--stop-at', '22')
+    assert re.search(r"server 'b' joins and copies \d+ of 1024 shards; its copies count from the next opening", text), text
+    await_copies(etcd, 'wiped')
+    text = go_on(etcd, 'wiped', '--stop-at', '28')
+    assert re.search(r"server 'b' has copied \d+ of 1024 shards and holds them now", text), text
+    check_settled(etcd, 'wiped', 'abc')
+    wipe(a, folder, 'a')
+    text = go_on(etcd, 'wiped')
+    assert "goes on without 'a'" in text and digest_of(text) == bits, text
+
+
+def test_a_spare_takes_the_place_of_a_lost_server(etcd, folder, bits):
+    _, b, c, *_ = several(etcd, 'spare', folder)
+    train(etcd, 'spare', '--stop-at', '8')
+    Server(etcd, 'spare', 'd', folder)
+    wait_for(lambda: len(etcd.entries('spare')) == 4, 'd is registered')
+    before = etcd.ctl('get', '--print-value-only', '/spare/jobs/spare')
+    text = go_on(etcd, 'spare', '--stop-at', '12')
+    assert 'joins' not in text and members(etcd, 'spare') == ['a', 'b', 'c'], text
+    assert table_of(etcd, 'spare') == json.loads(before)['table'], 'a job that has its servers takes no other'
+    wipe(c, folder, 'c')
+    text = go_on(etcd, 'spare', '--stop-at', '18')
+    assert "goes on without 'c'" in text and "server 'd' joins and copies" in text, text
+    await_copies(etcd, 'spare')
+    go_on(etcd, 'spare', '--stop-at', '24')
+    check_settled(etcd, 'spare', 'abd')
+    wipe(b, folder, 'b')
+    assert digest_of(go_on(etcd, 'spare')) == bits
+
+
+def test_a_server_comes_back_with_an_old_state(etcd, folder, bits):
+    """It was left out meanwhile: what it has is of no use, and it copies all anew."""
+    a, b, _ = several(etcd, 'stale', folder)
+    train(etcd, 'stale', '--stop-at', '8')
+    b.end(signal.SIGKILL)
+    text = go_on(etcd, 'stale', '--stop-at', '16')
+    assert "goes on without 'b'" in text and members(etcd, 'stale') == ['a', 'c'], text
+    b.start()
+    wait_for(lambda: len(etcd.entries('stale')) == 3, 'b is back')
+    text = go_on(etcd, 'stale', '--stop-at', '22')
+    assert "server 'b' joins and copies" in text, text
+    await_copies(etcd, 'stale')
+    go_on(etcd, 'stale', '--stop-at', '28')
+    check_settled(etcd, 'stale', 'abc')
+    wipe(a, folder, 'a')
+    assert digest_of(go_on(etcd, 'stale')) == bits
+
+
+def test_add_drain_replace(etcd, folder, bits):
+    several(etcd, 'moves', folder, 'abcd')
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', f'{etcd.url("moves")}?servers=4', '--job', 'moves', '--replicas', '2',
+                     '--stop-at', '4')
+    assert code == 0, text
+    step = 4
+
+    def change(command, *words, after, joins=(), leaves=()):
+        nonlocal step
+        code, text = ctl(etcd, 'moves', command, *words)
+        assert code == 0 and 'start the group again' in text, text
+        before = members(etcd, 'moves')
+        text = go_on(etcd, 'moves', '--stop-at', step + 3)
+        for name in joins:
+            assert f"server '{name}' joins and copies" in text, text
+        for name in leaves:
+            assert f"server '{name}' leaves once others have copied" in text, text
+        assert set(members(etcd, 'moves')) == set(before) | set(joins), 'nobody has left yet'
+        await_copies(etcd, 'moves')
+        text = go_on(etcd, 'moves', '--stop-at', step + 6)
+        for name in leaves:
+            assert f"server '{name}' has left; others have all that it had" in text, text
+        check_settled(etcd, 'moves', after)
+        step += 6
+    change('drain', '--server', 'd', after='abc', leaves='d')
+    change('add', '--server', 'd', after='abcd', joins='d')
+    change('drain', '--server', 'b', after='acd', leaves='b')
+    change('replace', '--server', 'c', '--by', 'b', after='abd', joins='b', leaves='c')
+    status = json.loads(run(BIN / 'ballastctl', 'status', '--json', '--servers', f'{etcd.url("moves")}?servers=4')[1])
+    has = [server['status']['server_id'] for server in status['servers']
+           if any(job['name'] == 'moves' for job in server['status'].get('jobs', []))]
+    assert sorted(has) == ['a', 'b', 'd'], 'who left has dropped the job'
+    assert digest_of(go_on(etcd, 'moves')) == bits
+
+
+def test_more_and_fewer_copies(etcd, folder, bits):
+    _, b, c = several(etcd, 'copies', folder)
+    train(etcd, 'copies', '--stop-at', '6')
+    code, text = ctl(etcd, 'copies', 'replicas', '--copies', '3')
+    assert code == 0 and '3 copies of each chunk' in text, text
+    # The trainer's program still says two: an operator's number goes before it.
+    text = go_on(etcd, 'copies', '--replicas', '2', '--stop-at', '12')
+    assert re.search(r"server 'a' copies \d+ of 1024 shards", text), text
+    await_copies(etcd, 'copies')
+    go_on(etcd, 'copies', '--stop-at', '18')
+    check_settled(etcd, 'copies', 'abc')
+    assert table_of(etcd, 'copies')['replicas'] == 3
+    wipe(b, folder, 'b')
+    wipe(c, folder, 'c')
+    text = go_on(etcd, 'copies', '--stop-at', '24')
+    assert "goes on without 'b'" in text and members(etcd, 'copies') == ['a'], text
+    assert digest_of(go_on(etcd, 'copies')) == bits
+
+
+def test_two_operators_at_once(etcd, folder, bits):
+    several(etcd, 'both', folder)
+    train(etcd, 'both', '--stop-at', '4')
+    for name in 'de':
+        Server(etcd, 'both', name, folder)
+    wait_for(lambda: len(etcd.entries('both')) == 5, 'd and e are registered')
+    asked = [subprocess.Popen([str(BIN / 'ballastctl'), 'add', '--job', 'both', '--server', name, '--servers', etcd.url('both')],
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for name in 'de']
+    said = [process.communicate(timeout=120)[0] for process in asked]
+    assert [process.returncode for process in asked] == [0, 0], said
+    # Whoever came second was told of the first, and added to it.
+    told = [text for text in said if 'so far: 4 server(s)' in text or 'another operator wrote meanwhile: 4 server(s)' in text]
+    assert len(told) == 1 and "shall have 5 server(s)" in told[0], said
+    wish = json.loads(etcd.ctl('get', '--print-value-only', '/both/jobs/both/want'))
+    assert sorted(wish['servers']) == ['d', 'e'] and wish['count'] == 5, wish
+    code, text = ctl(etcd, 'both', 'members')
+    assert code == 0 and 'an operator wants 5 server(s)' in text and 'it wants 5 servers, and has 3' in text, text
+    # A job of the same name that comes later is none of theirs.
+    code, text = ctl(etcd, 'both', 'drop')
+    assert code == 0, text
+    assert not etcd.ctl('get', '/both/jobs/both/want'), 'the wish goes with the job'
+
+
+def test_wishes_that_are_refused(etcd, folder, bits):
+    several(etcd, 'no', folder)
+    train(etcd, 'no', '--stop-at', '4')
+    before = job_key(etcd, 'no', 'no')
+
+    def refused(*words):
+        code, text = ctl(etcd, 'no', *words)
+        assert code == 1 and not etcd.ctl('get', '/no/jobs/no/want'), text
+        return text
+    assert "server 'x' is not registered; registered are a, b, c" in refused('add', '--server', 'x')
+    assert "server 'x' is not registered" in refused('replace', '--server', 'a', '--by', 'x')
+    assert "the job has server 'a' already" in refused('add', '--server', 'a')
+    assert "does not have server 'x'; it has, or shall have, 'a', 'b', 'c'" in refused('drain', '--server', 'x')
+    assert '2 copies of each chunk on 3 server(s), and without 2 of them there is no server' in refused('drain', '--server', 'a,b')
+    assert 'got 4, and the job wants 3 server(s)' in refused('replicas', '--copies', '4')
+    code, text = ctl(etcd, 'no', 'replicas', '--copies', '5')
+    assert code == 2 and '--copies' in text, text
+    code, text = run(BIN / 'ballastctl', 'add', '--job', 'no', '--server', 'd', '--servers', '127.0.0.1:7070')
+    assert code == 2 and 'etcd://host:port/prefix' in text, text
+    code, text = run(BIN / 'ballastctl', 'add', '--job', 'none', '--server', 'a', '--servers', etcd.url('no'))
+    assert code == 1 and 'there is no key /no/jobs/none' in text, text
+    # One copy of each chunk: such a job has no table.
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', f'{etcd.url("no")}?servers=3', '--job', 'one', '--stop-at', '2')
+    assert code == 0, text
+    code, text = run(BIN / 'ballastctl', 'drain', '--job', 'one', '--server', 'a', '--servers', etcd.url('no'))
+    assert code == 1 and "job 'one' has one copy of each chunk and no table of them" in text, text
+    assert job_key(etcd, 'no', 'no') == before
+    # A server that was there when the operator asked, and is gone when the group opens the job; and a key of somebody's own.
+    etcd.ctl('put', '/no/jobs/no/want', json.dumps({'servers': ['x'], 'count': 4, 'life': before['table']['life']}))
+    text = go_on(etcd, 'no', '--stop-at', '8')
+    assert 'joins' not in text and members(etcd, 'no') == ['a', 'b', 'c'], text
+    etcd.ctl('put', '/no/jobs/no/want', 'four, please')
+    text = go_on(etcd, 'no')
+    assert 'the wish for its servers is not heeded' in text and '/no/jobs/no/want' in text, text
+    assert digest_of(text) == bits
+
+
+def test_a_spare_without_room(etcd, folder, bits):
+    _, b, _ = several(etcd, 'room', folder)
+    train(etcd, 'room', '--stop-at', '8')
+    small = Server(etcd, 'room', 'd', folder, '--budget.dram', '1MiB', '--budget.nvme', '1MiB')
+    wait_for(lambda: len(etcd.entries('room')) == 4, 'd is registered')
+    wipe(b, folder, 'b')
+    text = go_on(etcd, 'room', '--stop-at', '16')
+    assert "server 'd' does not join: " in text and 'short' in text, text
+    assert "goes on without 'b'" in text and members(etcd, 'room') == ['a', 'c'], text
+    # As a wish it is refused too, and the job keeps what it has.
+    table = table_of(etcd, 'room')
+    code, text = ctl(etcd, 'room', 'replace', '--server', 'a', '--by', 'd')
+    assert code == 0, text
+    text = go_on(etcd, 'room', '--stop-at', '24')
+    assert 'is not heeded, and its servers stay: ' in text and members(etcd, 'room') == ['a', 'c'], text
+    assert table_of(etcd, 'room')['wanted_servers'] == table['wanted_servers'] == 3
+    small.end(signal.SIGTERM)
+    b.start()
+    assert digest_of(go_on(etcd, 'room')) == bits
+
+
+sys.exit(main({name: test for name, test in globals().items() if name.startswith('test_')}))
