@@ -26,7 +26,7 @@ def stepped(**more):
     """A model and its optimizer, of the calling case's name, after a step."""
     model = model_of()
     optimizer = make(model.named_parameters(),
-                     **{'name': sys._getframe(1).f_code.co_name, 'step_timeout': 60.0, 'open_timeout': 30.0, **more})
+                     **{'name': sys._getframe(1).f_code.co_name, 'step_timeout': 60.0, 'open_timeout': 60.0, **more})
     backward(model)
     optimizer.step()
     return model, optimizer
@@ -66,7 +66,7 @@ def a_load_of_another_dtype():
     """Of a parameter that was frozen, and registers with the load."""
     model = model_of()
     model[3].bias.requires_grad_(False)
-    optimizer = make(model.named_parameters(), step_timeout=60.0, open_timeout=30.0)
+    optimizer = make(model.named_parameters(), step_timeout=60.0, open_timeout=60.0)
     backward(model)
     optimizer.step()
     state = optimizer.full_state_dict()
@@ -83,7 +83,7 @@ def a_load_of_another_dtype():
 def a_load_where_one_rank_wants_a_gradient():
     model = model_of()
     model[3].bias.requires_grad_(False)
-    optimizer = make(model.named_parameters(), step_timeout=60.0, open_timeout=30.0)
+    optimizer = make(model.named_parameters(), step_timeout=60.0, open_timeout=60.0)
     backward(model)
     optimizer.step()
     state = optimizer.full_state_dict()
@@ -250,7 +250,7 @@ def a_load_on_one_rank():
 @case
 def a_load_on_one_rank_before_the_job_is_open():
     model = model_of()
-    optimizer = make(model.named_parameters(), resume='auto', step_timeout=60.0, open_timeout=30.0)
+    optimizer = make(model.named_parameters(), resume='auto', step_timeout=60.0, open_timeout=60.0)
     state = torch.optim.AdamW(model.parameters()).state_dict()
     first = told((lambda: optimizer.load_state_dict(state)) if dist.get_rank() == 1 else optimizer.resume)
     return first, told(lambda: optimizer.load_state_dict(state)), step_of(model, optimizer)

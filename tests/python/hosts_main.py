@@ -36,7 +36,7 @@ def case(name, init_method, environment=None, master=None, **more):
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     try:
-        arguments = {'name': name, 'servers': server, 'step_timeout': 30.0, 'open_timeout': 30.0, **more}
+        arguments = {'name': name, 'servers': server, 'step_timeout': 120.0, 'open_timeout': 120.0, **more}
         optimizer = bt.AdamW(model.named_parameters(), **arguments)
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()

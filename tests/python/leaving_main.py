@@ -5,12 +5,12 @@ import pathlib
 import signal
 import socket
 import sys
-import threading
 import time
 import warnings
 
 import torch
 import torch.distributed as dist
+from main_thread import ctrl_c, waits_in, when
 from scripts import batches, loss_of, mlp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,7 +63,7 @@ def first(case, optimizer, address):
         await_end(address)
     elif case == 'interrupted':
         try:
-            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            when(lambda: waits_in('private_server.py'), ctrl_c)
             optimizer.close()
         except KeyboardInterrupt:
             pass

@@ -20,7 +20,7 @@ def run(way, rank, attempt, port):
     dist.init_process_group('gloo', store=store, rank=rank, world_size=2)
     torch.manual_seed(0)
     model = bt.shard(mlp()) if way == 'shard' else DistributedDataParallel(mlp())
-    optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, resume='auto', step_timeout=20.0, open_timeout=20.0)
+    optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, resume='auto', step_timeout=120.0, open_timeout=120.0)
     each = list(batches(2 * STEPS))
     start = optimizer.resume().step
     for step in range(start, STEPS):

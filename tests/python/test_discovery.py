@@ -20,10 +20,11 @@ if shutil.which('etcd') is None:
     pytest.skip('no etcd here: apt-get install etcd-server', allow_module_level=True)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind((OWN_ADDRESS, 0))
-        return probe.getsockname()[1]
+def two_free_ports():
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
+            probe.bind((OWN_ADDRESS, 0))
+        return first.getsockname()[1], second.getsockname()[1]
 
 
 @pytest.fixture
@@ -36,7 +37,8 @@ def url(tmp_path, request):
         flags = ['--cert-file', tmp_path / 'both.crt', '--key-file', tmp_path / 'both.key', '--trusted-ca-file', tmp_path / 'ca.crt',
                  '--client-cert-auth']
         query = f'?ca={tmp_path}/ca.crt&certificate={tmp_path}/both.crt&key={tmp_path}/both.key'
-    address, peer = f'{OWN_ADDRESS}:{free_port()}', f'http://{OWN_ADDRESS}:{free_port()}'
+    address, peer = (f'{OWN_ADDRESS}:{port}' for port in two_free_ports())
+    peer = f'http://{peer}'
     client = f'{"https" if tls else "http"}://{address}'
     process = subprocess.Popen(
         ['etcd', '--data-dir', str(tmp_path / 'etcd'), '--listen-client-urls', client, '--advertise-client-urls', client,
@@ -107,6 +109,8 @@ def test_a_server_that_comes_back_elsewhere_is_found(url, tmp_path, monkeypatch,
 
 def test_too_few_servers_are_told_by_name(url, tmp_path):
     server = Server(tmp_path, 'alone', url)
+    while subprocess.run([programs.path('ballastctl'), 'status', '--servers', url], stdout=subprocess.DEVNULL, check=False).returncode != 0:
+        pass  # until it is registered
     with pytest.raises(ballast.Error, match=r'expected 2 servers at etcd://.*found 1: alone at 127\.0\.0\.1') as raised:
         model = mlp()
         train(bt.AdamW(model.parameters(), servers=asking_for(2, url), open_timeout=10), model, 0, 1)

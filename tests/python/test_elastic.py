@@ -31,11 +31,11 @@ def launch(folder, way, crashes):
                          TORCHELASTIC_USE_AGENT_STORE='True', TORCHELASTIC_MAX_RESTARTS='2' if crashes else '0',
                          TORCHELASTIC_RESTART_COUNT=str(attempt)) for rank in range(2)]
         if dies is not None:
-            assert ranks[dies].wait(300) == [-signal.SIGKILL, 1][dies], ranks[dies].output
+            assert ranks[dies].wait() == [-signal.SIGKILL, 1][dies], ranks[dies].output
             os.kill(ranks[1 - dies].pid, signal.SIGKILL)
-            ranks[1 - dies].wait(300)
+            ranks[1 - dies].wait()
             continue
-        codes = [rank.wait(300) for rank in ranks]
+        codes = [rank.wait() for rank in ranks]
         assert codes == [0, 0], '\n'.join(rank.output for rank in ranks)
     return [rank.output for rank in ranks]
 
@@ -90,9 +90,9 @@ def test_a_rank_stays_and_the_other_is_replaced(way, tmp_path, two_servers):
         return Process(HERE / 'restart_main.py', tmp_path, tmp_path / f'{rank}-{attempt}.log', way, rank, attempt,
                        *(store.port for store in stores), BALLAST_SERVERS=two_servers)
     stays, dies = start(0, 0), start(1, 0)
-    assert dies.wait(300) == 9, dies.output
+    assert dies.wait() == 9, dies.output
     replaced = start(1, 1)
-    codes = [each.wait(300) for each in (stays, replaced)]
+    codes = [each.wait() for each in (stays, replaced)]
     assert codes == [0, 0], f'{stays.output}\n{replaced.output}'
     torch.manual_seed(0)
     twin, each = mlp(), list(batches(12))

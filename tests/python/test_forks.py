@@ -1,4 +1,7 @@
 """What a step costs while a data loader's worker, a forked child of the trainer, is alive."""
+import os
+import signal
+
 import pytest
 from own_process import run_anew as run
 
@@ -50,16 +53,20 @@ def test_a_forked_child_reads_the_parameters(tmp_path):
 
 
 def test_a_child_of_a_killed_trainer_does_not_keep_its_directory(tmp_path):
-    run(tmp_path, '''
-        model = mlp()
-        optimizer = make(model)
-        loss_of(model, next(batches(1))).backward()
-        optimizer.step()
-        if os.fork() == 0:
-            import time
-            os.close(1), os.close(2)
-            time.sleep(20)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-        ''', expect=-9)
-    run(tmp_path, 'assert make(mlp(), resume="must").resume().step == 1')
+    try:
+        run(tmp_path, '''
+            model = mlp()
+            optimizer = make(model)
+            loss_of(model, next(batches(1))).backward()
+            optimizer.step()
+            child = os.fork()
+            if child == 0:
+                os.close(1), os.close(2)
+                while True:
+                    signal.pause()
+            open('child', 'w').write(str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
+            ''', expect=-9)
+        run(tmp_path, 'assert make(mlp(), resume="must").resume().step == 1')
+    finally:
+        os.kill(int((tmp_path / 'child').read_text()), signal.SIGKILL)  # it was there all the while

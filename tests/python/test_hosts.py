@@ -57,7 +57,7 @@ def told(tmp_path_factory):
             ranks = [Process(HERE / 'hosts_main.py', folder, folder / f'{rank}.log', folder, name, rank, address, f'{SUBNET}.{{}}',
                              ADDRESS6, 29500, link, TORCH_GLOO_LAZY_INIT='1')  # torch's own connections are not of interest
                      for rank, name in enumerate(names)]
-            codes = [rank.wait(200) for rank in ranks]
+            codes = [rank.wait() for rank in ranks]
         finally:
             server.terminate()
             server.wait()

@@ -15,7 +15,7 @@ def run(case, folder):
     port, started = str(free_port()), time.monotonic()
     ranks = [Process(HERE / 'leaving_main.py', folder, folder / f'{rank}.log', case, MASTER_ADDR='127.0.0.1', MASTER_PORT=port,
                      WORLD_SIZE='2', RANK=str(rank), LOCAL_RANK=str(rank), TMPDIR=str(folder)) for rank in range(2)]
-    codes = [rank.wait(300) for rank in ranks]
+    codes = [rank.wait() for rank in ranks]
     return codes, [rank.output for rank in ranks], time.monotonic() - started
 
 

@@ -34,5 +34,5 @@ def test_two_devices(tmp_path):
     script = pathlib.Path(__file__).with_name('lightning_main.py')
     ranks = [NewProcess(script, tmp_path, tmp_path / f'{rank}.log', RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK='0', WORLD_SIZE='2',
                         MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1') for rank in range(2)]
-    codes = [rank.wait(400) for rank in ranks]
+    codes = [rank.wait() for rank in ranks]
     assert codes == [0, 0], '\n'.join(rank.output for rank in ranks)

@@ -227,9 +227,11 @@ assert os.path.isdir(mine)
     assert not left() and (temporary / 'ballast-of-somebody').is_dir()
 
 
-STOPPED = '''
-import atexit, subprocess, threading, time
+CALL_BYTES = 64  # a call has more; what connections say by themselves, as they acknowledge, has less
+STOPPED = f'''
+import atexit, subprocess
 import ballast.programs
+from main_thread import ctrl_c, unread_bytes, waits_in, when
 server = subprocess.Popen([ballast.programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0',
                            '--metrics_listen', '127.0.0.1:0', '--data_directory', 'server', '--budget.dram', '64MiB',
                            '--log_level', 'warn'],
@@ -239,8 +241,9 @@ address = server.stdout.readline().split('listen=')[1].split()[0]
 def stop():
     server.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # until its last thread has stopped: one that runs on may answer
-def interrupt():
-    threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+def interrupt(waits=lambda: True):  # once the stopped server has been sent a call
+    before = unread_bytes(address)
+    when(lambda: unread_bytes(address) > before + {CALL_BYTES} and waits(), ctrl_c)
 model = mlp()
 def make(**more):
     return bt.AdamW(model.parameters(), servers=address, durability='none', step_timeout=3000, open_timeout=3000, **more)
@@ -269,7 +272,7 @@ optimizer = make(overlap=model)
 step()
 optimizer.wait()
 stop()
-interrupt()
+interrupt(lambda: waits_in('overlap.py'))
 step()
 optimizer.wait()
 '''}[what]
@@ -283,12 +286,11 @@ optimizer = make()
 step()
 loss_of(model, next(batches(1))).backward()
 stop()
-def both():
-    time.sleep(2)
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(1)
+def handler(*_):  # the wait has noticed Ctrl-C, and gives the step two seconds
     server.send_signal(signal.SIGCONT)
-threading.Thread(target=both).start()
+    raise KeyboardInterrupt
+signal.signal(signal.SIGINT, handler)
+interrupt()
 try:
     optimizer.step()
 except KeyboardInterrupt:
@@ -308,8 +310,8 @@ step()
 reader = bt.Reader(servers=address, timeout=3000)
 assert reader.newest() == 1
 stop()
-interrupt()
 try:
+    interrupt()
     reader.newest()
 except KeyboardInterrupt:
     interrupted = True

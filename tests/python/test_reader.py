@@ -57,7 +57,7 @@ def trained(two_servers, job):
     optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, name=job['name'], servers=two_servers)
     loss_of(model, (torch.ones(2, 16), torch.zeros(2, dtype=torch.long))).backward()
     optimizer.step()
-    yield {'name': job['name'], 'servers': two_servers, 'timeout': 20}, model, optimizer
+    yield {'name': job['name'], 'servers': two_servers, 'timeout': 120}, model, optimizer
     optimizer.close()
 
 
@@ -80,7 +80,7 @@ def test_a_trainer_and_its_evaluator(two_servers, tmp_path):
                 for name, how in (('watched', 'watched'), ('alone', 'alone'))}
     probe, model, seen = next(batches(1, seed=11)), mlp(), {}
     until = time.monotonic() + 600
-    reader = bt.Reader('watched', servers=two_servers, timeout=20)
+    reader = bt.Reader('watched', servers=two_servers, timeout=120)
     while max(seen, default=0) < STEPS and time.monotonic() < until:
         try:
             read = reader.read(model)

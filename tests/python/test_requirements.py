@@ -6,7 +6,7 @@ import pytest
 
 
 def said(script, folder):
-    done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=60, check=False, cwd=folder)
+    done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=300, check=False, cwd=folder)
     assert done.returncode != 0
     return done.stderr.splitlines()[-1]
 

@@ -7,7 +7,7 @@ from test_placed import WORLD, own_of, run_four
 def stages(tmp_path_factory):
     folder = tmp_path_factory.mktemp('stages')
     ranks = run_four(['unopened_stage', 'tied_stages'], folder, 'stages_main.py')
-    codes = [rank.wait(600) for rank in ranks]
+    codes = [rank.wait() for rank in ranks]
     assert codes == [0] * WORLD, '\n'.join(rank.output for rank in ranks)
     return folder
 

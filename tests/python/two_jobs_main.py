@@ -25,7 +25,7 @@ def case(function):
 
 
 def make(parameters, name, **more):
-    return bt.AdamW(parameters, **{'lr': 1e-2, 'name': name, 'dram': '64MiB', 'nvme': '512MiB', 'threads': 1, 'step_timeout': 30.0, **more})
+    return bt.AdamW(parameters, **{'lr': 1e-2, 'name': name, 'dram': '64MiB', 'nvme': '512MiB', 'threads': 1, 'step_timeout': 120, **more})
 
 
 def model_of(seed):
