@@ -72,8 +72,8 @@ def test_killed_and_replaced_under_the_same_id(etcd, folder, bits):
     assert members == {'replaced': 2, 'wider': 3}, members
     # Without a member that is not registered, no job is touched.
     b.end(signal.SIGTERM)
-    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('replaced'), '--job', 'replaced', '--resume', 'must', '--timeout', 3)
-    assert code == 1 and f"were not registered at {etcd.url('replaced')} within 3s: 'b' (last seen at {b.address})" in text, text
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('replaced'), '--job', 'replaced', '--resume', 'must', '--timeout', 10)
+    assert code == 1 and f"were not registered at {etcd.url('replaced')} within 10s: 'b' (last seen at {b.address})" in text, text
     del a
 
 
@@ -174,7 +174,7 @@ def test_a_job_knows_its_servers(etcd, folder, bits):
         server.end(signal.SIGKILL)
     e3, e4 = Server(etcd, 'pool', 'e3', folder), Server(etcd, 'pool', 'e4', folder)
     wait_for(lambda: sorted(etcd.entries('pool')) == ['e3', 'e4'], 'e1 and e2 are away for longer than their leases')
-    code, text = run(*command, '--timeout', 3)
+    code, text = run(*command, '--timeout', 10)
     assert code == 1, text
     for word in (f"'e1' (last seen at {e1.address})", f"'e2' (last seen at {e2.address})", 'registered are: e3, e4',
                  'ballastctl drop --job known --lost e1,e2'):
@@ -186,7 +186,7 @@ def test_a_job_knows_its_servers(etcd, folder, bits):
     waiting = start(*command, '--digest', log=folder / 'known.log')
     e2.start()
     e1.start()
-    assert waiting.wait(120) == 0, (folder / 'known.log').read_text()
+    assert waiting.wait(300) == 0, (folder / 'known.log').read_text()
     text = (folder / 'known.log').read_text()
     assert "job 'known' continues at version 10" in text and digest_of(text) == bits, text
     assert jobs(etcd, 'pool') == {'known': [e1.address, e2.address]}
@@ -243,7 +243,7 @@ def test_a_member_of_etcd_that_says_nothing(etcd, folder, bits):
 
 
 def test_refusals(etcd, folder, bits):
-    code, text = run(BIN / 'ballastctl', 'status', '--timeout', '3', '--servers', etcd.url('nobody'))
+    code, text = run(BIN / 'ballastctl', 'status', '--timeout', '10', '--servers', etcd.url('nobody'))
     assert code == 1 and 'expected 1 servers' in text and 'found 0' in text, text
     for bad in ('etcd://127.0.0.1:1', 'etcd://127.0.0.1/x', 'etcd://127.0.0.1:1/x?ttl=3', f'127.0.0.1:1,{etcd.url("x")}'):
         code, text = run(BIN / 'ballastctl', 'status', '--servers', bad)
@@ -253,11 +253,11 @@ def test_refusals(etcd, folder, bits):
     for value in ('{', '{"server_id":"other","address":"127.0.0.1:1"}', '{"server_id":"a","address":"127.0.0.1"}', '[' * 5000,
                   '{"server_id":"a\\u001b[2J","address":"127.0.0.1:1"}'):
         etcd.ctl('put', '/hostile/servers/a', value)
-        code, text = run(BIN / 'ballastctl', 'status', '--timeout', '3', '--servers', etcd.url('hostile'))
+        code, text = run(BIN / 'ballastctl', 'status', '--timeout', '20', '--servers', etcd.url('hostile'))
         assert code == 1 and 'key /hostile/servers/a holds no entry' in text and 'etcdctl del' in text and '\x1b' not in text, text
     etcd.ctl('del', '/hostile/servers/a')
     etcd.ctl('put', '/hostile/servers/\x1b[2J', '{"server_id":"\\u001b[2J","address":"127.0.0.1:1"}')
-    code, text = run(BIN / 'ballastctl', 'status', '--timeout', '3', '--servers', etcd.url('hostile'))
+    code, text = run(BIN / 'ballastctl', 'status', '--timeout', '20', '--servers', etcd.url('hostile'))
     assert code == 1 and 'holds no entry' in text and '\x1b' not in text, text
     config = folder / 'doctor.yaml'
     config.write_text(f'listen: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\ndata_directory: {folder}/doctor\ndiscovery: {etcd.url("x")}\n'
@@ -290,7 +290,7 @@ def test_by_tls_with_a_user(etcd, folder, bits):
     wait_for(lambda: 'a' in etcd.entries('mine'), 'registered by TLS, as a user')
     assert Training(etcd.url('mine') + '&servers=1', 'mine', folder).digest() == bits
 
-    def status(url, seconds=3):
+    def status(url, seconds=10):
         return run(BIN / 'ballastctl', 'status', '--timeout', seconds, '--servers', url)
     code, text = status(etcd.url('mine'), 60)
     assert code == 0, text

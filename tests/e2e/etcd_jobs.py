@@ -43,17 +43,18 @@ def wait_for(condition, what, seconds=120):
     raise AssertionError(f'not within {seconds} s: {what} ({last})')
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+def two_free_ports():
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
+            probe.bind((HOST, 0))
+        return first.getsockname()[1], second.getsockname()[1]
 
 
 class Etcd:
     """`tls`: the options of its client port; `access`: those of etcdctl; `query`: behind the URL's '?'."""
 
     def __init__(self, folder, tls=(), access=(), query=''):
-        self.folder, self.port, peers = folder, free_port(), free_port()
+        self.folder, (self.port, peers) = folder, two_free_ports()
         self.access, self.query = list(access), query
         client = f'{"https" if tls else "http"}://{HOST}:{self.port}'
         self.command = ['etcd', '--name', 'e', '--data-dir', folder / 'etcd', '--listen-client-urls', client,
@@ -118,7 +119,7 @@ class Training:
         assert self.process.poll() is None, f'ended early:\n{self.log.read_text()}'
 
     def digest(self):
-        code = self.process.wait(120)
+        code = self.process.wait(300)
         text = self.log.read_text()
         assert code == 0, f'exit code {code}\n{text}'
         return digest_of(text)
@@ -132,8 +133,9 @@ def several(etcd, prefix, folder, names=('a', 'b', 'c')):
     return servers
 
 
-def open_again(url, job, *more):
-    return run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', job, '--resume', 'must', '--timeout', 5, *more)
+def open_again(url, job, *more, seconds=120):
+    """seconds: for each thing that the trainer waits for."""
+    return run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', job, '--resume', 'must', '--timeout', seconds, *more)
 
 
 def digest_of(text):
