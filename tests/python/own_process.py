@@ -1,6 +1,7 @@
 """Scripts in processes of their own, which may be killed."""
 import atexit
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -53,11 +54,6 @@ class Process:
     def __init__(self, script, folder, output, *arguments, **variables):
         """output: the file that both stdout and stderr go to. arguments: of the script. variables: of the environment, beside the test's
         own."""
-        global _imported
-        if _imported is None:
-            _imported = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                         env={**os.environ, 'OPENBLAS_NUM_THREADS': '1'})  # a thread that a fork would not have
-            atexit.register(_imported.communicate)
         self._output = pathlib.Path(output)
         self.pid = _ask('start', str(script), str(folder), str(output), [str(each) for each in arguments],
                         {**os.environ, **variables})
@@ -99,7 +95,17 @@ class NewProcess:
         return self._output.read_text(encoding='utf-8')
 
 
+def import_also(*modules):
+    """What all scripts of a file import beside torch and ballast: once, in the process that they are forks of."""
+    _ask('import', *modules)
+
+
 def _ask(*request):
+    global _imported
+    if _imported is None:
+        _imported = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                     env={**os.environ, 'OPENBLAS_NUM_THREADS': '1'})  # a thread that a fork would not have
+        atexit.register(_imported.communicate)
     _imported.stdin.write(json.dumps(request) + '\n')
     _imported.stdin.flush()
     return json.loads(_imported.stdout.readline())
@@ -174,11 +180,13 @@ def _ended(pid, seconds):
     return None
 
 
-def import_all():
+def import_all(*more):
     import torch  # noqa: F401, PLC0415
 
     import ballast.torch  # noqa: F401, PLC0415
     torch.optim.SGD([torch.zeros(1)])  # imports more
+    for module in more:
+        importlib.import_module(module)
     gc.freeze()  # else each fork's end looks through all that was imported, which takes a second
     assert len(os.listdir('/proc/self/task')) == 1 == threading.active_count(), 'a fork would have one of these threads alone'
 
@@ -192,6 +200,8 @@ def _serve():
             if pid == 0:
                 return _become(*arguments)
             answer = pid
+        elif what == 'import':
+            answer = import_all(*arguments)
         else:
             answer = _ended(*arguments)
         print(json.dumps(answer), file=answers, flush=True)

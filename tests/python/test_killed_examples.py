@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from own_process import Process
+from own_process import Process, import_also
 from test_ranks import free_port
 
 HERE = pathlib.Path(__file__).parent
@@ -31,6 +31,16 @@ SAVED = {'hf_sharded': 'hf_sharded_checkpoints/checkpoint-12', 'pretrained_shard
          'trl_sharded': 'trl_sharded_checkpoints/checkpoint-12'}
 
 
+# What scripts of transformers take longest to import.
+OF_TRANSFORMERS = ('transformers.trainer', 'transformers.models.llama.modeling_llama')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def imported():
+    if importlib.util.find_spec('transformers') is not None:
+        import_also(*OF_TRANSFORMERS)
+
+
 def run(name, folder, tag, which, kill_at, *arguments):
     """Losses by rank."""
     text = (EXAMPLES / f'{name}.py').read_text(encoding='utf-8')
@@ -41,7 +51,7 @@ def run(name, folder, tag, which, kill_at, *arguments):
                          folder / f'{tag}{rank}.losses', which, kill_at, *arguments, **ranks,
                          **({'RANK': str(rank), 'LOCAL_RANK': str(rank)} if usage else {}))
                  for rank in range(world)]
-    codes = [process.wait(300) for process in processes]
+    codes = [process.wait() for process in processes]
     printed = '\n'.join(process.output for process in processes)
     assert codes == [-signal.SIGKILL if kill_at else 0] * world, printed
     assert 'lr_scheduler.step()' not in printed, printed  # torch's warning that a schedule stepped before the optimizer

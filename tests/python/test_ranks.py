@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from conftest import two_state_servers
-from own_process import NewProcess, Process, free_port
+from own_process import NewProcess, Process, free_port, import_also
 
 HERE = pathlib.Path(__file__).parent
 WORLD = 2
@@ -82,6 +82,7 @@ def test_models_on_two_ranks_over_two_servers(wrap, tmp_path, two_servers):
     pytest.importorskip('transformers')
     pytest.importorskip('peft')
     import models
+    import_also('models')
     ranks, _ = run_ranks(f'models_{wrap}', tmp_path, servers=two_servers)
     assert {name for name, _ in ranks[0]} == set(models.MODELS)
     for rank in ranks:

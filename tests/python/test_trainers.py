@@ -4,7 +4,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from own_process import Process
+from own_process import Process, import_also
 from test_ranks import free_port
 
 pytest.importorskip('transformers')
@@ -114,10 +114,15 @@ def start(folder, body, rank=0, world=1, port=0, **variables):
 def run(folder, body, world=1, expect=0, **variables):
     port = free_port()
     ranks = [start(folder, body, rank, world, port, **variables) for rank in range(world)]
-    codes = [rank.wait(400) for rank in ranks]
+    codes = [rank.wait() for rank in ranks]
     logs = '\n'.join(rank.output for rank in ranks)
     assert codes == [expect] * world, logs
     return logs
+
+
+@pytest.fixture(scope='module', autouse=True)
+def imported():
+    import_also('transformers.trainer', 'accelerate', 'models')
 
 
 @pytest.mark.parametrize('loop', ['TRAINER', 'ACCELERATE'])
