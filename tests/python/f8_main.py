@@ -1,4 +1,5 @@
 """One rank of test_f8.py: f8_main.py SCRIPT[,SCRIPT...] FOLDER, as shard_main.py."""
+import os
 import pathlib
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ballast.torch as bt
 from ballast.torch.sharding.coded import BLOCK
 
-STEPS = 300
+STEPS = 300 if os.environ.get('TEST_ROUNDS') == 'full' else 100
 CONTEXT, WIDTH, BYTES = 8, 256, 128
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -77,6 +77,12 @@ SWITCHES = {
 }
 
 
+# In CI those alone that no other covers.
+if os.environ.get('TEST_ROUNDS') == 'ci':
+    for _same in ('grad enabled False', 'enable_grad', 'default device cpu', 'device context meta'):
+        del SWITCHES[_same]
+
+
 def _always(set_it):
     """Of a process of its own: set before anything else, and never taken back."""
     def around(call):

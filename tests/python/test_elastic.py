@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from own_process import Process
+from own_process import Process, free_port
 from scripts import batches, loss_of, mlp
 
 HERE = pathlib.Path(__file__).parent
@@ -20,15 +20,16 @@ def losses_of(folder):
     return [torch.load(folder / f'{rank}.pt') for rank in range(2)]
 
 
-def launch(folder, way, crashes):
-    """In place of torchrun's agent this process keeps the store, and ends all ranks when one has ended badly, to start them again. What
-    the ranks of the last attempt printed."""
+def launch(folder, way, crashes, lives_on=True):
+    """In place of torchrun's agent this process keeps the store, or with lives_on=False each attempt has one of its own at its first rank;
+    and ends all ranks when one has ended badly, to start them again. What the ranks of the last attempt printed."""
     folder.mkdir()
-    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False) if lives_on else None
     for attempt, dies in enumerate([1, 0, None] if crashes else [None]):
+        port = store.port if lives_on else free_port()
         ranks = [Process(HERE / 'elastic_main.py', folder, folder / f'{attempt}-{rank}.log', way, int(crashes), MASTER_ADDR='127.0.0.1',
-                         MASTER_PORT=str(store.port), WORLD_SIZE='2', RANK=str(rank), LOCAL_RANK=str(rank), TORCH_GLOO_LAZY_INIT='1',
-                         TORCHELASTIC_USE_AGENT_STORE='True', TORCHELASTIC_MAX_RESTARTS='2' if crashes else '0',
+                         MASTER_PORT=str(port), WORLD_SIZE='2', RANK=str(rank), LOCAL_RANK=str(rank), TORCH_GLOO_LAZY_INIT='1',
+                         TORCHELASTIC_USE_AGENT_STORE=str(lives_on), TORCHELASTIC_MAX_RESTARTS='2' if crashes else '0',
                          TORCHELASTIC_RESTART_COUNT=str(attempt)) for rank in range(2)]
         if dies is not None:
             assert ranks[dies].wait() == [-signal.SIGKILL, 1][dies], ranks[dies].output
@@ -73,10 +74,16 @@ def test_all_ranks_are_started_again_over_a_store_that_lives_on(undisturbed, tmp
     assert first.count(ADVICE) == 1 and ADVICE not in second
 
 
+def test_all_ranks_are_started_again_over_a_new_store(undisturbed, tmp_path):
+    way, losses = undisturbed
+    first, second = launch(tmp_path / 'disturbed', way, True, lives_on=False)
+    check_last_attempt(tmp_path / 'disturbed', losses)
+    assert ADVICE not in first + second
+
+
+@pytest.mark.skipif(os.environ.get('TEST_ROUNDS') == 'ci', reason='each of its ranks imports torch anew; the test above does what it does')
 def test_torchrun_starts_all_ranks_again(undisturbed, tmp_path):
     way, losses = undisturbed
-    if way == 'plain' and os.environ.get('TEST_ROUNDS') == 'ci':
-        pytest.skip('torchrun, each of whose ranks imports torch anew, starts those of shard() alone')
     printed = launch_by_torchrun(tmp_path / 'disturbed', way)
     check_last_attempt(tmp_path / 'disturbed', losses)
     assert ADVICE not in printed

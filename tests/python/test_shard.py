@@ -165,9 +165,8 @@ def test_gradients_leave_the_trainer(pair):
 def test_memory_of_a_rank(tmp_path):
     """512 MiB of parameters, 256 of this rank, one unit of 16 MiB at a time; 64 MiB may be in flight, and the rest is the client
     library's own, 90 to 165 in all."""
-    for from_meta, freed in run(['memory'], tmp_path)['memory']:
-        assert from_meta < 220
-        assert freed < 220
+    for grown in run(['memory'], tmp_path)['memory']:
+        assert max(grown) < 220
 
 
 def test_gathered(pair):

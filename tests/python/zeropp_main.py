@@ -11,8 +11,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ballast.torch as bt
 
-STEPS = 30  # where bytes are counted
-FEW = STEPS if os.environ.get('TEST_ROUNDS') == 'full' else 10
+FULL = os.environ.get('TEST_ROUNDS') == 'full'
+STEPS = 30 if FULL else 15  # where bytes are counted
+FEW = STEPS if FULL else 6
 
 
 @functools.cache
