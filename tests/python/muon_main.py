@@ -22,7 +22,7 @@ from transformer import Transformer, batch, loss_of
 import ballast.torch as bt
 from ballast.torch.steps import assisted
 
-STEPS = 200 if os.environ.get('TEST_ROUNDS') == 'full' else 12
+STEPS = 200 if os.environ.get('TEST_ROUNDS') == 'full' else 6
 MUON = {'lr': 2e-3, 'weight_decay': 0.1, 'momentum': 0.9, 'adjust_lr_fn': 'match_rms_adamw'}
 ADAMW = {'lr': 2e-3, 'weight_decay': 0.01, 'betas': (0.9, 0.95)}
 MAX_NORM = 0.5
