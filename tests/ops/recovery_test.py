@@ -27,7 +27,8 @@ PATHS = ('livez', 'readyz', 'metrics', 'status.json')
 
 
 class Scraper:
-    """Asks the paths of a server's port one after the other until it ends: `answers` is [(time, path, seconds, status, text)]."""
+    """Asks the paths of a server's port one after the other until it ends: `answers` is [(time, path, seconds, status, text)], from the
+    first one on that the port gives."""
 
     def __init__(self, server):
         self.url, self.answers, self.ended = f'http://{server.metrics}/', [], threading.Event()
@@ -39,8 +40,10 @@ class Scraper:
             for path in PATHS:
                 began = time.monotonic()
                 status, text = ops.http(self.url + path)
+                if status == 0 and not self.answers:
+                    break  # nobody listens yet
                 self.answers.append((began, path, time.monotonic() - began, status, text))
-            self.ended.wait(0.05)
+            self.ended.wait(0.05 if self.answers else 0.005)
 
     def end(self):
         self.ended.set()
@@ -79,10 +82,10 @@ def test_large_log():
 
     disk.limit(bytes_per_second=DISK_BYTES_PER_SECOND)
     began = time.monotonic()
+    scraper = Scraper(server)  # before the recovery, whose beginning it is to see
     server.start(*disk.into, wait=False)
-    ops.wait_for(lambda: ops.http(f'http://{server.metrics}/livez')[0] == 200, 'the port answers')
+    ops.wait_for(lambda: scraper.answers, 'the port answers')
     connections = idle_connections(server, IDLE)
-    scraper = Scraper(server)
     while ops.http(f'http://{server.metrics}/readyz')[0] != 200:
         assert server.process.poll() is None, pathlib.Path(server.log).read_text()[-2000:]
         assert time.monotonic() - began < 300, f'not ready: {scraper.answers[-4:]}'

@@ -111,7 +111,7 @@ def test_keys():
     assert two.address not in terminal.screen()
     terminal.keys('1')
     terminal.shows(f'{two.address}  two')
-    assert terminal.screen().count('dram ') == 2
+    ops.wait_for(lambda: terminal.screen().count('dram ') == 2, 'a bar of each server')
     terminal.keys('1')
     terminal.shows('each server')
     for order in ('rate', 'version', 'parameters', 'name'):
