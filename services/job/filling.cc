@@ -97,16 +97,17 @@ Filling::CopyPtr Filling::MakeCopy(const HeldChunk& chunk, int64_t least, uint32
   return copy;
 }
 
+bool Filling::Lacks(const model::EpochPlan* plan) const {
+  return plan != nullptr && plan->FindMember(core_->around.server_id).ok() && !core_->machine->unfilled().empty();
+}
+
 std::vector<Filling::CopyPtr> Filling::Choose(absl::Time now) {
   std::vector<CopyPtr> begun;
   const std::shared_ptr<const model::EpochPlan> plan = core_->state.plan();
-  if (!core_->Refusal().ok() || core_->state.recovering() || plan == nullptr || !core_->machine->may_import()) {
-    return begun;
-  }
+  if (!core_->Refusal().ok() || core_->state.recovering() || !core_->machine->may_import()) return begun;
   std::erase_if(copies_, [&](const auto& copy) { return copy.second->plan != plan; });
   if (copies_.empty() || now >= held_until_) EndHold();
-  const absl::StatusOr<uint32_t> self = plan->FindMember(core_->around.server_id);
-  if (!self.ok() || core_->machine->unfilled().empty()) {
+  if (!Lacks(plan.get())) {
     told_begin_ = false;  // another table may have taken the last missing chunks away
     return begun;
   }
@@ -114,13 +115,14 @@ std::vector<Filling::CopyPtr> Filling::Choose(absl::Time now) {
   TellProgress(now);
   // Copies that hold steps back begin together.
   if (late_ >= kLateMax && !copies_.empty()) return begun;
+  const uint32_t self = *plan->FindMember(core_->around.server_id);
   const bool holds = BeginHold(now);
   absl::Time again = holds ? held_until_ : absl::InfiniteFuture();
   for (const auto& [index, least] : core_->machine->unfilled()) {
     if (copies_.size() == kCopiesAtOnce) break;
     const std::shared_ptr<HeldChunk> chunk = core_->state.Find(index);
     if (copies_.contains(index) || chunk == nullptr || chunk->filled()) continue;
-    const std::optional<uint32_t> from = sources_.Choose(*plan, index, *self, now, &again);
+    const std::optional<uint32_t> from = sources_.Choose(*plan, index, self, now, &again);
     if (!from.has_value()) continue;
     ImportPace* const pace = core_->around.import_pace;
     if (const absl::Time free = pace == nullptr ? now : pace->Take(BytesOf(*chunk), now); free > now) {

@@ -56,6 +56,8 @@ class Filling {
 
   // On the clerk.
   void Begin() ABSL_LOCKS_EXCLUDED(job_lock);
+  // This server is on the plan, and some of its chunks are missing.
+  bool Lacks(const model::EpochPlan* plan) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The copies that begin now.
   std::vector<CopyPtr> Choose(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Whether copies that begin now hold the next step back: not twice the same step.
