@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/waiter.h"
 #include "ballast/services/job_state/job_core.h"
 
 namespace ballast::services {
@@ -77,19 +78,8 @@ void Exports::Begin(const v1::ExportRequest& request, const RequestPtr& wanted, 
 
 void Exports::Park(const RequestPtr& wanted, std::function<bool(Replies*)> ready,
                    std::function<std::string()> waits_for, Waiting::Queue* queue, Replies* replies) {
-  Waiter waiter;
-  waiter.bytes = wanted->bytes;
-  waiter.limit = wanted->limit;
-  waiter.attempt = std::move(ready);
-  waiter.expire = [reply = wanted->reply, waits_for = std::move(waits_for)](Replies* out) {
-    out->push_back([reply, message = absl::StrCat("the deadline passed while ", waits_for())] {
-      reply(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy, message));
-    });
-  };
-  waiter.refuse = [reply = wanted->reply](const absl::Status& status, Replies* out) {
-    out->push_back([reply, status] { reply(status); });
-  };
-  core_->waiting.Submit(std::move(waiter), queue, replies);
+  core_->waiting.Submit(MakeWaiter(wanted->bytes, wanted->limit, wanted->reply, std::move(ready), std::move(waits_for)),
+                        queue, replies);
 }
 
 bool Exports::Try(const RequestPtr& wanted, Replies* replies) {

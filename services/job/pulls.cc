@@ -7,6 +7,7 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/services/job/read_pins.h"
+#include "ballast/services/job/waiter.h"
 #include "ballast/services/job_state/job_core.h"
 
 namespace ballast::services {
@@ -151,19 +152,8 @@ void Pulls::Begin(const v1::PullRequest& request, Request asked) {
 
 void Pulls::Park(const RequestPtr& pull, std::function<bool(Replies*)> ready, std::function<std::string()> waits_for,
                  Waiting::Queue* queue, Replies* replies) {
-  Waiter waiter;
-  waiter.bytes = pull->bytes;
-  waiter.limit = pull->limit;
-  waiter.attempt = std::move(ready);
-  waiter.expire = [reply = pull->reply, waits_for = std::move(waits_for)](Replies* out) {
-    out->push_back([reply, message = absl::StrCat("the deadline passed while ", waits_for())] {
-      reply(model::Error(absl::StatusCode::kDeadlineExceeded, model::kBusy, message));
-    });
-  };
-  waiter.refuse = [reply = pull->reply](const absl::Status& status, Replies* out) {
-    out->push_back([reply, status] { reply(status); });
-  };
-  core_->waiting.Submit(std::move(waiter), queue, replies);
+  core_->waiting.Submit(MakeWaiter(pull->bytes, pull->limit, pull->reply, std::move(ready), std::move(waits_for)),
+                        queue, replies);
 }
 
 bool Pulls::Try(const RequestPtr& pull, Replies* replies) {
