@@ -95,7 +95,9 @@ absl::Status Change::ReadWish(absl::Time deadline) {
 // join.
 absl::Status Change::CheckFailed(const v1::Member& server, const absl::Status& status) {
   if (IsSilence(status) && IsMember(server)) return absl::OkStatus();
-  if (IsMember(server) && !Contains(wish_.not_(), server.server_id())) return status;
+  // Whose state is lost has no copy; whether the others are enough is for FindBase to say.
+  const bool needed = IsMember(server) && !Contains(wish_.not_(), server.server_id());
+  if (needed && !absl::IsDataLoss(status)) return status;
   const bool is_new = excluded_.insert(server.server_id()).second;
   if (fences_ && is_new) Report(absl::StrCat("server '", server.server_id(), "' is left out: ", status.message()));
   return absl::OkStatus();
@@ -184,6 +186,7 @@ absl::Status Change::Claimed(const v1::Epoch& epoch, absl::Time deadline) {
   }
   BALLAST_RETURN_IF_ERROR(ReadWish(deadline));
   BALLAST_RETURN_IF_ERROR(Find());
+  ExcludeOtherJobs();
   std::vector<std::string> stay;
   for (const v1::Member& server : members_->all()) {
     if (IsMember(server)) stay.push_back(server.server_id());
@@ -194,6 +197,23 @@ absl::Status Change::Claimed(const v1::Epoch& epoch, absl::Time deadline) {
   }
   members_->KeepOnly(stay);
   return absl::OkStatus();
+}
+
+void Change::ExcludeOtherJobs() {
+  for (const v1::GetJobResponse& answer : answers_) {
+    v1::Member server;
+    server.set_server_id(answer.server_id());
+    server.set_disk(answer.disk());
+    if (IsMember(server)) continue;
+    const bool other = answer.exists() && answer.life() != 0 && answer.life() != now_.life();
+    const bool later = model::Compare(answer.promised(), epoch_) >= 0;
+    if (!other && !later) continue;
+    if (excluded_.insert(answer.server_id()).second) {
+      Report(absl::StrCat("server '", answer.server_id(), "' cannot join: it has another job of this name, ",
+                          "dropped elsewhere and made again; drop it there too (`ballastctl drop --job ", options_.job,
+                          "` at that server's address)"));
+    }
+  }
 }
 
 absl::Status Change::Fence(bool expect_empty, absl::Time deadline) {

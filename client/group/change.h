@@ -70,6 +70,8 @@ class Change {
   // Whether all members have answered, or failed.
   absl::StatusOr<bool> Take(const std::vector<Response>& responses);
   absl::Status Find();
+  // Spares that have an earlier job of the name are of no use, and a later promise would keep the group out.
+  void ExcludeOtherJobs();
   absl::Status CheckFailed(const v1::Member& server, const absl::Status& status);
   absl::Status Gather(const Await& await, absl::Time deadline);
   absl::Status NotEnough() const;

@@ -36,6 +36,7 @@ std::vector<uint64_t> Fencing::Promised(absl::Span<const v1::GetJobResponse> ans
 std::string Fencing::What() const { return absl::StrCat("Fence of job '", job_, "'"); }
 
 uint64_t Fencing::StepsBefore(uint32_t server) const {
+  if (promised_[server] >= epoch_.counter()) return 0;
   return (epoch_.counter() - promised_[server] - 1) / model::kEpochsSkippedMax;
 }
 

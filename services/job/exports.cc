@@ -33,8 +33,9 @@ absl::StatusOr<std::shared_ptr<HeldChunk>> Exports::Find(const v1::ExportRequest
   }
   if (request.life() == 0 || request.life() != plan->open().table().life()) {
     return model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
-                        absl::StrCat(who, " has life ", plan->open().table().life(), ", not ", request.life(),
-                                     ": the name was dropped and made again"));
+                        absl::StrCat(who,
+                                     " is not the job that the asking server has: the name was dropped and made "
+                                     "again"));
   }
   if (request.spec_digest() != plan->open().spec_digest()) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kBehind,

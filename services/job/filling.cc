@@ -114,7 +114,10 @@ std::vector<Filling::CopyPtr> Filling::Choose(absl::Time now) {
   TellBegin();
   TellProgress(now);
   // Copies that hold steps back begin together.
-  if (late_ >= kLateMax && !copies_.empty()) return begun;
+  if (late_ >= kLateMax && !copies_.empty()) {
+    if (HoldsSteps()) RunAt(held_until_);
+    return begun;
+  }
   const uint32_t self = *plan->FindMember(core_->around.server_id);
   const bool holds = BeginHold(now);
   absl::Time again = holds ? held_until_ : absl::InfiniteFuture();

@@ -25,6 +25,7 @@
 #include "ballast/storage/io/disk_counters.h"
 #include "ballast/storage/log/log_reader.h"
 #include "ballast/storage/log/logged_records.h"
+#include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::services {
 namespace {
@@ -237,6 +238,7 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
   for (size_t i = 0; i < scanned.live.size(); ++i) (*log)->Keep(scanned.live[i].incarnation, walk.keep_for()[i]);
   BALLAST_RETURN_IF_ERROR(replayer.LoadUndecided());
   BALLAST_RETURN_IF_ERROR(CheckLogReaches(entry));
+  BALLAST_RETURN_IF_ERROR(DropPins(entry));
   BALLAST_RETURN_IF_ERROR(changes_->EndReplay());
   BALLAST_RETURN_IF_ERROR(CheckAllTaken());
   int64_t committed = -1;
@@ -266,6 +268,24 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
                    : "");
   JobMutexLock lock(&core_->mu);
   return core_->failure();
+}
+
+absl::Status Recovery::DropPins(const JobEntry& entry) {
+  for (const v1::PinnedVersion& pin : entry.pins) {
+    std::shared_ptr<storage::ChunkStore> store;
+    {
+      JobMutexLock lock(&core_->mu);
+      if (core_->machine->FindPin(pin.version()) != nullptr) continue;
+      store = core_->state.store();
+    }
+    BALLAST_RETURN_IF_ERROR(core_->around.catalog->Replace(PinPrefixes(core_->name, pin.version()), {}));
+    if (store != nullptr) store->UnpinDurably(pin.version());
+    for (const storage::DurableChunk& chunk : earlier_->TakePin(pin.version())) {
+      // Freed at once.
+      if (core_->around.tiers->nvme() != nullptr) (void)core_->around.tiers->nvme()->TakeKept(chunk.offset, chunk.file);
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Recovery::CheckAllTaken() const {
@@ -322,7 +342,12 @@ absl::Status Recovery::CheckChanged(const v1::LogSnapshot& snapshot) {
     HeldChunk& chunk = *core_->state.chunks()[i];
     chunk.SetChanged(changed[i]);
     const int64_t durable = core_->state.store()->durable_version(chunk.store_index);
-    if (durable >= changed[i] || core_->machine->unfilled().contains(chunk.id)) continue;
+    if (durable >= changed[i]) continue;
+    // A later Open of the log may have taken the chunk away, or it was never filled: EndReplay judges.
+    if (snapshot.open().has_table()) {
+      chunk.Void(snapshot.committed());
+      continue;
+    }
     return model::Error(
         absl::StatusCode::kDataLoss, model::kStateLost,
         absl::StrCat("the catalog ", durable < 0 ? "names no state" : absl::StrCat("names version ", durable),

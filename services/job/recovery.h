@@ -65,6 +65,8 @@ class Recovery {
   // check steps would pass over chunks that seem to have had them.
   absl::Status CheckLogReaches(const JobEntry& entry) const ABSL_LOCKS_EXCLUDED(job_lock);
   absl::Status CheckAllTaken() const;
+  // Versions that an Open of the log gave up, with the job (rule 25), before the server could take them off the disk.
+  absl::Status DropPins(const JobEntry& entry) ABSL_LOCKS_EXCLUDED(job_lock);
 
   JobCore* const core_;
   JobJournal* const journal_;

@@ -31,6 +31,18 @@ void EarlierExtents::AddPins(absl::Span<const v1::PinnedVersion> pins) {
   }
 }
 
+std::vector<storage::DurableChunk> EarlierExtents::TakePin(int64_t version) {
+  std::vector<storage::DurableChunk> left;
+  for (auto& [id, pins] : pinned_) {
+    for (const Pinned& pin : pins) {
+      if (pin.version == version) left.push_back(pin.kept);
+    }
+    std::erase_if(pins, [&](const Pinned& pin) { return pin.version == version; });
+  }
+  std::erase_if(pinned_, [](const auto& entry) { return entry.second.empty(); });
+  return left;
+}
+
 std::vector<storage::DurableChunk> EarlierExtents::TakeChunks() {
   std::vector<storage::DurableChunk> left;
   for (const auto& [id, chunk] : std::exchange(chunks_, {})) left.push_back(chunk);

@@ -25,6 +25,8 @@ class EarlierExtents {
   // The chunk's newest state, until somebody has taken it.
   std::optional<storage::DurableChunk> FindChunk(uint64_t id) const;
   void Taken(uint64_t id) { chunks_.erase(id); }
+  // The version is kept no more: the extents that nobody has taken of it.
+  std::vector<storage::DurableChunk> TakePin(int64_t version);
   // Those that nobody has taken.
   std::vector<storage::DurableChunk> TakeChunks();
   // Bytes of NVMe budget to set aside for a new chunk's automatic pins, less what they have on the disk already.

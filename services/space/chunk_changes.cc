@@ -65,73 +65,79 @@ void ChunkChanges::PassedOver(absl::Span<const uint64_t> chunks, int64_t step) {
   }
 }
 
-std::vector<uint64_t> ChunkChanges::VoidChunks() const {
-  std::vector<uint64_t> chunks;
+HeldChunks ChunkChanges::Lacked() const {
+  HeldChunks lacked;
   for (const auto& chunk : core_->state.chunks()) {
-    if (!chunk->filled()) chunks.push_back(chunk->store_index);
+    if (!chunk->filled()) lacked.push_back(chunk);
   }
-  return chunks;
+  return lacked;
 }
 
 void ChunkChanges::Free() {
   std::shared_ptr<storage::ChunkStore> store;
   HeldChunks leaving, lacked;
-  std::vector<uint64_t> chunks;
   {
     JobMutexLock lock(&core_->mu);
     if (!core_->Refusal().ok()) return;
     store = core_->state.store();
-    leaving = lacked = core_->state.TakeLeaving();
-    const HeldChunks& all = core_->state.chunks();
-    std::copy_if(all.begin(), all.end(), std::back_inserter(lacked), [](const auto& c) { return !c->filled(); });
-    chunks = VoidChunks();
+    leaving = core_->state.TakeLeaving();
+    lacked = Lacked();
     if (!leaving.empty()) moves_->Forget();
   }
   if (store == nullptr) return;
+  HeldChunks all = leaving;
+  all.insert(all.end(), lacked.begin(), lacked.end());
   // Nobody takes a lease of these chunks any more.
-  absl::Status removed = core_->leases->Await(
-      [&] { return std::all_of(lacked.begin(), lacked.end(), [](const auto& c) { return c->leases.held() == 0; }); },
+  absl::Status freed = core_->leases->Await(
+      [&] { return std::all_of(all.begin(), all.end(), [](const auto& c) { return c->leases.held() == 0; }); },
       [this] { return core_->Interrupted(); });
-  if (!removed.ok()) return;  // the job ends
-  removed = Remove(store.get(), leaving);
-  if (removed.ok()) store->Void(chunks);
+  if (!freed.ok()) return;  // the job ends
+  freed = Forget(store.get(), leaving, lacked);
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
-    for (const auto& chunk : lacked) {
+    for (const auto& chunk : all) {
       core_->waiting.Wake(&chunk->pulls, replies);
       core_->WakePushes(chunk.get(), replies);
     }
-    if (!removed.ok()) {
-      core_->Fail(model::Annotate(removed, "chunks that this server gave up could not be freed"), core_->Remedy(),
+    if (!freed.ok()) {
+      core_->Fail(model::Annotate(freed, "chunks that this server gave up could not be freed"), core_->Remedy(),
                   replies);
     }
   });
 }
 
-absl::Status ChunkChanges::Remove(storage::ChunkStore* store, const HeldChunks& chunks) {
-  if (chunks.empty()) return absl::OkStatus();
-  std::vector<std::string> keys;
-  std::vector<uint64_t> indices;
-  uint64_t slice_bytes = 0;
+void ChunkChanges::Unreserve(const storage::ChunkStore& store, const HeldChunks& chunks) {
+  uint64_t bytes = 0;
   for (const auto& chunk : chunks) {
-    keys.push_back(ChunkKey(core_->name, chunk->id));
-    indices.push_back(chunk->store_index);
-    if (!chunk->logged && !chunk->is_frozen()) {
-      slice_bytes += chunk->elements * SliceBytesPerElement(store->layout().optimizer());
-    }
+    if (chunk->logged || chunk->is_frozen()) continue;
+    bytes += chunk->elements * SliceBytesPerElement(store.layout().optimizer());
   }
-  if (store->records()) {
-    BALLAST_RETURN_IF_ERROR(store->Harden());  // no entry of theirs is written later
-    BALLAST_RETURN_IF_ERROR(core_->around.catalog->Erase(keys));
-  }
-  BALLAST_RETURN_IF_ERROR(store->Remove(indices));
   std::shared_ptr<SliceMemory> memory;
   {
     JobMutexLock lock(&core_->mu);
     memory = room_->memory();
   }
-  memory->Unreserve(std::min(slice_bytes, memory->reserved_bytes()));
-  spdlog::info("job '{}': gave up {} chunks, which other servers have", core_->name, chunks.size());
+  memory->Unreserve(std::min(bytes, memory->reserved_bytes()));
+}
+
+absl::Status ChunkChanges::Forget(storage::ChunkStore* store, const HeldChunks& leaving, const HeldChunks& lacked) {
+  if (leaving.empty() && lacked.empty()) return absl::OkStatus();
+  std::vector<std::string> keys;
+  std::vector<uint64_t> gone, voided;
+  for (const auto& chunk : leaving) gone.push_back(chunk->store_index);
+  for (const auto& chunk : lacked) voided.push_back(chunk->store_index);
+  for (const HeldChunks* const chunks : {&leaving, &lacked}) {
+    for (const auto& chunk : *chunks) keys.push_back(ChunkKey(core_->name, chunk->id));
+  }
+  if (store->records()) {
+    BALLAST_RETURN_IF_ERROR(store->Harden());  // no entry of theirs is written later
+    BALLAST_RETURN_IF_ERROR(core_->around.catalog->Erase(keys));
+  }
+  store->Void(voided);
+  if (leaving.empty()) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(store->Remove(gone));
+  Unreserve(*store, leaving);
+  spdlog::info("job '{}': gave up {} chunks, which other servers have", core_->name, leaving.size());
   return absl::OkStatus();
 }
 
@@ -151,8 +157,7 @@ absl::Status ChunkChanges::FreeEarlier() {
 
 absl::Status ChunkChanges::EndReplay() {
   std::shared_ptr<storage::ChunkStore> store;
-  HeldChunks leaving;
-  std::vector<uint64_t> chunks;
+  HeldChunks leaving, lacked;
   {
     JobMutexLock lock(&core_->mu);
     const std::map<uint64_t, int64_t> unfilled = core_->machine->unfilled();
@@ -170,13 +175,10 @@ absl::Status ChunkChanges::EndReplay() {
     }
     store = core_->state.store();
     leaving = core_->state.TakeLeaving();
-    chunks = VoidChunks();
+    lacked = Lacked();
     if (core_->state.plan() == nullptr || !core_->state.plan()->open().has_table()) return absl::OkStatus();
   }
-  if (store != nullptr) {
-    BALLAST_RETURN_IF_ERROR(Remove(store.get(), leaving));
-    store->Void(chunks);
-  }
+  if (store != nullptr) BALLAST_RETURN_IF_ERROR(Forget(store.get(), leaving, lacked));
   return FreeEarlier();
 }
 

@@ -40,11 +40,15 @@ class ChunkChanges {
  private:
   // On the worker.
   void Free() ABSL_LOCKS_EXCLUDED(job_lock);
-  // Forgets the chunks' states for good: in the catalog, then on the disk and in memory.
-  absl::Status Remove(storage::ChunkStore* store, const HeldChunks& chunks) ABSL_LOCKS_EXCLUDED(job_lock);
+  // What the store has of the chunks counts no more, for good: first the catalog forgets it. Those that are leaving are
+  // freed, the others keep their places. A restart takes a state of the latter that the catalog names for a copy.
+  absl::Status Forget(storage::ChunkStore* store, const HeldChunks& leaving, const HeldChunks& lacked)
+      ABSL_LOCKS_EXCLUDED(job_lock);
+  void Unreserve(const storage::ChunkStore& store, const HeldChunks& chunks) ABSL_LOCKS_EXCLUDED(job_lock);
   // Chunks of the catalog that no chunk took.
   absl::Status FreeEarlier() ABSL_LOCKS_EXCLUDED(job_lock);
-  std::vector<uint64_t> VoidChunks() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The plan's chunks that the server lacks.
+  HeldChunks Lacked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   JobCore* const core_;
   SliceRoom* const room_;

@@ -30,6 +30,16 @@ absl::Status StepMachine::Impl::CheckOwnDisk(const v1::OpenRequest& request) con
   return absl::OkStatus();
 }
 
+// Who begins anew keeps what it has of the job until it is copied. Of an earlier job of the name nothing may stay.
+absl::Status StepMachine::Impl::CheckSameLife(const v1::OpenRequest& request) const {
+  if (plan == nullptr || plan->open().table().life() == request.table().life()) return absl::OkStatus();
+  return Precondition(model::kOtherServer,
+                      absl::StrCat("server '", id, "' has an earlier job named '", request.spec().name(),
+                                   "', which was dropped elsewhere and made again: drop it here too (`ballastctl drop "
+                                   "--job ",
+                                   request.spec().name(), "` at this server's address)"));
+}
+
 // May this server begin at the base? A holder must have what it holds.
 bool StepMachine::Impl::Begins(const v1::OpenRequest& open) const {
   const bool decides = open.has_base_decision() && open.base_decision().step() == open.base();
@@ -151,8 +161,8 @@ void StepMachine::Impl::Adopt(std::shared_ptr<const model::EpochPlan> next, uint
 void StepMachine::Impl::TellDurable() {
   if (!to_give_up.has_value()) return;
   const std::vector<uint64_t> given_up = *std::exchange(to_give_up, std::nullopt);
-  host->TableDurable(given_up);
   for (const v1::PinnedVersion& pin : std::exchange(pins_to_drop, {})) host->PinChanged(pin);
+  host->TableDurable(given_up);
 }
 
 void StepMachine::Impl::SetUnfilled(std::map<uint64_t, int64_t> next) {
@@ -212,6 +222,7 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
   BALLAST_RETURN_IF_ERROR(m.CheckOwnDisk(request));
   // Who forgets the job compares nothing with what it had.
   const bool forgets = Forgets(request);
+  if (forgets) BALLAST_RETURN_IF_ERROR(m.CheckSameLife(request));
   if (!forgets) {
     if (m.plan != nullptr) BALLAST_RETURN_IF_ERROR(CheckContinues(m.plan->open(), request));
     BALLAST_RETURN_IF_ERROR(

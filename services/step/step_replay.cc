@@ -19,7 +19,10 @@ absl::Status StepMachine::Impl::ReplayOpen(const v1::OpenRequest& open) {
                                  committed, "; records are missing"));
   }
   BALLAST_ASSIGN_OR_RETURN(Change change, ChangeTo(next, index, forgets, /*replays=*/true));
-  if (forgets) Forget(open);
+  if (forgets) {
+    Forget(open);
+    pins.clear();  // the host takes their entries off the disk after the last record
+  }
   Adopt(std::make_shared<const model::EpochPlan>(std::move(next)), index, std::move(change));
   to_give_up.reset();  // the host compares its disk with the plan after the last record
   return absl::OkStatus();

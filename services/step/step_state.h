@@ -99,6 +99,7 @@ struct StepMachine::Impl {
   // The answer to an Open of the epoch that is open.
   Outcome<v1::OpenResponse> OpenAgain(const v1::OpenRequest& request) const;
   absl::Status CheckOwnDisk(const v1::OpenRequest& request) const;
+  absl::Status CheckSameLife(const v1::OpenRequest& request) const;
   absl::Status CheckStepCounts(const model::EpochPlan& next, bool forgets) const;
   absl::Status CheckChanges(const Change& change, const std::string& job) const;
   // Begins at the Open's base, and forgets all but the promise.

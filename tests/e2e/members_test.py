@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 
-from etcd_jobs import BIN, MODEL, Server, digest_of, job_key, main, open_again, run, several, wait_for
+from etcd_jobs import BIN, MODEL, Server, digest_of, job_key, main, open_again, run, several, start, wait_for
 
 SHARDS = 1024
 
@@ -184,6 +184,35 @@ def test_more_and_fewer_copies(etcd, folder, bits):
     text = go_on(etcd, 'copies', '--stop-at', '24')
     assert "goes on without 'b'" in text and members(etcd, 'copies') == ['a'], text
     assert digest_of(go_on(etcd, 'copies')) == bits
+
+
+def two_ranks(etcd, prefix, folder, *more):
+    """Rank 0's output. With two ranks training has the same bits as with one."""
+    meeting = folder / f'meeting{len(list(folder.glob("meeting*")))}'
+    logs = [folder / f'{meeting.name}.rank{rank}.log' for rank in range(2)]
+    ranks = [start(BIN / 'train_bytes_lm', *MODEL, '--servers', f'{etcd.url(prefix)}?servers=3', '--job', prefix, '--resume', 'auto',
+                   '--replicas', '2', '--failover-after', '3', '--rendezvous', meeting, '--rank', rank, '--world-size', 2, *more, log=log)
+             for rank, log in enumerate(logs)]
+    codes = [process.wait(200) for process in ranks]
+    text = logs[0].read_text()
+    assert codes == [0, 0], f'{text}\n--- rank 1\n{logs[1].read_text()}'
+    return text
+
+
+def test_all_ranks_reach_the_servers_that_join(etcd, folder, bits):
+    a, b, _ = several(etcd, 'ranks', folder)
+    two_ranks(etcd, 'ranks', folder, '--stop-at', '8')
+    wipe(b, folder, 'b')
+    text = two_ranks(etcd, 'ranks', folder, '--stop-at', '14')
+    assert "goes on without 'b'" in text, text
+    b.start()
+    text = two_ranks(etcd, 'ranks', folder, '--stop-at', '22')
+    assert "server 'b' joins and copies" in text, text
+    await_copies(etcd, 'ranks')
+    two_ranks(etcd, 'ranks', folder, '--stop-at', '28')
+    check_settled(etcd, 'ranks', 'abc')
+    wipe(a, folder, 'a')
+    assert digest_of(two_ranks(etcd, 'ranks', folder)) == bits
 
 
 def test_two_operators_at_once(etcd, folder, bits):

@@ -210,6 +210,57 @@ TEST_P(MembersJobTest, AServerSharesItsChunksWithAnother) {
   ExpectSameBits();
 }
 
+// The log begins with a snapshot of the table before: a restart finds it, and the chunks that were given up since gone.
+TEST_P(MembersJobTest, ARestartBehindALongLog) {
+  if (GetParam().durability == v1::DURABILITY_NONE) return;
+  Begin({"a"}, 1);
+  Steps(40);
+  ASSERT_EQ(Reconfigure({"a", "b"}, 1), absl::OkStatus());
+  AwaitFilled("b");
+  ASSERT_EQ(Reconfigure({"a", "b"}, 1), absl::OkStatus());
+  AwaitIdle(servers_["a"]->get(), "job");
+  for (const char* name : {"a", "b"}) {
+    servers_[name]->Restart();
+    EXPECT_FALSE(StatusOf(name).state_lost()) << name;
+  }
+  ASSERT_EQ(Reconfigure({"a", "b"}, 1), absl::OkStatus());
+  Steps(1);
+  ExpectSameBits();
+}
+
+// What the disk has of a chunk that is still to be copied is no copy, however far steps and log have gone on since.
+TEST_P(MembersJobTest, ARestartTakesNoOldStateForACopy) {
+  if (GetParam().durability == v1::DURABILITY_NONE) return;
+  Begin({"a", "b"}, 2);
+  Steps(30);
+  servers_["b"]->Restart();  // all that it has is on its disk
+  ASSERT_EQ(Reconfigure({"a"}, 2, {"b"}), absl::OkStatus());
+  Steps(1);
+  source_.opens = false;
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  Steps(40);
+  servers_["b"]->Restart();
+  EXPECT_EQ(StatusOf("b").unfilled_chunks(), StatusOf("b").chunks());
+  source_.opens = true;
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  AwaitFilled("b");
+  ASSERT_EQ(Reconfigure({"b"}, 2), absl::OkStatus());
+  ASSERT_EQ(Reconfigure({"b"}, 2, {"a"}), absl::OkStatus());
+  ExpectSameBits();
+}
+
+// A name that was dropped elsewhere and made again: the earlier job's state is refused, not taken over.
+TEST_P(MembersJobTest, AnEarlierJobOfTheNameIsRefused) {
+  Begin({"a", "b"}, 2);
+  Steps(2);
+  ASSERT_EQ(Reconfigure({"a"}, 2, {"b"}), absl::OkStatus());
+  Steps(1);
+  table_.set_life(6);
+  const absl::Status refused = Reconfigure({"a", "b"}, 2);
+  EXPECT_EQ(model::ReasonOf(refused), model::kOtherServer) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("drop it here too"));
+}
+
 // A server that was left out has an older state, which counts no more.
 TEST_P(MembersJobTest, AServerThatWasLeftOutBeginsAnew) {
   Begin({"a", "b"}, 2);

@@ -88,7 +88,7 @@ TEST(DiscoveredTransport, HasItsNameWhileItsLastCallsEnd) {
   ASSERT_TRUE(url.ok()) << url.status();
   auto transports = DiscoverTransports(
       *url, [](const std::string& address) { return std::make_unique<LastCalls>("server at " + address); }, "",
-      absl::Seconds(60), nullptr);
+      absl::Seconds(60), nullptr, registry::Servers::kMembers);
   ASSERT_TRUE(transports.ok()) << transports.status();
   ASSERT_EQ(transports->size(), 1u);
   Transport* const transport = transports->front().get();

@@ -124,9 +124,9 @@ TEST_F(ExportsTest, WhatIsNotMeantIsRefusedByName) {
   StepOfValues(3);
   v1::ExportRequest other = RequestOf(0, 0);
   other.set_life(78);
-  ExpectRefused(other, absl::StatusCode::kNotFound, model::kUnknownJob, "has life 77, not 78");
+  ExpectRefused(other, absl::StatusCode::kNotFound, model::kUnknownJob, "is not the job that the asking server has");
   other.set_life(0);
-  ExpectRefused(other, absl::StatusCode::kNotFound, model::kUnknownJob, "has life 77, not 0");
+  ExpectRefused(other, absl::StatusCode::kNotFound, model::kUnknownJob, "is not the job that the asking server has");
   other = RequestOf(0, 0);
   other.set_spec_digest("another");
   ExpectRefused(other, absl::StatusCode::kFailedPrecondition, model::kBehind, "has not opened the spec");
