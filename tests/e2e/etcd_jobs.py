@@ -89,10 +89,10 @@ class Server:
     """A ballastd; a further process takes the place of one that was killed, at another port. host: HOST for one that comes back at its
     own."""
 
-    def __init__(self, etcd, prefix, name, folder, *more, host='127.0.0.1'):
+    def __init__(self, etcd, prefix, name, folder, *more, host='127.0.0.1', dram='128MiB', nvme='256MiB'):
         self.log, self.process = folder / f'{name}.log', None
         self.command = [BIN / 'ballastd', '--listen', f'{host}:0', '--metrics_listen', '127.0.0.1:0', '--data_directory', folder / name,
-                        '--server_id', name, '--budget.dram', '128MiB', '--budget.nvme', '256MiB', '--discovery', etcd.url(prefix), *more]
+                        '--server_id', name, '--budget.dram', dram, '--budget.nvme', nvme, '--discovery', etcd.url(prefix), *more]
         self.start()
 
     def start(self):

@@ -278,7 +278,7 @@ def test_wishes_that_are_refused(etcd, folder, bits):
 def test_a_spare_without_room(etcd, folder, bits):
     _, b, _ = several(etcd, 'room', folder)
     train(etcd, 'room', '--stop-at', '8')
-    small = Server(etcd, 'room', 'd', folder, '--budget.dram', '1MiB', '--budget.nvme', '1MiB')
+    small = Server(etcd, 'room', 'd', folder, dram='64MiB', nvme='1MiB')
     wait_for(lambda: len(etcd.entries('room')) == 4, 'd is registered')
     wipe(b, folder, 'b')
     text = go_on(etcd, 'room', '--stop-at', '16')

@@ -249,6 +249,28 @@ TEST_P(MembersJobTest, ARestartTakesNoOldStateForACopy) {
   ExpectSameBits();
 }
 
+// Versions that it kept go with the state that it had; those that it keeps since stay.
+TEST_P(MembersJobTest, AServerThatBeginsAnewGivesItsKeptVersionsUp) {
+  if (GetParam().durability == v1::DURABILITY_NONE) return;
+  Begin({"a", "b"}, 2);
+  Steps(1);
+  ASSERT_EQ(PinDurably(servers_["b"]->get(), "job", group_->epoch(), step_), absl::OkStatus());
+  ASSERT_EQ(Reconfigure({"a"}, 2, {"b"}), absl::OkStatus());
+  Steps(2);
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  AwaitFilled("b");
+  Steps(1);
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  ASSERT_EQ(PinDurably(servers_["b"]->get(), "job", group_->epoch(), step_), absl::OkStatus());
+  Steps(1);
+  servers_["b"]->Restart();
+  const v1::JobStatus status = StatusOf("b");
+  ASSERT_EQ(status.durable_versions_size(), 1);
+  EXPECT_EQ(status.durable_versions(0), step_ - 1);
+  ASSERT_EQ(Reconfigure({"b"}, 2, {"a"}), absl::OkStatus());
+  ExpectSameBits();
+}
+
 // A name that was dropped elsewhere and made again: the earlier job's state is refused, not taken over.
 TEST_P(MembersJobTest, AnEarlierJobOfTheNameIsRefused) {
   Begin({"a", "b"}, 2);
