@@ -36,7 +36,9 @@ TEST_P(MembersSeededBugTest, IsCaught) {
 }
 
 // Planted, and not shown to be reached by this search yet: kPromiseNotSynced (tests/sim reaches it), kOpenUnpromised,
-// kTableNotSynced, kFilledUndecided and kNormsOfFilledAlone. Each needs a crash within a short time.
+// kTableNotSynced, kFilledUndecided and kNormsOfFilledAlone. Each needs a crash within a short time. kDeadTarget breaks
+// no promise any more: NextTable takes out who does not count, so a server that does not answer becomes a filler that
+// begins anew, and holds a group up until the next fence.
 INSTANTIATE_TEST_SUITE_P(Machine, MembersSeededBugTest,
                          testing::Values(Planted{"samename", SeededBug::kSameName, Bug::kBelieve},
                                          Planted{"wipedholds", SeededBug::kWipedHolds, Bug::kNoCover},
@@ -63,7 +65,6 @@ INSTANTIATE_TEST_SUITE_P(Client, MembersSeededBugTest,
                                          Planted{"unfilledcounts", SeededBug::kNone, Bug::kUnfilledCounts},
                                          Planted{"settleearly", SeededBug::kNone, Bug::kSettleEarly},
                                          Planted{"neversettle", SeededBug::kNone, Bug::kNeverSettle},
-                                         Planted{"deadtarget", SeededBug::kNone, Bug::kDeadTarget},
                                          Planted{"survivors", SeededBug::kNone, Bug::kSurvivors},
                                          Planted{"commitatfence", SeededBug::kNone, Bug::kCommitAtFence}),
                          [](const auto& planted) { return planted.param.name; });
