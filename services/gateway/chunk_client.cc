@@ -31,6 +31,8 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, const mod
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // services/job/filling asks again
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5000);  // despite its name: how long one attempt may take
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
   arguments.SetInt(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, 1000);
   const auto credentials = access.ca.empty() ? grpc::InsecureChannelCredentials()

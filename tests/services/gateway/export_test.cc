@@ -136,6 +136,62 @@ TEST_F(ExportTest, AServerCopiesEachChunkBitForBit) {
   EXPECT_EQ(server_->Figures().jobs.at("job")->exported_bytes, bytes);
 }
 
+// The whole way: a server joins, asks by gRPC, and has the holder's bits while steps go on.
+TEST_F(ExportTest, AServerThatJoinsFillsFromTheHolder) {
+  TestServer joins("t");
+  joins.options().chunk_source = &client_;
+  joins.Restart();
+  v1::Table table;
+  *table.add_members() = Member();
+  v1::Member* const member = table.add_members();
+  member->set_server_id(joins->server_id());
+  member->set_disk(joins->disk());
+  member->set_weight(1);
+  member->set_address("127.0.0.1:1");
+  table.set_replicas(2);
+  table.set_life(kLife);
+  v1::Shard* const shard = table.add_shards();
+  shard->add_holders(0);
+  shard->add_fillers(1);
+  TrainerGroup next({server_.get(), joins.get()}, MakeSpec("job", SmallModel()), 1, /*epoch_counter=*/2);
+  std::vector<v1::GetJobResponse> answers;
+  ASSERT_EQ(next.Fence(&answers), absl::OkStatus());
+  model::Found found;
+  found.base = 1;
+  found.decision = answers[0].decision();
+  found.tensor_steps.assign(answers[0].tensor_steps().begin(), answers[0].tensor_steps().end());
+  ASSERT_EQ(next.OpenWith(table, {server_.get(), joins.get()}, found), absl::OkStatus());
+  const auto lacks = [&] { return joins->Status().jobs(0).unfilled_chunks(); };
+  const absl::Time end = absl::Now() + absl::Minutes(1);
+  while (lacks() > 0 && absl::Now() < end) {
+    ASSERT_EQ(next.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+    ASSERT_TRUE(next.Finish(UpdateHeader(4)).ok());
+  }
+  ASSERT_EQ(lacks(), 0u);
+  ASSERT_EQ(next.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+  ASSERT_TRUE(next.Finish(UpdateHeader(4)).ok());
+  for (const model::Chunk& chunk : next.plan().layout().chunks()) {
+    for (const v1::Content content :
+         {v1::CONTENT_WORKING, v1::CONTENT_MASTER, v1::CONTENT_MOMENT1, v1::CONTENT_MOMENT2}) {
+      v1::PullRequest request;
+      request.set_job("job");
+      request.set_version(next.step() - 1);
+      request.set_content(content);
+      request.set_unit(chunk.unit);
+      request.set_begin(chunk.range.begin);
+      request.set_end(chunk.range.end);
+      std::string held, copied;
+      ASSERT_TRUE(next.Pull(server_.get(), request, absl::Now() + absl::Minutes(1), &held).Wait().ok());
+      ASSERT_TRUE(next.Pull(joins.get(), request, absl::Now() + absl::Minutes(1), &copied).Wait().ok());
+      EXPECT_TRUE(held == copied) << "chunk " << chunk.index << ", content " << content;
+    }
+  }
+  // Copies that came too late were sent for nothing.
+  const uint64_t imported = joins->Figures().jobs.at("job")->imported_bytes;
+  EXPECT_GT(imported, 0u);
+  EXPECT_GE(server_->Figures().jobs.at("job")->exported_bytes, imported);
+}
+
 TEST_F(ExportTest, AnotherServerAndAnotherJobAreRefusedByName) {
   ExpectRefused(Fetch(RequestOf(99), Member()), absl::StatusCode::kInvalidArgument, model::kBadRequest);
   v1::ExportRequest request = RequestOf(0);
@@ -177,7 +233,7 @@ TEST_F(ExportTest, TheClientsEndAnswersCallsUnderWay) {
 
 TEST_F(ExportTest, AServerThatDoesNotAnswerIsUnavailable) {
   v1::Member gone = Member();
-  rpc_->Stop(absl::ZeroDuration());
+  rpc_.reset();
   EXPECT_TRUE(absl::IsUnavailable(Fetch(RequestOf(0), gone).status()));
 }
 
