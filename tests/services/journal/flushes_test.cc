@@ -114,6 +114,28 @@ TEST_F(FlushesTest, APostedFlushWritesAndRecordsWhateverIsDirtyOnce) {
   EXPECT_EQ(core_.counters.flushed_chunks, chunks_.size());
 }
 
+TEST_F(FlushesTest, RemovedAndVoidChunksArePassedOver) {
+  StartLog(40);
+  Open();
+  std::vector<storage::ChunkUpdate> updates = UpdatesOf(All(), 0);
+  ASSERT_EQ(store()->Run(updates, [](size_t) {}), absl::OkStatus());
+  flushes_.SetApplied(0);
+  ASSERT_EQ(store()->Remove({1}), absl::OkStatus());
+  store()->Void({2});
+  EXPECT_EQ(Dirty(), chunks_.size() - 2);
+  std::vector<uint64_t> rest = All();
+  std::erase_if(rest, [](uint64_t chunk) { return chunk == 1 || chunk == 2; });
+  for (int64_t step = 1; step < 20; ++step) {
+    for (const uint64_t chunk : Step(rest, step)) EXPECT_TRUE(chunk != 1 && chunk != 2) << chunk;
+    ASSERT_EQ(flushes_.Harden(store().get()), absl::OkStatus());
+  }
+  Locked([&] { flushes_.Post(); });
+  RunAll();
+  EXPECT_EQ(Dirty(), 0);
+  JobMutexLock lock(&core_.mu);
+  EXPECT_EQ(core_.failure(), absl::OkStatus());
+}
+
 TEST_F(FlushesTest, AFailedFlushStopsTheJobWithTheReason) {
   StartLog(40);
   Open();

@@ -70,6 +70,17 @@ TEST_F(ChunkMovesTest, AllChunksMoveInBatchesAndKeepTheirState) {
   EXPECT_EQ(moves_.moved(), 2 * chunks_.size());
 }
 
+TEST_F(ChunkMovesTest, AChunkThatWasRemovedIsPassedOver) {
+  Open();
+  StepOfValues(3);
+  ASSERT_EQ(store()->Remove({0, 2}), absl::OkStatus());
+  EXPECT_EQ(MoveAll(TierKind::kNvme).chunks_to_nvme(), chunks_.size() - 2);
+  RunAll();
+  EXPECT_EQ(In(TierKind::kNvme), chunks_.size() - 2);
+  EXPECT_EQ(Left(), 0);
+  EXPECT_EQ(Value(1), 3);
+}
+
 TEST_F(ChunkMovesTest, APlanKeepsMovesOutUntilItEnds) {
   Open();
   StepOfValues(3);
