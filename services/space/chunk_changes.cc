@@ -27,7 +27,10 @@ absl::Status ChunkChanges::Check(const model::EpochPlan& plan) const {
   if (core_->machine->Forgets(plan.open())) return absl::OkStatus();
   const std::vector<uint64_t> next = ChunksOf(plan, core_->around.server_id);
   const auto gives_up = [&](const auto& chunk) { return !std::binary_search(next.begin(), next.end(), chunk->id); };
-  const auto adds = [&](uint64_t id) { return id < now->layout().chunks().size() && core_->state.Find(id) == nullptr; };
+  const auto adds = [&](uint64_t id) {
+    core_->mu.AssertHeld();
+    return id < now->layout().chunks().size() && core_->state.Find(id) == nullptr;
+  };
   if (std::none_of(core_->state.chunks().begin(), core_->state.chunks().end(), gives_up) &&
       std::none_of(next.begin(), next.end(), adds)) {
     return absl::OkStatus();

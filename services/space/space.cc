@@ -103,7 +103,10 @@ absl::StatusOr<v1::OpenResponse> Space::Try(const model::EpochPlan& plan) const 
 bool Space::ReadsStore(const model::EpochPlan& plan) const {
   if (core_->state.store() == nullptr) return false;
   const std::vector<uint64_t> mine = ChunksOf(plan, core_->around.server_id);
-  return std::any_of(mine.begin(), mine.end(), [&](uint64_t id) { return core_->state.Find(id) == nullptr; });
+  return std::any_of(mine.begin(), mine.end(), [&](uint64_t id) {
+    core_->mu.AssertHeld();
+    return core_->state.Find(id) == nullptr;
+  });
 }
 
 std::optional<HeldChunks> Space::AllHeld(const model::EpochPlan& plan) const {
