@@ -288,11 +288,19 @@ TEST_F(ChangeTest, WithoutRoomForFurtherCopiesTheJobGoesOnWithThoseThatItHas) {
 }
 
 TEST_F(ChangeTest, AMemberThatFailsEndsTheOpening) {
-  errors_[1] = model::Error(absl::StatusCode::kDataLoss, model::kChecksum, "its log is damaged");
-  EXPECT_THAT(std::string(Open().status().message()), HasSubstr("its log is damaged"));
+  errors_[1] = model::Error(absl::StatusCode::kPermissionDenied, model::kNoRight, "not your job");
+  EXPECT_THAT(std::string(Open().status().message()), HasSubstr("not your job"));
   // Unless an operator drains it.
   Wish(model::WishToReplace(first_, v1::Wish(), "s1", "s4"));
   EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s4"));
+}
+
+// Whose state cannot be read has no copy, and the others go on without it, as without a lost disk.
+TEST_F(ChangeTest, AMemberWithoutItsStateIsLeftOut) {
+  errors_[1] = model::Error(absl::StatusCode::kDataLoss, model::kChecksum, "its log is damaged");
+  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s3"));
+  EXPECT_THAT(lines_, Contains(HasSubstr("server 's1' is left out: ")));
+  EXPECT_THAT(lines_, Contains(HasSubstr("its log is damaged")));
 }
 
 TEST_F(ChangeTest, AWishAddsAndDrains) {
