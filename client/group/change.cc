@@ -99,7 +99,8 @@ absl::Status Change::CheckFailed(const v1::Member& server, const absl::Status& s
   const bool needed = IsMember(server) && !Contains(wish_.not_(), server.server_id());
   if (needed && !absl::IsDataLoss(status)) return status;
   const bool is_new = excluded_.insert(server.server_id()).second;
-  if ((fences_ || needed) && is_new) Report(absl::StrCat("server '", server.server_id(), "' is left out: ", status.message()));
+  if ((fences_ || needed) && is_new)
+    Report(absl::StrCat("server '", server.server_id(), "' is left out: ", status.message()));
   return absl::OkStatus();
 }
 
