@@ -43,6 +43,12 @@ class Transport {
   virtual registry::Registry* registry() const { return nullptr; }
   // The server by which the registry made this transport (model::TargetOf). Empty if a user named the server.
   virtual std::string registered_as() const { return ""; }
+  // A transport to another server of the same registry, which is at `server.address` now. It is registered_as `server`.
+  // UNIMPLEMENTED (UNSUPPORTED) if a user named the servers; otherwise errors of the connection's access.
+  virtual absl::StatusOr<std::unique_ptr<Transport>> Another(const v1::Member& /*server*/) {
+    return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
+                        "server " + name() + " was not named by a registry");
+  }
 
   virtual void Identify(const v1::IdentifyRequest&, absl::Time deadline, Callback<v1::IdentifyResponse>) = 0;
   virtual void GetJob(const v1::GetJobRequest&, absl::Time deadline, Callback<v1::GetJobResponse>) = 0;

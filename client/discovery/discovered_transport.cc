@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <map>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -69,17 +68,17 @@ class Doubt {
 // Where a server is now. Threads: any.
 class Place {
  public:
-  Place(const v1::ServerEntry& entry, std::shared_ptr<Transport> transport, Connector connect,
-        std::shared_ptr<Doubt> doubt)
-      : disk_(entry.disk()),
+  Place(const v1::Member& server, std::shared_ptr<Transport> transport, Connector connect, std::shared_ptr<Doubt> doubt)
+      : id_(server.server_id()),
+        disk_(server.disk()),
         connect_(std::move(connect)),
         doubt_(std::move(doubt)),
-        address_(entry.address()),
+        address_(server.address()),
         name_(transport->name()),
         transport_(std::move(transport)) {}
 
-  // False: it is another server's, by this one's name.
-  bool IsOf(const v1::ServerEntry& entry) const { return entry.disk() == disk_; }
+  // Another server may have this one's name.
+  bool IsOf(const v1::ServerEntry& entry) const { return entry.server_id() == id_ && entry.disk() == disk_; }
 
   void MeanFor(const std::string& target) {
     absl::MutexLock lock(&mutex_);
@@ -155,6 +154,7 @@ class Place {
   }
 
  private:
+  const std::string id_;
   const uint64_t disk_;
   const Connector connect_;
   const std::shared_ptr<Doubt> doubt_;
@@ -171,12 +171,11 @@ class Place {
   std::vector<std::shared_ptr<Transport>> left_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Looks into the registry when somebody doubts.
-class Directory {
+// Makes transports to servers of a registry, and looks into it when somebody doubts.
+class Directory : public std::enable_shared_from_this<Directory> {
  public:
-  Directory(std::unique_ptr<registry::Registry> registry, std::shared_ptr<Doubt> doubt,
-            std::map<std::string, std::shared_ptr<Place>> places)
-      : registry_(std::move(registry)), doubt_(std::move(doubt)), places_(std::move(places)) {
+  Directory(std::unique_ptr<registry::Registry> registry, Connector connect)
+      : registry_(std::move(registry)), connect_(std::move(connect)) {
     absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
     made_ = thread.status();
     if (thread.ok()) thread_ = *std::move(thread);
@@ -184,14 +183,13 @@ class Directory {
   // RESOURCE_EXHAUSTED (LIMIT) if the system made no thread.
   const absl::Status& made() const { return made_; }
   registry::Registry* registry() const { return registry_.get(); }
+  absl::StatusOr<std::unique_ptr<Transport>> TransportTo(const v1::Member& server);
   ~Directory() {
     doubt_->Stop();
     if (thread_.joinable()) thread_.join();
   }
 
  private:
-  static bool IsRecovering(const std::vector<v1::ServerEntry>& entries, const std::string& id, const Place& place);
-
   void Run() {
     registry::Pauses pauses;
     absl::Time looked = absl::InfinitePast();
@@ -201,31 +199,43 @@ class Directory {
       // unreadable.
       const auto entries = registry_->List(absl::Now() + kLookTimeout, registry::Registry::OnUnreadable::kPassOver);
       if (entries.ok()) {
-        for (const auto& place : places_) place.second->SetRecovers(IsRecovering(*entries, place.first, *place.second));
-        for (const v1::ServerEntry& entry : *entries) {
-          const auto place = places_.find(entry.server_id());
-          if (place == places_.end() || !place->second->IsOf(entry)) continue;
-          place->second->Move(entry.address());
-        }
+        for (const std::shared_ptr<Place>& place : Places()) Show(*entries, place.get());
       }
       looked = absl::Now();
       if (!doubt_->Rest(kLookInterval + pauses.Next())) return;
     }
   }
 
+  // No entry of the server: it does not recover.
+  static void Show(const std::vector<v1::ServerEntry>& entries, Place* place) {
+    bool recovers = false;
+    for (const v1::ServerEntry& entry : entries) {
+      if (!place->IsOf(entry)) continue;
+      recovers = recovers || entry.state() == v1::SERVER_STATE_RECOVERING;
+      place->Move(entry.address());
+    }
+    place->SetRecovers(recovers);
+  }
+
+  // Of the transports that there are.
+  std::vector<std::shared_ptr<Place>> Places() {
+    absl::MutexLock lock(&mutex_);
+    std::erase_if(places_, [](const std::weak_ptr<Place>& place) { return place.expired(); });
+    std::vector<std::shared_ptr<Place>> places;
+    for (const std::weak_ptr<Place>& place : places_) {
+      if (auto used = place.lock(); used != nullptr) places.push_back(std::move(used));
+    }
+    return places;
+  }
+
   const std::unique_ptr<registry::Registry> registry_;
-  const std::shared_ptr<Doubt> doubt_;
-  const std::map<std::string, std::shared_ptr<Place>> places_;
+  const Connector connect_;
+  const std::shared_ptr<Doubt> doubt_ = std::make_shared<Doubt>();
+  absl::Mutex mutex_;
+  std::vector<std::weak_ptr<Place>> places_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;
   absl::Status made_;
 };
-
-// No entry of the server: it does not.
-bool Directory::IsRecovering(const std::vector<v1::ServerEntry>& entries, const std::string& id, const Place& place) {
-  return std::any_of(entries.begin(), entries.end(), [&](const v1::ServerEntry& entry) {
-    return entry.server_id() == id && place.IsOf(entry) && entry.state() == v1::SERVER_STATE_RECOVERING;
-  });
-}
 
 class DiscoveredTransport final : public Transport {
  public:
@@ -240,6 +250,9 @@ class DiscoveredTransport final : public Transport {
   void MeanFor(const std::string& target) override { place_->MeanFor(target); }
   registry::Registry* registry() const override { return directory_->registry(); }
   std::string registered_as() const override { return target_; }
+  absl::StatusOr<std::unique_ptr<Transport>> Another(const v1::Member& server) override {
+    return directory_->TransportTo(server);
+  }
   bool recovers() const override { return place_->recovers(); }
   void Cancel() override { place_->Cancel(); }
 
@@ -304,6 +317,17 @@ class DiscoveredTransport final : public Transport {
   const std::shared_ptr<Directory> directory_;
 };
 
+absl::StatusOr<std::unique_ptr<Transport>> Directory::TransportTo(const v1::Member& server) {
+  BALLAST_ASSIGN_OR_RETURN(auto transport, connect_(server.address()));
+  auto place = std::make_shared<Place>(server, std::move(transport), connect_, doubt_);
+  {
+    absl::MutexLock lock(&mutex_);
+    places_.push_back(place);
+  }
+  return std::make_unique<DiscoveredTransport>(model::TargetOf(server.server_id(), server.disk()), std::move(place),
+                                               shared_from_this());
+}
+
 }  // namespace
 
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const registry::RegistryUrl& url,
@@ -314,19 +338,15 @@ absl::StatusOr<std::vector<std::unique_ptr<Transport>>> DiscoverTransports(const
   auto registry = std::make_unique<registry::Registry>(url);
   BALLAST_ASSIGN_OR_RETURN(const auto entries,
                            registry::AwaitServers(registry.get(), job, timeout, interrupted, which));
-  const auto doubt = std::make_shared<Doubt>();
-  std::map<std::string, std::shared_ptr<Place>> places;
-  std::map<std::string, std::string> targets;
-  for (const v1::ServerEntry& entry : entries) {
-    BALLAST_ASSIGN_OR_RETURN(auto transport, connect(entry.address()));
-    places[entry.server_id()] = std::make_shared<Place>(entry, std::move(transport), connect, doubt);
-    targets[entry.server_id()] = model::TargetOf(entry.server_id(), entry.disk());
-  }
-  const auto directory = std::make_shared<Directory>(std::move(registry), doubt, places);
+  const auto directory = std::make_shared<Directory>(std::move(registry), std::move(connect));
   BALLAST_RETURN_IF_ERROR(directory->made());
   std::vector<std::unique_ptr<Transport>> transports;
-  for (const auto& [id, place] : places) {
-    transports.push_back(std::make_unique<DiscoveredTransport>(targets[id], place, directory));
+  for (const v1::ServerEntry& entry : entries) {
+    v1::Member server;
+    server.set_server_id(entry.server_id());
+    server.set_disk(entry.disk());
+    server.set_address(entry.address());
+    BALLAST_ASSIGN_OR_RETURN(transports.emplace_back(), directory->TransportTo(server));
   }
   return transports;
 }

@@ -217,7 +217,7 @@ void Change::ExcludeOtherJobs() {
   }
 }
 
-absl::Status Change::Fence(bool expect_empty, absl::Time deadline) {
+absl::Status Change::Fence(const std::string& group, bool expect_empty, absl::Time deadline) {
   fences_ = true;
   std::vector<uint64_t> promised;
   for (const std::string& id : members_->ids()) {
@@ -227,6 +227,7 @@ absl::Status Change::Fence(bool expect_empty, absl::Time deadline) {
   }
   Fencing fencing(router_, options_.job, std::move(promised), members_->peers());
   fencing.Raise(epoch_);
+  fencing.Name(group);
   BALLAST_ASSIGN_OR_RETURN(const auto fenced, fencing.Ask(expect_empty, deadline));
   return Gather([&](absl::Time until) { return JobsOf(fenced->Await(until)); }, deadline);
 }

@@ -36,11 +36,13 @@ class Change {
   // the answers of servers that have this job, members or not. `spec`: of a job that no server has opened. UNAVAILABLE
   // (SERVER_DOWN): copies are missing. Otherwise errors of members, and of model::FindBase.
   absl::StatusOr<Sight> Look(const v1::JobSpec& spec, absl::Time deadline);
+  // Whether the next table would differ, by what Look found.
+  bool IsNeeded() const { return !model::SameTable(Plan(), now_); }
   // After the claim, whose table it goes by: chooses who shall join, by the operator's wish, and stops using other
   // servers. FAILED_PRECONDITION (STALE_EPOCH) if another group made servers members that this one does not know.
   absl::Status Claimed(const v1::Epoch& epoch, absl::Time deadline);
-  // Promises of all servers for the claimed epoch. Errors as Look's.
-  absl::Status Fence(bool expect_empty, absl::Time deadline);
+  // Promises of all servers for the claimed epoch, which `group` will open. Errors as Look's.
+  absl::Status Fence(const std::string& group, bool expect_empty, absl::Time deadline);
   // The operator's, as read by Look or Claimed.
   const v1::Wish& wish() const { return wish_; }
   // What the fence found.

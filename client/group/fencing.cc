@@ -75,6 +75,7 @@ absl::StatusOr<v1::FenceRequest> Fencing::Begin(bool expect_empty, absl::Time de
   *request.mutable_epoch() = epoch_;
   request.set_expect_empty(expect_empty);
   request.set_protocol_version(model::kProtocolVersion);
+  request.set_group(group_);
   request.mutable_peers()->Assign(peers_.begin(), peers_.end());
   for (uint32_t server = 0; server < router_->server_count(); ++server) {
     BALLAST_RETURN_IF_ERROR(CatchUp(server, request, deadline));

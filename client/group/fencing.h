@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -28,6 +29,8 @@ class Fencing {
   const v1::Epoch& epoch() const { return epoch_; }
   // Uses a later epoch instead.
   void Raise(const v1::Epoch& epoch) { epoch_ = epoch; }
+  // OpenRequest.group of the Open that will follow: who is refused then knows whether the epoch is its own group's.
+  void Name(std::string group) { group_ = std::move(group); }
   // Fences all servers with epoch(). Errors: the servers'. FAILED_PRECONDITION (BAD_REQUEST) if the promises lie too
   // far apart; then no server was fenced.
   absl::StatusOr<std::vector<v1::GetJobResponse>> Fence(bool expect_empty, absl::Time deadline);
@@ -47,6 +50,7 @@ class Fencing {
   const std::vector<uint64_t> promised_;
   const std::vector<v1::Peer> peers_;
   v1::Epoch epoch_;
+  std::string group_;
 };
 
 }  // namespace ballast::client

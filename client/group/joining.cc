@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <random>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -9,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "ballast/client/group/job_spec.h"
 #include "ballast/client/group/open_checks.h"
+#include "ballast/client/group/opens.h"
 #include "ballast/client/group/pins.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/epoch_plan.h"
@@ -23,9 +25,13 @@
 namespace ballast::client {
 namespace {
 
-// The deadline passed while a server was busy with the request, not while it was down.
-bool IsAtWork(const absl::Status& status) {
-  return absl::IsDeadlineExceeded(status) && model::ReasonOf(status) == model::kBusy;
+// Names this group, so that the servers keep its gradients from one of its epochs to the next.
+std::string NewGroup() {
+  constexpr size_t kGroupBytes = 16;
+  std::random_device random;
+  std::string group(kGroupBytes, '\0');
+  std::generate(group.begin(), group.end(), [&] { return static_cast<char>(random()); });
+  return group;
 }
 
 std::string WithoutTensors(v1::OpenRequest named) {
@@ -36,30 +42,6 @@ std::string WithoutTensors(v1::OpenRequest named) {
 }
 
 }  // namespace
-
-absl::Status Opening::TryOpen(v1::OpenRequest open, absl::Time deadline) {
-  BALLAST_RETURN_IF_ERROR(model::EpochPlan::Make(open).status());
-  open.set_dry_run(true);
-  return router_
-      ->CallAll<v1::OpenRequest, v1::OpenResponse>(
-          &Transport::Open, absl::StrCat("Space for job '", open.spec().name(), "'"), open, deadline)
-      .status();
-}
-
-absl::Status Opening::SendOpen(const v1::OpenRequest& open, absl::Time deadline) {
-  return router_
-      ->CallAll<v1::OpenRequest, v1::OpenResponse>(&Transport::Open,
-                                                   absl::StrCat("Open of job '", open.spec().name(), "'"), open,
-                                                   deadline, static_cast<uint32_t>(model::MembersOf(open).size()))
-      .status();
-}
-
-absl::Status Opening::SendFirstOpen(const v1::OpenRequest& open, absl::Duration timeout) {
-  for (;;) {
-    const absl::Status opened = SendOpen(open, absl::Now() + timeout);
-    if (!IsAtWork(opened)) return opened;
-  }
-}
 
 namespace {
 
@@ -151,7 +133,7 @@ absl::Status Opening::CheckBeforeFence(const v1::JobSpec& spec, const Sight& sig
     *open.mutable_epoch() = epoch;
     open.set_base(-1);
     BALLAST_RETURN_IF_ERROR(Lay(spec, nullptr, table, &open));
-    return TryOpen(open, deadline);
+    return TryOpen(router_, open, deadline);
   }
   const absl::Status same = CheckSameSpec(spec, newest->spec());
   if (same.ok() || sight.version >= 0) return same;
@@ -248,30 +230,20 @@ absl::Status Opening::OpenFixed(const SessionOptions& options, const v1::JobSpec
   BALLAST_RETURN_IF_ERROR(members_.Match(*open));
   // All servers or none: a job opened by one server, with no room on another, could not be changed any more.
   const bool tried = newest == nullptr && is_new;
-  if (!tried) BALLAST_RETURN_IF_ERROR(TryOpen(*open, deadline));
-  return newest == nullptr ? SendFirstOpen(*open, options.open_timeout) : SendOpen(*open, deadline);
+  if (!tried) BALLAST_RETURN_IF_ERROR(TryOpen(router_, *open, deadline));
+  return newest == nullptr ? SendFirstOpen(router_, *open, options.open_timeout) : SendOpen(router_, *open, deadline);
 }
 
 absl::Status Opening::OpenByTable(const SessionOptions& options, const v1::JobSpec& spec, JobKey* key, Change* change,
                                   absl::Time deadline, v1::OpenRequest* open) {
   BALLAST_RETURN_IF_ERROR(change->Claimed(open->epoch(), deadline));
-  const absl::Status fenced = change->Fence(options.resume == Resume::kNever, deadline);
+  open->set_group(NewGroup());
+  const absl::Status fenced = change->Fence(open->group(), options.resume == Resume::kNever, deadline);
   if (model::ReasonOf(fenced) == model::kJobExists) return JobExists(options.job, -1);
   BALLAST_RETURN_IF_ERROR(fenced);
-  const model::Found& found = change->found();
-  BALLAST_RETURN_IF_ERROR(CheckResume(options, found.base));
-  open->set_base(found.base);
-  if (found.decision.has_value()) *open->mutable_base_decision() = *found.decision;
-  open->mutable_tensor_steps()->Assign(found.tensor_steps.begin(), found.tensor_steps.end());
-  const v1::OpenRequest* const newest = change->newest();
-  BALLAST_RETURN_IF_ERROR(Lay(spec, newest, key->value().table(), open));
-  BALLAST_ASSIGN_OR_RETURN(*open->mutable_table(), change->Next(*open, deadline));
-  members_.PutFirst(open->table());
-  // Before the Opens: whoever comes next goes by this table, and finds its servers in it.
-  BALLAST_RETURN_IF_ERROR(key->WriteTable(open->table(), open->epoch(), deadline));
-  const bool is_first = newest == nullptr || change->Joins(open->table());
-  BALLAST_RETURN_IF_ERROR(is_first ? SendFirstOpen(*open, options.open_timeout) : SendOpen(*open, deadline));
-  change->Tell(open->table());
+  BALLAST_RETURN_IF_ERROR(CheckResume(options, change->found().base));
+  BALLAST_RETURN_IF_ERROR(Lay(spec, change->newest(), key->value().table(), open));
+  BALLAST_RETURN_IF_ERROR(OpenNext(router_, &members_, key, change, options, deadline, open));
   change->DropLeft(open->table());
   std::vector<std::string> stay;
   for (const v1::Member& member : open->table().members()) stay.push_back(member.server_id());
@@ -303,7 +275,7 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   open.set_base(version);
   open.clear_restores();
   open.clear_tensor_steps();  // nobody begins here
-  BALLAST_RETURN_IF_ERROR(TryOpen(open, deadline));
+  BALLAST_RETURN_IF_ERROR(TryOpen(router_, open, deadline));
 
   Fencing fencing(router_, open.spec().name(),
                   std::vector<uint64_t>(router_->server_count(), current.epoch().counter()), members_.peers());
@@ -333,7 +305,7 @@ absl::Status Opening::MoveEpoch(Fencing fencing, v1::OpenRequest* open, int64_t 
   }
   open->clear_base_decision();
   if (resolution.decision.has_value()) *open->mutable_base_decision() = *resolution.decision;
-  return SendOpen(*open, deadline);
+  return SendOpen(router_, *open, deadline);
 }
 
 absl::StatusOr<std::shared_ptr<const v1::OpenRequest>> Opening::Share(absl::StatusOr<v1::OpenRequest> open,

@@ -65,13 +65,6 @@ class Opening {
   // or of a new job.
   absl::Status Lay(const v1::JobSpec& spec, const v1::OpenRequest* newest, const v1::Table& table,
                    v1::OpenRequest* open);
-  // Asks whether all servers would find space for the job. Changes nothing.
-  absl::Status TryOpen(v1::OpenRequest open, absl::Time deadline);
-  // To the members, which come first among the router's servers.
-  absl::Status SendOpen(const v1::OpenRequest& open, absl::Time deadline);
-  // Sends an Open that is the job's first on some server. Servers reserve the job's log, which can take a disk minutes.
-  // `timeout` applies to servers that are down. As long as a server says that it is at work, the call waits.
-  absl::Status SendFirstOpen(const v1::OpenRequest& open, absl::Duration timeout);
   // Claims the next epoch in the key of a job with a table, as the group that has the job. STALE_EPOCH: another group
   // has claimed it since.
   absl::Status ClaimNext(const v1::OpenRequest& current, Fencing* fencing, absl::Time deadline);

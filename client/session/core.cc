@@ -33,6 +33,7 @@ SessionCore::~SessionCore() {
     (void)transactions.AwaitCommits(absl::Now() + std::min(kFarewell, job.options().step_timeout));
   }
   lending.End();
+  keeper.reset();
   job.Disconnect();
 }
 
@@ -43,12 +44,19 @@ absl::Status SessionCore::Adopt(const std::shared_ptr<const v1::OpenRequest>& op
   return absl::OkStatus();
 }
 
+absl::Status SessionCore::StartKeeper() {
+  if (job.group()->rank() != 0 || !job.router()->routes()->may_change()) return absl::OkStatus();
+  keeper = std::make_unique<Keeper>(job.options(), job.router());
+  return keeper->made();
+}
+
 absl::Status SessionCore::Extend(const std::vector<TensorSpec>& added, absl::Status mine) {
   // The servers may drop working copies, and would wait.
   if (!parameters.leases().empty()) mine.Update(Precondition("give all leases back before Register"));
   parameters.Forget();
+  const Keeper::Pause pause(keeper.get());
   auto open = Opening(job.router(), job.group(), job.options().split)
-                  .Extend(job.open(), job.seat().version, added, mine, job.options().step_timeout);
+                  .Extend(job.router()->routes()->open(), job.seat().version, added, mine, job.options().step_timeout);
   if (absl::IsAborted(open.status())) job.End(open.status());
   if (!open.ok()) return job.Conclude(open.status());
   return Adopt(*open);

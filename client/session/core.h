@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "ballast/client/group/keeper.h"
 #include "ballast/client/session_types.h"
 #include "ballast/client/transactions/lending.h"
 #include "ballast/client/transactions/norms.h"
@@ -21,6 +22,8 @@ struct SessionCore {
   SessionCore(const SessionOptions& options, std::vector<std::unique_ptr<Transport>> servers, Collective* collective);
   ~SessionCore();
 
+  // After the first Adopt. RESOURCE_EXHAUSTED (LIMIT).
+  absl::Status StartKeeper();
   absl::Status Adopt(const std::shared_ptr<const v1::OpenRequest>& open);
   // COLLECTIVE. Goes on in a new epoch of the job, with `added` tensors. `mine`: an error of this rank.
   absl::Status Extend(const std::vector<TensorSpec>& added, absl::Status mine);
@@ -38,6 +41,7 @@ struct SessionCore {
   Transactions transactions;
   Norms norms;
   Lending lending;
+  std::unique_ptr<Keeper> keeper;  // on rank 0 of a job whose servers may change
 };
 
 }  // namespace ballast::client

@@ -31,6 +31,7 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Open(const SessionOptions& opt
   BALLAST_RETURN_IF_ERROR(job.router()->made());
   BALLAST_ASSIGN_OR_RETURN(const auto open, Opening(job.router(), job.group(), options.split).Open(options, tensors));
   BALLAST_RETURN_IF_ERROR(core->Adopt(open));
+  BALLAST_RETURN_IF_ERROR(core->StartKeeper());
   if (options.progress && options.says_whether_new && job.group()->rank() == 0) {
     options.progress(absl::StrCat("job '", options.job, "' ",
                                   open->base() < 0 ? "is new" : absl::StrCat("continues at version ", open->base())));

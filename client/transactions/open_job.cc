@@ -27,9 +27,14 @@ absl::Status OpenJob::Adopt(const std::shared_ptr<const v1::OpenRequest>& open) 
   BALLAST_ASSIGN_OR_RETURN(auto plan, model::EpochPlan::Make(*open));
   BALLAST_ASSIGN_OR_RETURN(seat_.optimizer, model::OptimizerOf(open->spec()));
   open_ = open;
-  seat_.units = std::make_shared<UnitMap>(std::make_shared<const model::EpochPlan>(std::move(plan)), group_.rank());
+  const auto shared = std::make_shared<const model::EpochPlan>(std::move(plan));
+  seat_.units = std::make_shared<UnitMap>(shared, group_.rank());
   Advance(open->base());
-  router_->SetReplaceable(model::Replaceable(open->table()), options_.failover_after);
+  if (router_->routes() != nullptr && router_->routes()->may_change()) {
+    BALLAST_RETURN_IF_ERROR(router_->Continue(*open));  // this rank may have missed a change before
+  } else {
+    router_->SetRoutes(shared, options_.failover_after);
+  }
   if (open->has_base_decision()) {
     // A server that restarts may need this decision again before it can go on.
     auto commit = std::make_shared<v1::CommitRequest>();

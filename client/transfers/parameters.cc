@@ -19,32 +19,33 @@ double SecondsSince(absl::Time start) { return absl::ToDoubleSeconds(absl::Now()
 class LeaseCalls : public std::enable_shared_from_this<LeaseCalls> {
  public:
   // `request`: but for its range.
-  LeaseCalls(Router* router, std::vector<uint32_t> servers, v1::PullRequest request, absl::Time deadline,
+  LeaseCalls(Router* router, std::vector<Router::Source> sources, v1::PullRequest request, absl::Time deadline,
              std::shared_ptr<LeasedParts> parts)
       : router_(router),
-        servers_(std::move(servers)),
+        sources_(std::move(sources)),
         request_(std::move(request)),
         deadline_(deadline),
         parts_(std::move(parts)) {}
 
   // On a thread that may move bytes.
   void Start() {
-    for (size_t i = 0; i < servers_.size(); ++i) parts_->leases() ? Lease(i) : Pull(i);
+    for (size_t i = 0; i < sources_.size(); ++i) parts_->leases() ? Lease(i) : Pull(i);
   }
 
  private:
   void Lease(size_t i) {
-    router_->Lease(servers_[i], Request(i), deadline_,
+    router_->Lease(sources_[i], Request(i), deadline_,
                    [self = shared_from_this(), i](absl::StatusOr<model::LeasedBytes> leased) {
-                     if (!leased.ok()) return self->parts_->tally().Finish(leased.status());
-                     if (self->parts_->Come(i, *std::move(leased))) return self->parts_->tally().Finish({});
-                     self->router_->HandOver([self, i] { self->Pull(i); }, self->servers_[i]);
+                     const bool moved = AreRoutesChanged(leased.status());
+                     if (!leased.ok() && !moved) return self->parts_->tally().Finish(leased.status());
+                     if (!moved && self->parts_->Come(i, *std::move(leased))) return self->parts_->tally().Finish({});
+                     self->router_->HandOver([self, i] { self->Pull(i); });
                    });
   }
   void Pull(size_t i) {
     const absl::Span<std::byte> room = parts_->RoomFor(i);
     if (room.empty()) return parts_->tally().Finish({});  // the lease has ended
-    router_->Pull(servers_[i], Request(i), room, deadline_,
+    router_->Pull(sources_[i], Request(i), room, deadline_,
                   [parts = parts_](const absl::Status& status) { parts->tally().Finish(status); });
   }
   v1::PullRequest Request(size_t i) const {
@@ -55,7 +56,7 @@ class LeaseCalls : public std::enable_shared_from_this<LeaseCalls> {
   }
 
   Router* const router_;
-  const std::vector<uint32_t> servers_;  // of the parts
+  const std::vector<Router::Source> sources_;  // of the parts
   const v1::PullRequest request_;
   const absl::Time deadline_;
   const std::shared_ptr<LeasedParts> parts_;
@@ -89,7 +90,7 @@ absl::Status Parameters::PullRange(const UnitMap& units, v1::PullRequest request
   for (const model::Layout::Piece& piece : pieces) {
     request.set_begin(piece.range.begin);
     request.set_end(piece.range.end);
-    pull(units.SourceOf(piece.chunk), request,
+    pull(Router::Source{piece.chunk, static_cast<uint32_t>(units.rank())}, request,
          run.to.subspan(kernels::BytesOf(dtype, piece.range.begin - run.range.begin),
                         kernels::BytesOf(dtype, piece.range.size())));
   }
@@ -99,9 +100,9 @@ absl::Status Parameters::PullRange(const UnitMap& units, v1::PullRequest request
 void Parameters::Start(const std::shared_ptr<Tally>& tally, List list) {
   tally->Start();
   seat_->router->HandOver([router = seat_->router, deadline = seat_->Deadline(), tally, list = std::move(list)] {
-    tally->Finish(list([&](uint32_t server, const v1::PullRequest& request, absl::Span<std::byte> to) {
+    tally->Finish(list([&](Router::Source source, const v1::PullRequest& request, absl::Span<std::byte> to) {
       tally->Start();
-      router->Pull(server, request, to, deadline, [tally](const absl::Status& status) { tally->Finish(status); });
+      router->Pull(source, request, to, deadline, [tally](const absl::Status& status) { tally->Finish(status); });
     }));
   });
 }
@@ -117,7 +118,7 @@ Parameters::Pulling Parameters::StartOwned(uint32_t unit) {
     for (const OwnedSlice& owned : units->unit(unit).slices) {
       request.set_begin(owned.slice.range.begin);
       request.set_end(owned.slice.range.end);
-      pull(units->SourceOf(owned.slice.chunk), request,
+      pull(Router::Source{owned.slice.chunk, static_cast<uint32_t>(units->rank())}, request,
            {to + kernels::BytesOf(dtype, request.begin()), kernels::BytesOf(dtype, owned.slice.range.size())});
     }
     return absl::OkStatus();
@@ -139,18 +140,18 @@ std::shared_ptr<Tally> Parameters::StartPull(uint32_t unit, absl::Span<const Pul
 
 absl::StatusOr<std::shared_ptr<LeasedParts>> Parameters::StartLease(uint32_t unit, absl::Span<const UnitRange> ranges) {
   std::vector<UnitRange> parts;
-  std::vector<uint32_t> servers;
+  std::vector<Router::Source> sources;
   for (const UnitRange& range : ranges) {
     BALLAST_ASSIGN_OR_RETURN(const auto pieces, seat_->units->layout().Cut(unit, {range.begin, range.end}));
     for (const model::Layout::Piece& piece : pieces) {
       parts.push_back({piece.range.begin, piece.range.end});
-      servers.push_back(seat_->units->SourceOf(piece.chunk));
+      sources.push_back(seat_->SourceOf(piece.chunk));
     }
   }
   BALLAST_ASSIGN_OR_RETURN(const auto lease, leases_->Begin(seat_->version, std::move(parts), seat_->optimizer.working,
                                                             seat_->inflight_bytes_max, seat_->step_timeout));
-  lease->tally().Start(static_cast<int>(servers.size()));
-  seat_->router->HandOver([calls = std::make_shared<LeaseCalls>(seat_->router, std::move(servers), Request(unit),
+  lease->tally().Start(static_cast<int>(sources.size()));
+  seat_->router->HandOver([calls = std::make_shared<LeaseCalls>(seat_->router, std::move(sources), Request(unit),
                                                                 seat_->Deadline(), lease)] { calls->Start(); });
   return lease;
 }

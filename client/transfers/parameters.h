@@ -61,7 +61,8 @@ class Parameters {
     std::shared_ptr<Tally> tally;
   };
 
-  using PullOne = absl::FunctionRef<void(uint32_t server, const v1::PullRequest& request, absl::Span<std::byte> to)>;
+  using PullOne =
+      absl::FunctionRef<void(Router::Source source, const v1::PullRequest& request, absl::Span<std::byte> to)>;
   using List = std::function<absl::Status(PullOne pull)>;
   // Has the pulls of `list` started, maybe on another thread: it borrows nothing but the pulls' places.
   void Start(const std::shared_ptr<Tally>& tally, List list);

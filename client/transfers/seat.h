@@ -25,13 +25,16 @@ struct Seat {
   uint64_t gradient_bytes() const { return kernels::ElementBytes(optimizer.gradient); }
   // Bytes of `elements` working parameters, from a multiple of the dtype's grain on.
   uint64_t WorkingBytes(uint64_t elements) const { return kernels::BytesOf(optimizer.working, elements); }
+  // Of the Open that this session adopted; on a call the router puts the epoch that the group has by then.
   const v1::Epoch& epoch() const { return units->plan().open().epoch(); }
   uint32_t rank() const { return static_cast<uint32_t>(units->rank()); }
   absl::Time Deadline() const { return absl::Now() + step_timeout; }
+  Router::Source SourceOf(uint64_t chunk) const { return {chunk, rank()}; }
   // Sends one slice of step version + 1 to all servers of its chunk; `payload` is borrowed until `done`. `lent`: as for
   // Router::Push.
   void PushSlice(v1::SliceKind kind, const OwnedSlice& owned, absl::Span<const std::byte> payload,
-                 std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent = nullptr) const;
+                 std::function<void(absl::Status)> done,
+                 const std::shared_ptr<model::LentGradients>& lent = nullptr) const;
 };
 
 }  // namespace ballast::client

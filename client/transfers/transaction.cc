@@ -46,20 +46,30 @@ struct Transaction::Answers {
   }
 };
 
-void Transaction::Send(uint32_t server, const std::shared_ptr<const v1::SealRequest>& request, absl::Time deadline,
-                       const std::shared_ptr<Answers>& answers) {
+struct Transaction::Sealing {
+  std::shared_ptr<const Routes> routes;
+  std::shared_ptr<const v1::SealRequest> request;
+  absl::Time deadline;
+  std::shared_ptr<Answers> answers = std::make_shared<Answers>();
+};
+
+void Transaction::Send(const Sealing& sealing, uint32_t server) {
   seat_->router->Call<v1::SealRequest, v1::SealResponse>(
-      &Transport::Seal, server, absl::StrCat("Seal of step ", request->step()), request, deadline,
-      [answers, server](absl::StatusOr<v1::SealResponse> answer) { answers->Add(server, std::move(answer)); });
+      &Transport::Seal, sealing.routes->servers[server], absl::StrCat("Seal of step ", sealing.request->step()),
+      sealing.request, sealing.deadline,
+      [answers = sealing.answers, server](absl::StatusOr<v1::SealResponse> answer) {
+        answers->Add(server, std::move(answer));
+      },
+      sealing.routes);
 }
 
-absl::Status Transaction::SendMissing(const v1::SealResponse::Pending& pending, uint32_t server,
+absl::Status Transaction::SendMissing(const v1::SealResponse::Pending& pending, const Sealing& sealing, uint32_t server,
                                       const Resend& resend) const {
   std::vector<const OwnedSlice*> mine;
   for (const v1::RankRange& missing : pending.missing()) {
     if (missing.rank() != seat_->rank()) continue;
     const OwnedSlice* owned = seat_->units->Find(missing.unit(), {missing.begin(), missing.end()});
-    if (owned == nullptr || !seat_->units->plan().Has(server, owned->slice.chunk)) continue;
+    if (owned == nullptr || !sealing.routes->plan->Has(server, owned->slice.chunk)) continue;
     mine.push_back(owned);
   }
   // Its gradient and its value may both be missing.
@@ -68,10 +78,9 @@ absl::Status Transaction::SendMissing(const v1::SealResponse::Pending& pending, 
   return mine.empty() ? absl::OkStatus() : resend(mine);
 }
 
-absl::Status Transaction::Late(uint32_t server, int64_t step, const v1::SealResponse::Pending& pending) const {
-  const std::string context =
-      absl::StrCat("server ", seat_->router->name(server), ": step ", step, " was not prepared within ",
-                   absl::FormatDuration(seat_->step_timeout), ": ");
+absl::Status Transaction::Late(const Transport& server, int64_t step, const v1::SealResponse::Pending& pending) const {
+  const std::string context = absl::StrCat("server ", server.name(), ": step ", step, " was not prepared within ",
+                                           absl::FormatDuration(seat_->step_timeout), ": ");
   if (pending.unsealed_ranks_size() > 0) {
     return model::Error(absl::StatusCode::kDeadlineExceeded, model::kRankMissing,
                         absl::StrCat(context, Unsealed(pending), " have not sealed; are they alive?"));
@@ -91,23 +100,22 @@ absl::Status Transaction::Late(uint32_t server, int64_t step, const v1::SealResp
           "give a longer step_timeout"));
 }
 
-absl::StatusOr<v1::Decision> Transaction::SealAndDecide(const v1::SealRequest& request, absl::Time deadline,
-                                                        const Resend& resend) {
-  const uint32_t servers = seat_->router->server_count();
-  auto shared = std::make_shared<v1::SealRequest>(request);
-  shared->set_wait_ms(kSealWaitMs);
-  const std::shared_ptr<const v1::SealRequest> seal = shared;
-  const auto answers = std::make_shared<Answers>();
-  for (uint32_t i = 0; i < servers; ++i) Send(i, seal, deadline, answers);
+absl::StatusOr<v1::Decision> Transaction::SealOn(const std::shared_ptr<const Routes>& routes,
+                                                 const std::shared_ptr<const v1::SealRequest>& seal,
+                                                 absl::Time deadline, const Resend& resend) {
+  const auto servers = static_cast<uint32_t>(routes->servers.size());
+  const Sealing sealing{routes, seal, deadline};
+  for (uint32_t i = 0; i < servers; ++i) Send(sealing, i);
 
   std::vector<v1::PreparedRecord> records(servers);
   std::vector<v1::SealResponse::Pending> pending(servers);  // what each server last waited for
   uint32_t prepared = 0;
   while (prepared < servers) {
-    for (auto& [server, answer] : answers->Take()) {
+    for (auto& [server, answer] : sealing.answers->Take()) {
+      const Transport& asked = *routes->servers[server];
       if (!answer.ok()) {
         const bool told = pending[server].unsealed_ranks_size() > 0 || pending[server].missing_size() > 0;
-        return absl::IsDeadlineExceeded(answer.status()) && told ? Late(server, request.step(), pending[server])
+        return absl::IsDeadlineExceeded(answer.status()) && told ? Late(asked, seal->step(), pending[server])
                                                                  : answer.status();
       }
       switch (answer->outcome_case()) {
@@ -120,17 +128,28 @@ absl::StatusOr<v1::Decision> Transaction::SealAndDecide(const v1::SealRequest& r
           return std::move(*answer->mutable_decided());
         default:
           pending[server] = std::move(*answer->mutable_pending());
-          if (absl::Now() >= deadline) return Late(server, request.step(), pending[server]);
+          if (absl::Now() >= deadline) return Late(asked, seal->step(), pending[server]);
           if (pending[server].unsealed_ranks_size() > 0) {
             seat_->router->Report(absl::StrCat("waiting for ", Unsealed(pending[server]), " to seal step ",
-                                               request.step(), " on server ", seat_->router->name(server)));
+                                               seal->step(), " on server ", asked.name()));
           }
-          BALLAST_RETURN_IF_ERROR(SendMissing(pending[server], server, resend));
-          Send(server, seal, deadline, answers);
+          BALLAST_RETURN_IF_ERROR(SendMissing(pending[server], sealing, server, resend));
+          Send(sealing, server);
       }
     }
   }
   return model::Decide(records);
+}
+
+absl::StatusOr<v1::Decision> Transaction::SealAndDecide(const v1::SealRequest& request, absl::Time deadline,
+                                                        const Resend& resend) {
+  auto shared = std::make_shared<v1::SealRequest>(request);
+  shared->set_wait_ms(kSealWaitMs);
+  const std::shared_ptr<const v1::SealRequest> seal = shared;
+  for (;;) {
+    auto decision = SealOn(seat_->router->routes(), seal, deadline, resend);
+    if (!AreRoutesChanged(decision.status())) return decision;
+  }
 }
 
 void Transaction::CommitAgain() {
@@ -144,12 +163,15 @@ void Transaction::Commit(const v1::Decision& decision) {
   *request->mutable_decision() = decision;
   request->mutable_decision()->clear_blobs();  // servers have them from the seal
   seat_->router->SetCommit(request);
-  const uint32_t servers = seat_->router->server_count();
-  commits_->Start(static_cast<int>(servers));
-  for (uint32_t i = 0; i < servers; ++i) {
+  const std::vector<Transport*> servers = seat_->router->servers_now();
+  commits_->Start(static_cast<int>(servers.size()));
+  for (Transport* const server : servers) {
     seat_->router->Call<v1::CommitRequest, v1::CommitResponse>(
-        &Transport::Commit, i, absl::StrCat("Commit of step ", decision.step()), request, seat_->Deadline(),
-        [tally = commits_](const absl::StatusOr<v1::CommitResponse>& answer) { tally->Finish(answer.status()); });
+        &Transport::Commit, server, absl::StrCat("Commit of step ", decision.step()), request, seat_->Deadline(),
+        [tally = commits_](const absl::StatusOr<v1::CommitResponse>& answer) {
+          // Who left needs it no more.
+          tally->Finish(AreRoutesChanged(answer.status()) ? absl::OkStatus() : answer.status());
+        });
   }
 }
 

@@ -24,6 +24,7 @@ class Transaction {
   explicit Transaction(const Seat* seat) : seat_(seat), commits_(std::make_shared<Tally>()) {}
 
   // Seals this rank's `request` on all servers until all are prepared, and returns the decision, which is then final.
+  // Starts over where the job's servers change, unless the step was decided before.
   // Blocks until `deadline`. After an error the outcome is unknown. DEADLINE_EXCEEDED (RANK_MISSING) names ranks that
   // have not sealed, or the first slice that has not come. SERVER_DOWN: a server did not answer, or still waits for its
   // disk. Other errors: the servers', such as FAILED_PRECONDITION, and those of `resend`.
@@ -40,10 +41,17 @@ class Transaction {
  private:
   struct Answers;
 
-  void Send(uint32_t server, const std::shared_ptr<const v1::SealRequest>& request, absl::Time deadline,
-            const std::shared_ptr<Answers>& answers);
-  absl::Status SendMissing(const v1::SealResponse::Pending& pending, uint32_t server, const Resend& resend) const;
-  absl::Status Late(uint32_t server, int64_t step, const v1::SealResponse::Pending& pending) const;
+  struct Sealing;
+
+  // One round: with the servers that the job has now. ABORTED (kRoutesChanged): it has others by now.
+  absl::StatusOr<v1::Decision> SealOn(const std::shared_ptr<const Routes>& routes,
+                                      const std::shared_ptr<const v1::SealRequest>& seal, absl::Time deadline,
+                                      const Resend& resend);
+  // `server`: by place.
+  void Send(const Sealing& sealing, uint32_t server);
+  absl::Status SendMissing(const v1::SealResponse::Pending& pending, const Sealing& sealing, uint32_t server,
+                           const Resend& resend) const;
+  absl::Status Late(const Transport& server, int64_t step, const v1::SealResponse::Pending& pending) const;
 
   const Seat* seat_;
   std::shared_ptr<Tally> commits_;

@@ -115,8 +115,6 @@ absl::Status UnitMap::CheckUnit(uint32_t unit) const {
                                    " unit(s), numbered from 0; FindUnit gives a unit's number by name"));
 }
 
-uint32_t UnitMap::SourceOf(uint64_t chunk) const { return plan_->SourceFor(chunk, static_cast<uint32_t>(rank_)); }
-
 bool UnitMap::Covers(uint32_t tensor, absl::Span<const model::BoxRun> runs) const {
   const std::vector<OwnedSegment>& segments = units_[layout().tensors()[tensor].unit].segments;
   return std::all_of(segments.begin(), segments.end(), [&](const OwnedSegment& segment) {

@@ -60,8 +60,6 @@ class UnitMap {
   const UnitView& unit(uint32_t unit) const { return units_[unit]; }
   // INVALID_ARGUMENT / NOT_FOUND (UNKNOWN_UNIT).
   absl::Status CheckUnit(uint32_t unit) const;
-  // The server that this rank pulls the chunk from.
-  uint32_t SourceOf(uint64_t chunk) const;
   // The part of a tensor that this rank has, by index; nullptr: none. Every rank has the whole of each tensor unless
   // the tiling places tensors.
   const model::Box* Held(uint32_t tensor) const { return held_[tensor].has_value() ? &*held_[tensor] : nullptr; }

@@ -36,16 +36,18 @@ Router::~Router() {
     mutex_.Await(absl::Condition(
         +[](int* starts) { return *starts == 0; }, &handed_over_));
   }
-  servers_.clear();  // waits for calls under way, whose answers are final now
-  std::vector<std::unique_ptr<Transport>> left;
+  // Their ends wait for calls under way, whose answers are final now.
+  std::vector<std::unique_ptr<Transport>> servers, left;
   {
     absl::MutexLock lock(&mutex_);
+    servers.swap(servers_);
     left.swap(left_);
   }
 }
 
 void Router::Stop(absl::string_view why) {
   std::vector<OperationPtr> waiting;
+  std::vector<Refused> refused;
   std::multimap<absl::Time, std::function<void()>> timers;
   absl::Status stopped;
   {
@@ -58,8 +60,10 @@ void Router::Stop(absl::string_view why) {
       lane.waiting.clear();
     }
     timers.swap(timers_);
+    refused.swap(refused_);
   }
   for (const OperationPtr& op : waiting) Finish(op, stopped);
+  for (const Refused& one : refused) Finish(one.op, stopped);
   for (auto& [time, task] : timers) task();  // with stopped_ set, each finishes its operation
 }
 
@@ -83,15 +87,6 @@ bool Router::Left(const Transport* server) const {
   return std::any_of(left_.begin(), left_.end(), [server](const auto& one) { return one.get() == server; });
 }
 
-void Router::SetReplaceable(const std::vector<bool>& servers, absl::Duration after) {
-  absl::MutexLock lock(&mutex_);
-  silence_max_ = after;
-  silent_since_.clear();
-  for (size_t i = 0; i < servers.size(); ++i) {
-    if (servers[i]) silent_since_[servers_[i].get()] = absl::InfiniteFuture();
-  }
-}
-
 absl::Status Router::Silence(const Transport* server, bool prompt, const absl::Status& status, absl::Time since) {
   const auto found = silent_since_.find(server);
   if (found == silent_since_.end()) return absl::OkStatus();
@@ -100,7 +95,7 @@ absl::Status Router::Silence(const Transport* server, bool prompt, const absl::S
   const absl::Time now = absl::Now();
   if (down || (hangs && prompt)) found->second = std::min(found->second, down ? now : since);
   if (!down && !hangs) found->second = absl::InfiniteFuture();
-  if (now - found->second < silence_max_ || server->recovers()) return absl::OkStatus();
+  if (now - found->second < silence_max_ || server->recovers() || routes_->may_change()) return absl::OkStatus();
   return model::Error(
       absl::StatusCode::kAborted, model::kServerDown,
       absl::StrCat("no answer for ", absl::FormatDuration(silence_max_),
@@ -128,60 +123,67 @@ void Router::SetCommit(std::shared_ptr<const v1::CommitRequest> commit) {
   commit_ = std::move(commit);
 }
 
-void Router::Push(uint32_t server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
+void Router::Push(Transport* server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
                   std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent) {
   auto op = std::make_shared<Operation>();
-  op->server = servers_[server].get();
+  op->server = server;
   op->what = absl::StrCat("Push of step ", header.step());
   op->deadline = deadline;
   op->direction = kPushes;
   op->bytes = std::max<uint64_t>(1, payload.size());
-  op->send = [transport = servers_[server].get(), header = std::move(header), payload, lent = std::move(lent)](
-                 absl::Time try_deadline, Answer answer) mutable {
+  op->send = [header = std::move(header), payload, lent = std::move(lent)](const Try& at, Answer answer) mutable {
     // Computed for each try: the owner of borrowed memory may change it and then drop the step. With the old checksum
     // the push would be refused and sent again, and Drop would wait for it.
-    if (transport->checks_bytes()) header.set_crc32c(kernels::Crc32c(payload));
+    if (at.server->checks_bytes()) header.set_crc32c(kernels::Crc32c(payload));
+    if (at.epoch != nullptr) *header.mutable_epoch() = *at.epoch;
     auto done = [answer = std::move(answer)](const absl::StatusOr<v1::PushResponse>& r) { answer(r.status()); };
-    if (lent == nullptr) return transport->Push(header, payload, try_deadline, std::move(done));
-    transport->PushLent(header, payload, lent, try_deadline, std::move(done));
+    if (lent == nullptr) return at.server->Push(header, payload, at.deadline, std::move(done));
+    at.server->PushLent(header, payload, lent, at.deadline, std::move(done));
   };
   op->done = std::move(done);
   Start(std::move(op));
 }
 
-void Router::Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, absl::Time deadline,
-                  std::function<void(absl::Status)> done) {
+void Router::Pull(Transport* server, std::optional<Source> source, v1::PullRequest request, absl::Span<std::byte> to,
+                  absl::Time deadline, std::function<void(absl::Status)> done) {
   auto op = std::make_shared<Operation>();
-  op->server = servers_[server].get();
+  op->server = server;
+  op->source = source;
   op->what = absl::StrCat("Pull of version ", request.version());
   op->awaits_commit = true;
   op->deadline = deadline;
   op->direction = kPulls;
   op->bytes = std::max<uint64_t>(1, to.size());
-  op->send = [transport = servers_[server].get(), request = std::move(request), to](absl::Time try_deadline,
-                                                                                    Answer answer) {
-    transport->Pull(request, to, try_deadline, std::move(answer));
+  op->send = [request = std::move(request), to](const Try& at, Answer answer) {
+    at.server->Pull(request, to, at.deadline, std::move(answer));
   };
   op->done = std::move(done);
   Start(std::move(op));
 }
 
-void Router::Lease(uint32_t server, v1::PullRequest request, absl::Time deadline, Callback<model::LeasedBytes> done) {
+void Router::Pull(Source source, v1::PullRequest request, absl::Span<std::byte> to, absl::Time deadline,
+                  std::function<void(absl::Status)> done) {
+  Pull(ServerFor(source), source, std::move(request), to, deadline, std::move(done));
+}
+
+void Router::Lease(Source source, v1::PullRequest request, absl::Time deadline, Callback<model::LeasedBytes> done) {
   std::string what = absl::StrCat("Lease of version ", request.version());
-  Call<v1::PullRequest, model::LeasedBytes>(&Transport::Lease, server, std::move(what),
+  Call<v1::PullRequest, model::LeasedBytes>(&Transport::Lease, ServerFor(source), std::move(what),
                                             std::make_shared<const v1::PullRequest>(std::move(request)), deadline,
                                             std::move(done));
 }
 
-void Router::HandOver(std::function<void()> start, uint32_t server) {
-  bool stopped = false;
+void Router::HandOver(std::function<void()> start) {
+  Transport* server = nullptr;
   {
     absl::MutexLock lock(&mutex_);
-    stopped = !stopped_.ok();
-    if (!stopped) ++handed_over_;
+    if (stopped_.ok()) {
+      ++handed_over_;
+      server = servers_.front().get();
+    }
   }
-  if (stopped) return start();  // its calls fail at once; the servers may be gone
-  servers_[server]->Schedule(Transport::Moves::kPull, [this, start = std::move(start)] {
+  if (server == nullptr) return start();  // its calls fail at once; the servers may be gone
+  server->Schedule(Transport::Moves::kPull, [this, start = std::move(start)] {
     start();
     absl::MutexLock lock(&mutex_);
     --handed_over_;
@@ -240,14 +242,19 @@ void Router::Send(const OperationPtr& op) {
   ++op->tries;
   auto send = [this, op] {
     absl::Status stopped;  // since it was scheduled
+    bool outdated = false;
     {
       absl::MutexLock lock(&mutex_);
       stopped = stopped_;
+      if (op->direction != kNone) op->routes = routes_;
+      outdated = op->routes != nullptr && (op->routes != routes_ || Left(op->server));
     }
     if (!stopped.ok()) return Finish(op, stopped);
+    if (outdated) return Reroute(op);
     op->tried = absl::Now();
-    const absl::Time try_deadline = TryDeadline(*op);
-    op->send(try_deadline, [this, op](absl::Status status) { OnAnswer(op, std::move(status)); });
+    const v1::Epoch* const epoch = op->routes == nullptr ? nullptr : &op->routes->epoch();
+    op->send({op->server, epoch, TryDeadline(*op)},
+             [this, op](absl::Status status) { OnAnswer(op, std::move(status)); });
   };
   if (op->direction == kNone) return send();
   const auto ends_in = op->direction == kPulls ? Transport::Moves::kPull : Transport::Moves::kPush;
@@ -255,13 +262,16 @@ void Router::Send(const OperationPtr& op) {
 }
 
 Router::Next Router::Classify(const Operation& op, const absl::Status& status) const {
-  if (status.ok() || !stopped_.ok() || absl::Now() >= op.deadline || Left(op.server)) return Next::kDone;
+  if (status.ok() || !stopped_.ok()) return Next::kDone;
+  if (Left(op.server)) return routes_ == nullptr ? Next::kDone : Next::kReroute;
+  if (absl::Now() >= op.deadline) return Next::kDone;
   if (IsRetryable(status)) {
     // A server that answers BUSY at once has too much to do, and Commits with their blobs would add to that. Had the
     // server lost the Commit, a later try waits there until its deadline.
     const bool overloaded = absl::IsUnavailable(status) && model::ReasonOf(status) == model::kBusy;
     return op.awaits_commit && !overloaded && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
   }
+  if (MayBeOutdated(op, status)) return Next::kAwaitRoutes;
   if (!absl::IsFailedPrecondition(status)) return Next::kDone;
   const std::string reason = model::ReasonOf(status);
   if (reason == model::kNotOpen && open_ != nullptr) return Next::kSendOpen;
@@ -288,12 +298,15 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
       status = std::move(silence);
       next = Next::kDone;
     }
-    if (next != Next::kDone) {
+    if (next == Next::kAwaitRoutes) {
+      op->last = status;
+      AwaitRoutes(op);
+    } else if (next != Next::kDone) {
       op->last = status;
       const absl::Duration delay = Backoff(*op);
       auto task = [this, op, next] { Repair(op, next); };
       // The first repair goes out at once, later ones after a pause.
-      const bool at_once = !IsRetryable(op->last) && op->tries == 1;
+      const bool at_once = next == Next::kReroute || (!IsRetryable(op->last) && op->tries == 1);
       timers_.emplace(absl::Now() + (at_once ? absl::ZeroDuration() : delay), std::move(task));
     }
   }
@@ -307,11 +320,15 @@ void Router::Repair(const OperationPtr& op, Next how) {
   {
     absl::MutexLock lock(&mutex_);
     stopped = stopped_;
-    if (stopped.ok() && Left(op->server)) stopped = absl::CancelledError("the session uses this server no longer");
+    if (stopped.ok() && Left(op->server)) {
+      how = Next::kReroute;
+      if (routes_ == nullptr) stopped = absl::CancelledError("the session uses this server no longer");
+    }
     if (how == Next::kSendOpen) open = open_;
     if (how == Next::kSendCommit) commit = commit_;
   }
   if (!stopped.ok()) return Finish(op, stopped);
+  if (how == Next::kReroute) return Reroute(op);
   const auto then = [this, op](const absl::Status& repaired) {
     // If the Commit was sent unasked, before a retry, the call's own error says more than the Commit's.
     if (!repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last)) return Finish(op, repaired);
@@ -408,9 +425,10 @@ void Router::Run() {
     const bool watching = !active_.empty() || !watches_.empty();
     absl::Time wake = watching ? absl::Now() + absl::Milliseconds(500) : absl::InfiniteFuture();
     if (!timers_.empty()) wake = std::min(wake, timers_.begin()->first);
+    if (LooksForRoutes()) wake = std::min(wake, look_after_);
     const auto changed = [this, wake, watching]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
       return !stopped_.ok() || pump_wanted_ || (!timers_.empty() && timers_.begin()->first < wake) ||
-             (!watching && (!active_.empty() || !watches_.empty()));
+             (LooksForRoutes() && look_after_ < wake) || (!watching && (!active_.empty() || !watches_.empty()));
     };
     mutex_.AwaitWithDeadline(absl::Condition(&changed), wake);
     if (!stopped_.ok()) break;
@@ -424,6 +442,7 @@ void Router::Run() {
     const std::string line = LongestWait(now);
     mutex_.Unlock();
     for (const auto& task : due) task();
+    LookForRoutes();
     // Sending a push may take the time of its checksum: pulls go between.
     for (bool more = pump; more; more = Pump(kPushes, 1)) Pump(kPulls);
     if (!line.empty()) options_.progress(line);

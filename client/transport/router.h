@@ -6,6 +6,11 @@
 // may have been restarted and have lost what was not synced. Callers notice none of these repairs. Every other answer
 // is final.
 //
+// Of a job whose servers may change while it trains (Routes::may_change) the router also follows the group from epoch
+// to epoch. A call that a server refuses as of an older epoch of the group waits until the router has the group's next
+// Open, from the keeper (Continue) or from another server, and goes on with it. Then a push to a server that left is
+// needless and ends with OK, a pull goes to another holder, and calls to all servers end with kRoutesChanged.
+//
 // Bounds: pushes in flight hold at most `inflight_bytes_max` bytes, and pulls as many (a single larger call may go
 // alone); the rest wait in order of arrival. No pull waits for a push, and no push for a pull.
 #pragma once
@@ -19,6 +24,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <type_traits>
@@ -34,7 +40,9 @@
 #include "ballast/client/transport.h"
 #include "ballast/client/transport/admissions.h"
 #include "ballast/client/transport/answers.h"
+#include "ballast/client/transport/routes.h"
 #include "ballast/client/transport/tally.h"
+#include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
 
@@ -59,18 +67,38 @@ class Router {
   // Cancels waiting operations (callbacks get CANCELLED) and waits for the operations that a server has.
   ~Router();
 
-  uint32_t server_count() const { return static_cast<uint32_t>(servers_.size()); }
-  std::string name(uint32_t server) const { return servers_[server]->name(); }
+  uint32_t server_count() const {
+    absl::MutexLock lock(&mutex_);
+    return static_cast<uint32_t>(servers_.size());
+  }
+  std::string name(uint32_t server) const { return transport(server)->name(); }
+  std::vector<Transport*> servers_now() const {
+    absl::MutexLock lock(&mutex_);
+    std::vector<Transport*> servers;
+    for (const auto& server : servers_) servers.push_back(server.get());
+    return servers;
+  }
   // For calls that must not be retried: calls to a server in this process.
-  Transport* transport(uint32_t server) const { return servers_[server].get(); }
+  Transport* transport(uint32_t server) const {
+    absl::MutexLock lock(&mutex_);
+    return servers_[server].get();
+  }
   // Makes server order[i] the new server i. Servers that `order` leaves out leave: operations at them end with
   // CANCELLED. REQUIRES: no operation under way at a server that stays.
   void Reorder(absl::Span<const uint32_t> order);
 
-  // From now on operations at these servers end with ABORTED (SERVER_DOWN) once the server has been silent for `after`:
-  // the group can go on without it if it starts again. Other servers are waited for. By index. Silent is a server that
-  // nobody can connect to, and one that does not answer a Commit; other calls may wait at a server that lives.
-  void SetReplaceable(const std::vector<bool>& servers, absl::Duration after);
+  // The job is open by `plan`, in whose order the servers are. A server is replaceable if others have all its chunks.
+  // It is silent if nobody can connect to it, or if it does not answer a Commit; other calls may wait at a server that
+  // lives. Once a replaceable server has been silent for `failover_after`, Silent names it; or if the job's servers
+  // cannot change while it trains, operations there end with ABORTED (SERVER_DOWN), since the group can go on without
+  // it if it starts again. Other servers are waited for.
+  void SetRoutes(std::shared_ptr<const model::EpochPlan> plan, absl::Duration failover_after);
+  // Null before SetRoutes.
+  std::shared_ptr<const Routes> routes() const;
+  // The group has this epoch by now. Connects to servers that are new. Does nothing if the routes are as new. Errors:
+  // those of EpochPlan::Make, and of Transport::Another.
+  absl::Status Continue(const v1::OpenRequest& open);
+  std::vector<v1::Member> Silent() const;
   // Set the requests that answer NOT_OPEN and BEHIND from now on.
   void SetOpen(std::shared_ptr<const v1::OpenRequest> open);
   void SetCommit(std::shared_ptr<const v1::CommitRequest> commit);
@@ -79,12 +107,19 @@ class Router {
   using Method = void (Transport::*)(const Request&, absl::Time, Callback<Response>);
 
   // `what` is for messages: "Seal of step 3".
+  // `routes`: by which `server` was chosen; null: those that there are. With other routes by then it is not sent.
+  template <typename Request, typename Response>
+  void Call(Method<Request, Response> method, Transport* server, std::string what,
+            std::shared_ptr<const Request> request, absl::Time deadline, Callback<Response> done,
+            std::shared_ptr<const Routes> routes = nullptr);
   template <typename Request, typename Response>
   void Call(Method<Request, Response> method, uint32_t server, std::string what, std::shared_ptr<const Request> request,
-            absl::Time deadline, Callback<Response> done);
+            absl::Time deadline, Callback<Response> done) {
+    Call(method, transport(server), std::move(what), std::move(request), deadline, std::move(done));
+  }
 
   // Sends the same request to every server, or to the first `servers`. Returns all answers in order of servers, or the
-  // first error.
+  // first error. Starts over where the job's servers change.
   template <typename Request, typename Response>
   absl::StatusOr<std::vector<Response>> CallAll(Method<Request, Response> method, const std::string& what,
                                                 const Request& request, absl::Time deadline,
@@ -96,14 +131,29 @@ class Router {
 
   // `payload`, `to`: borrowed until `done`. `lent`: as for Transport::PushLent; null for Transport::Push.
   void Push(uint32_t server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
-            std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent = nullptr);
+            std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent = nullptr) {
+    Push(transport(server), std::move(header), payload, deadline, std::move(done), std::move(lent));
+  }
   void Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, absl::Time deadline,
+            std::function<void(absl::Status)> done) {
+    Pull(transport(server), std::nullopt, std::move(request), to, deadline, std::move(done));
+  }
+  // To all servers of the slice's chunk, by the routes. `done` gets the first error, or OK, once all have answered.
+  void PushSlice(uint64_t chunk, const v1::PushRequest& header, absl::Span<const std::byte> payload,
+                 absl::Time deadline, std::function<void(absl::Status)> done,
+                 const std::shared_ptr<model::LentGradients>& lent);
+  // From a holder of the chunk, by the routes and the reader's number.
+  struct Source {
+    uint64_t chunk = 0;
+    uint32_t reader = 0;
+  };
+  void Pull(Source source, v1::PullRequest request, absl::Span<std::byte> to, absl::Time deadline,
             std::function<void(absl::Status)> done);
   // Where a server in this process has the bytes of a pull (Transport::Lease). Counts as no bytes in flight.
-  void Lease(uint32_t server, v1::PullRequest request, absl::Time deadline, Callback<model::LeasedBytes> done);
+  void Lease(Source source, v1::PullRequest request, absl::Time deadline, Callback<model::LeasedBytes> done);
   // Runs `start`, which calls Pull or Lease: on a thread of the server's transport, if that moves bytes on its own,
   // so that the caller hands over many pulls in no time. The destructor waits for it.
-  void HandOver(std::function<void()> start, uint32_t server = 0);
+  void HandOver(std::function<void()> start);
   // Waits until all pushes started before have been admitted to the bytes in flight: back pressure for the caller.
   Admissions& push_admissions() const { return *push_admissions_; }
 
@@ -126,20 +176,27 @@ class Router {
  private:
   using Answer = std::function<void(absl::Status)>;
   enum Direction : size_t { kPulls, kPushes, kNone };
+  struct Try {
+    Transport* server = nullptr;
+    const v1::Epoch* epoch = nullptr;  // of the routes; null: there are none
+    absl::Time deadline;
+  };
   struct Operation {
     Transport* server = nullptr;
+    std::optional<Source> source;  // of a pull by the routes
     std::string what;
     absl::Time deadline;
     Direction direction = kNone;
     uint64_t bytes = 0;  // in flight
     bool awaits_commit = false;
     bool prompt = false;  // a server that lives answers within a moment, whatever it does
-    std::function<void(absl::Time try_deadline, Answer)> send;
+    std::function<void(const Try&, Answer)> send;
     Answer done;
     absl::Time started = absl::InfiniteFuture();
     absl::Time tried = absl::InfiniteFuture();  // the last time
     int tries = 0;
     absl::Status last;
+    std::shared_ptr<const Routes> routes;  // of the last try; of a call, of all
     std::list<std::shared_ptr<Operation>>::iterator active;
   };
   using OperationPtr = std::shared_ptr<Operation>;
@@ -149,7 +206,22 @@ class Router {
     uint64_t inflight_bytes = 0;
     bool pumping = false;
   };
-  enum class Next { kDone, kRetry, kSendOpen, kSendCommit };
+  enum class Next { kDone, kRetry, kSendOpen, kSendCommit, kReroute, kAwaitRoutes };
+  // An operation that a server refused, perhaps because the group has gone on to a later epoch.
+  struct Refused {
+    OperationPtr op;
+    absl::Status status;
+    size_t looks_left = 0;  // that may find no later epoch before the refusal is final
+  };
+
+  // Of requests that name the epoch of the session: a try names that of the routes.
+  template <typename Request>
+  static std::shared_ptr<const Request> InEpoch(const std::shared_ptr<const Request>& request, const v1::Epoch* epoch);
+  void Pull(Transport* server, std::optional<Source> source, v1::PullRequest request, absl::Span<std::byte> to,
+            absl::Time deadline, std::function<void(absl::Status)> done);
+  void Push(Transport* server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
+            std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent);
+  Transport* ServerFor(Source source) const;
 
   void Start(OperationPtr op);
   void Activate(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -162,6 +234,25 @@ class Router {
   absl::Time TryDeadline(const Operation& op) const;
   bool Left(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Next Classify(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether a refusal may come of an epoch that this session does not know yet.
+  bool MayBeOutdated(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsSilent(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Install(std::shared_ptr<const model::EpochPlan> plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Goes on with an operation whose server left, or whose refusal was of an older epoch.
+  void Reroute(const OperationPtr& op);
+  void AwaitRoutes(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether somebody waits for a later epoch of the group, and no server is asked for it.
+  bool LooksForRoutes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Then asks one. On the router's thread.
+  void LookForRoutes();
+  void OnLook(Transport* asked, const absl::StatusOr<v1::GetJobResponse>& answer);
+  void FetchOpen(Transport* asked);
+  void Follow(const v1::OpenRequest& open);
+  absl::StatusOr<std::vector<std::unique_ptr<Transport>>> ConnectToNew(const v1::Table& table);
+  // Transports of the members in the table's order, also of those that were just made.
+  std::vector<std::unique_ptr<Transport>> TakeMembers(const v1::Table& table,
+                                                      std::vector<std::unique_ptr<Transport>> made)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Duration Backoff(const Operation& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Finish(const OperationPtr& op, absl::Status status);
   absl::Status Explain(const Operation& op, const absl::Status& status) const;
@@ -175,14 +266,21 @@ class Router {
   std::string LongestWait(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run();
 
+  absl::Mutex continuing_;  // taken before mutex_
   mutable absl::Mutex mutex_;
-  std::vector<std::unique_ptr<Transport>> servers_;
+  std::vector<std::unique_ptr<Transport>> servers_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<Transport>> left_ ABSL_GUARDED_BY(mutex_);  // operations may be under way there
   const RouterOptions options_;
   const std::shared_ptr<Admissions> push_admissions_ = std::make_shared<Admissions>();
 
   std::map<const Transport*, absl::Time> silent_since_ ABSL_GUARDED_BY(mutex_);  // of replaceable servers
   absl::Duration silence_max_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteDuration();
+  std::shared_ptr<const Routes> routes_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Refused> refused_ ABSL_GUARDED_BY(mutex_);
+  bool looking_ ABSL_GUARDED_BY(mutex_) = false;  // for a later epoch, at a server
+  size_t looked_at_ ABSL_GUARDED_BY(mutex_) = 0;
+  int looks_ ABSL_GUARDED_BY(mutex_) = 0;  // since the first refusal
+  absl::Time look_after_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
   std::shared_ptr<const v1::OpenRequest> open_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const v1::CommitRequest> commit_ ABSL_GUARDED_BY(mutex_);
   std::array<Lane, kNone> lanes_ ABSL_GUARDED_BY(mutex_);
@@ -198,18 +296,34 @@ class Router {
   absl::Status made_;
 };
 
+template <typename Request>
+std::shared_ptr<const Request> Router::InEpoch(const std::shared_ptr<const Request>& request, const v1::Epoch* epoch) {
+  constexpr bool names_epoch = std::is_same_v<Request, v1::PushRequest> || std::is_same_v<Request, v1::NormRequest> ||
+                               std::is_same_v<Request, v1::SealRequest> || std::is_same_v<Request, v1::PinRequest> ||
+                               std::is_same_v<Request, v1::UnpinRequest>;
+  if constexpr (names_epoch) {
+    if (epoch == nullptr || !request->has_epoch() || model::Compare(request->epoch(), *epoch) == 0) return request;
+    const auto renamed = std::make_shared<Request>(*request);
+    *renamed->mutable_epoch() = *epoch;
+    return renamed;
+  }
+  return request;
+}
+
 template <typename Request, typename Response>
-void Router::Call(Method<Request, Response> method, uint32_t server, std::string what,
-                  std::shared_ptr<const Request> request, absl::Time deadline, Callback<Response> done) {
+void Router::Call(Method<Request, Response> method, Transport* server, std::string what,
+                  std::shared_ptr<const Request> request, absl::Time deadline, Callback<Response> done,
+                  std::shared_ptr<const Routes> chosen_by) {
   auto response = std::make_shared<Response>();
   auto op = std::make_shared<Operation>();
-  op->server = servers_[server].get();
+  op->server = server;
+  op->routes = chosen_by == nullptr ? routes() : std::move(chosen_by);
   op->what = std::move(what);
   op->deadline = deadline;
   op->prompt = std::is_same_v<Request, v1::CommitRequest>;
-  op->send = [transport = servers_[server].get(), method, request = std::move(request), response](
-                 absl::Time try_deadline, Answer answer) {
-    (transport->*method)(*request, try_deadline, [response, answer = std::move(answer)](absl::StatusOr<Response> r) {
+  op->send = [method, request = std::move(request), response](const Try& at, Answer answer) {
+    const auto sent = InEpoch(request, at.epoch);
+    (at.server->*method)(*sent, at.deadline, [response, answer = std::move(answer)](absl::StatusOr<Response> r) {
       if (r.ok()) *response = std::move(*r);
       answer(r.status());
     });
@@ -231,28 +345,38 @@ absl::StatusOr<std::vector<Response>> Router::CallAll(Method<Request, Response> 
     Tally tally;
     std::vector<Response> answers;
   };
-  auto state = std::make_shared<State>();
-  servers = std::min(servers, server_count());
-  state->answers.resize(servers);
-  state->tally.Start(static_cast<int>(servers));
   const auto shared = std::make_shared<const Request>(request);
-  for (uint32_t i = 0; i < servers; ++i) {
-    Call<Request, Response>(method, i, what, shared, deadline, [state, i](absl::StatusOr<Response> answer) {
-      if (answer.ok()) state->answers[i] = std::move(*answer);
-      state->tally.Finish(answer.status());
-    });
+  for (;;) {
+    auto state = std::make_shared<State>();
+    const std::shared_ptr<const Routes> chosen_by = routes();
+    std::vector<Transport*> called =
+        chosen_by != nullptr && chosen_by->may_change() ? chosen_by->servers : servers_now();
+    called.resize(std::min<size_t>(servers, called.size()));
+    state->answers.resize(called.size());
+    state->tally.Start(static_cast<int>(called.size()));
+    for (size_t i = 0; i < called.size(); ++i) {
+      Call<Request, Response>(
+          method, called[i], what, shared, deadline,
+          [state, i](absl::StatusOr<Response> answer) {
+            if (answer.ok()) state->answers[i] = std::move(*answer);
+            state->tally.Finish(answer.status());
+          },
+          chosen_by);
+    }
+    const absl::Status status = state->tally.Wait();
+    if (status.ok()) return std::move(state->answers);
+    if (!AreRoutesChanged(status)) return status;
   }
-  if (absl::Status status = state->tally.Wait(); !status.ok()) return status;
-  return std::move(state->answers);
 }
 
 template <typename Request, typename Response>
 std::shared_ptr<Answers<Response>> Router::Ask(Method<Request, Response> method, const std::string& what,
                                                const Request& request, absl::Time deadline) {
-  auto answers = std::make_shared<Answers<Response>>(server_count());
+  const std::vector<Transport*> servers = servers_now();
+  auto answers = std::make_shared<Answers<Response>>(static_cast<uint32_t>(servers.size()));
   const auto shared = std::make_shared<const Request>(request);
-  for (uint32_t i = 0; i < server_count(); ++i) {
-    Call<Request, Response>(method, i, what, shared, deadline,
+  for (uint32_t i = 0; i < servers.size(); ++i) {
+    Call<Request, Response>(method, servers[i], what, shared, deadline,
                             [answers, i](absl::StatusOr<Response> answer) { answers->Add(i, std::move(answer)); });
   }
   return answers;

@@ -149,7 +149,7 @@ class ChangeTest : public testing::Test {
     BALLAST_ASSIGN_OR_RETURN(const v1::Epoch epoch, key_.Claim(v1::Table(), At(2), Soon()));
     claimed_ = epoch.counter();
     BALLAST_RETURN_IF_ERROR(change_->Claimed(epoch, Soon()));
-    BALLAST_RETURN_IF_ERROR(change_->Fence(/*expect_empty=*/false, Soon()));
+    BALLAST_RETURN_IF_ERROR(change_->Fence("group", /*expect_empty=*/false, Soon()));
     EXPECT_EQ(change_->found().base, 4);
     v1::OpenRequest open = open_;
     *open.mutable_epoch() = epoch;

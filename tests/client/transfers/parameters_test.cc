@@ -57,7 +57,8 @@ TEST_F(ParametersTest, AUnitIsPulledToItsPlacesAtTheSeatsVersion) {
   for (uint32_t server = 0; server < 2; ++server) {
     for (const v1::PullRequest& pull : servers_[server].pulled()) {
       EXPECT_EQ(pull.content(), v1::CONTENT_WORKING);
-      EXPECT_EQ(seat_.units->SourceOf(seat_.units->Find(pull.unit(), {pull.begin(), pull.end()})->slice.chunk), server);
+      const uint64_t chunk = seat_.units->Find(pull.unit(), {pull.begin(), pull.end()})->slice.chunk;
+      EXPECT_EQ(seat_.units->plan().SourceFor(chunk, seat_.rank()), server);
     }
   }
   parameters_.Return(*std::move(unit));

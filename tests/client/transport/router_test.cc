@@ -440,7 +440,7 @@ TEST(Router, DestructorCancelsWhatWaits) {
     rig.server->script = {Down()};
     rig.server->repeat_last = true;
     rig.router->Call<v1::GetJobRequest, v1::GetJobResponse>(
-        &Transport::GetJob, 0, "GetJob", std::make_shared<v1::GetJobRequest>(), absl::Now() + absl::Minutes(5),
+        &Transport::GetJob, 0u, "GetJob", std::make_shared<v1::GetJobRequest>(), absl::Now() + absl::Minutes(5),
         [&](const absl::StatusOr<v1::GetJobResponse>& answer) {
           result = answer.status();
           done.Notify();

@@ -1,0 +1,196 @@
+#include "ballast/client/group/keeper.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "ballast/client/discovery/job_key.h"
+#include "ballast/client/group/change.h"
+#include "ballast/client/group/fencing.h"
+#include "ballast/client/group/members.h"
+#include "ballast/client/group/opens.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/base/threads.h"
+#include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/table.h"
+#include "ballast/proto/model/verdict.h"
+
+namespace ballast::client {
+namespace {
+
+// How often the keeper looks whether a server is silent; asks etcd and the servers whether there is something to do;
+// and tries again what failed.
+constexpr absl::Duration kTick = absl::Milliseconds(50), kAskInterval = absl::Seconds(1),
+                         kRetryInterval = absl::Milliseconds(500);
+// How long a server may take to say who it is.
+constexpr absl::Duration kPatience = absl::Seconds(1);
+constexpr absl::Duration kAskTimeout = absl::Seconds(2);
+
+bool IsAmong(const std::vector<v1::Member>& servers, const v1::Member& server) {
+  return std::any_of(servers.begin(), servers.end(), [&](const v1::Member& one) {
+    return one.server_id() == server.server_id() && one.disk() == server.disk();
+  });
+}
+
+v1::Member ServerOf(const v1::ServerEntry& entry) {
+  v1::Member server;
+  server.set_server_id(entry.server_id());
+  server.set_disk(entry.disk());
+  server.set_address(entry.address());
+  return server;
+}
+
+// Members where they were last seen, and servers that are registered, but for the silent ones.
+std::vector<v1::Member> ServersToAsk(const v1::Table& table, const std::vector<v1::ServerEntry>& entries,
+                                     const std::vector<v1::Member>& silent) {
+  std::vector<v1::Member> servers;
+  for (const v1::ServerEntry& entry : entries) servers.push_back(ServerOf(entry));
+  for (const v1::Member& member : table.members()) {
+    if (!IsAmong(servers, member)) servers.push_back(member);
+  }
+  std::erase_if(servers, [&](const v1::Member& server) { return IsAmong(silent, server); });
+  return servers;
+}
+
+bool HasFillers(const v1::Table& table) {
+  return std::any_of(table.shards().begin(), table.shards().end(),
+                     [](const v1::Shard& shard) { return shard.fillers_size() > 0; });
+}
+
+}  // namespace
+
+Keeper::Keeper(const SessionOptions& options, Router* router) : options_(options), router_(router) {
+  absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
+  made_ = thread.status();
+  if (thread.ok()) thread_ = *std::move(thread);
+}
+
+Keeper::~Keeper() {
+  {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+bool Keeper::stopping() const {
+  absl::MutexLock lock(&mutex_);
+  return stopping_;
+}
+
+bool Keeper::Rest(absl::Duration time) {
+  absl::MutexLock lock(&mutex_);
+  return !mutex_.AwaitWithTimeout(absl::Condition(&stopping_), time);
+}
+
+void Keeper::Run() {
+  absl::Time ask = absl::InfinitePast(), retry = absl::InfinitePast();
+  Sight sight;
+  while (Rest(kTick)) {
+    const absl::Time now = absl::Now();
+    sight.silent = router_->Silent();
+    if (now >= ask) {
+      ask = now + kAskInterval;
+      LookAround(&sight);
+    }
+    const absl::MutexLock lock(&changing_);
+    const bool needed = !sight.silent.empty() || sight.copied || sight.asked != considered_ || IsUnfinished();
+    if (!needed || now < retry) continue;
+    retry = now + kRetryInterval;
+    const absl::Status changed = Change(sight);
+    if (model::ReasonOf(changed) == model::kStaleEpoch) return;  // the session hears of it by its own calls
+    if (!changed.ok()) {
+      Tell(changed, sight);
+      continue;
+    }
+    considered_ = sight.asked;
+    sight.copied = false;
+    ask = absl::Now() + kAskInterval;
+  }
+}
+
+void Keeper::Tell(const absl::Status& failed, const Sight& sight) {
+  std::vector<std::string> silent;
+  for (const v1::Member& server : sight.silent) silent.push_back(absl::StrCat("'", server.server_id(), "'"));
+  router_->Report(absl::StrCat("job '", options_.job, "' ",
+                               silent.empty()
+                                   ? "cannot change its servers yet"
+                                   : absl::StrCat("cannot go on without ", absl::StrJoin(silent, ", "), " yet"),
+                               ": ", failed.message()));
+}
+
+void Keeper::LookAround(Sight* sight) const {
+  const std::shared_ptr<const Routes> routes = router_->routes();
+  sight->copied = HasFillers(routes->open().table()) && HaveCopied(*routes);
+  registry::Registry* const registry = routes->servers.front()->registry();
+  const absl::Time deadline = absl::Now() + kAskTimeout;
+  const auto wish = registry->FindWish(options_.job, deadline);
+  const auto entries = registry->List(deadline, registry::Registry::OnUnreadable::kPassOver);
+  // Without etcd the job goes on as it is.
+  if (absl::IsUnavailable(wish.status()) || !entries.ok()) return;
+  sight->asked = wish.ok() && wish->has_value() ? (*wish)->value.SerializeAsString() : "";
+  for (const v1::ServerEntry& entry : *entries) {
+    absl::StrAppend(&sight->asked, "/", entry.server_id(), "/", entry.disk(), "/", static_cast<int>(entry.state()));
+  }
+}
+
+bool Keeper::HaveCopied(const Routes& routes) const {
+  v1::GetJobRequest ask;
+  ask.set_job(options_.job);
+  ask.set_without_open(true);
+  const auto answers = router_->CallAll<v1::GetJobRequest, v1::GetJobResponse>(&Transport::GetJob, "GetJob", ask,
+                                                                               absl::Now() + kAskTimeout);
+  if (!answers.ok() || answers->size() != routes.servers.size()) return false;
+  for (const v1::GetJobResponse& answer : *answers) {
+    if (model::Compare(answer.opened(), routes.epoch()) != 0) return false;
+  }
+  const v1::Table& table = routes.open().table();
+  for (int s = 0; s < table.shards_size(); ++s) {
+    for (const uint32_t filler : table.shards(s).fillers()) {
+      if (!model::HasBit((*answers)[filler].filled_shards(), static_cast<uint32_t>(s))) return false;
+    }
+  }
+  return true;
+}
+
+bool Keeper::IsUnfinished() const { return model::Compare(claimed_, router_->routes()->epoch()) > 0; }
+
+absl::Status Keeper::Change(const Sight& sight) {
+  const std::shared_ptr<const Routes> routes = router_->routes();
+  Transport* const any = routes->servers.front();
+  const absl::Time deadline = absl::Now() + options_.open_timeout;
+  JobKey key(any->registry(), options_.job);
+  BALLAST_RETURN_IF_ERROR(key.Read(deadline));
+  BALLAST_ASSIGN_OR_RETURN(const auto entries,
+                           any->registry()->List(deadline, registry::Registry::OnUnreadable::kPassOver));
+  std::vector<std::unique_ptr<Transport>> transports;
+  for (const v1::Member& server : ServersToAsk(key.value().table(), entries, sight.silent)) {
+    BALLAST_ASSIGN_OR_RETURN(transports.emplace_back(), any->Another(server));
+  }
+  Router router(std::move(transports), {.interrupted = [this] { return stopping(); }});
+  BALLAST_RETURN_IF_ERROR(router.made());
+  Members members(&router);
+  BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, kPatience, deadline));
+  const std::vector<std::string> spares = members.spares(key);
+  client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()});
+  BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));
+  const bool unfinished = IsUnfinished();
+  if (!unfinished && !change.IsNeeded()) return absl::OkStatus();
+  const v1::Epoch own = unfinished ? claimed_ : routes->epoch();
+  const v1::Epoch least = Fencing(&router, options_.job, Fencing::Promised(found.answers), members.peers()).epoch();
+  BALLAST_ASSIGN_OR_RETURN(claimed_,
+                           key.Claim(unfinished ? key.value().table() : routes->open().table(), least, deadline, &own));
+  BALLAST_RETURN_IF_ERROR(change.Claimed(claimed_, deadline));
+  BALLAST_RETURN_IF_ERROR(change.Fence(routes->open().group(), /*expect_empty=*/false, deadline));
+  v1::OpenRequest open = routes->open();
+  *open.mutable_epoch() = claimed_;
+  BALLAST_RETURN_IF_ERROR(OpenNext(&router, &members, &key, &change, options_, deadline, &open));
+  BALLAST_RETURN_IF_ERROR(router_->Continue(open));
+  change.DropLeft(open.table());
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::client

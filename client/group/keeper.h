@@ -1,0 +1,79 @@
+// Rank 0's keeper changes the servers of an open job with a table while its group trains: rule 31 of
+// services/step/README.md. It leaves out members that are silent, has servers join that are wanted, and ends a change
+// once all copies are made. A change is an epoch of the same group: it is claimed, fenced, written and opened by calls
+// of the keeper's own, and the session's router goes on with it.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "ballast/client/session_types.h"
+#include "ballast/client/transport/router.h"
+
+namespace ballast::client {
+
+class Keeper {
+ public:
+  // Borrows both. `router`: the session's, which has its routes. A job whose servers cannot change needs no keeper.
+  Keeper(const SessionOptions& options, Router* router);
+  // RESOURCE_EXHAUSTED (LIMIT) if the system made no thread.
+  const absl::Status& made() const { return made_; }
+  // Ends a change under way, which the next group then finishes.
+  ~Keeper();
+
+  // While one lives, the keeper begins no change. Waits for one under way.
+  class Pause {
+   public:
+    explicit Pause(Keeper* keeper) : keeper_(keeper) {
+      if (keeper_ != nullptr) keeper_->changing_.Lock();
+    }
+    ~Pause() {
+      if (keeper_ != nullptr) keeper_->changing_.Unlock();
+    }
+    Pause(const Pause&) = delete;
+    Pause& operator=(const Pause&) = delete;
+
+   private:
+    Keeper* const keeper_;
+  };
+
+ private:
+  // Why the servers may have to change, as far as is known without asking them.
+  struct Sight {
+    std::vector<v1::Member> silent;
+    bool copied = false;  // by the members' answers all that is copied is there
+    std::string asked;    // the wish, and the servers that are registered
+  };
+
+  void Run();
+  bool Rest(absl::Duration time);
+  bool stopping() const;
+  // Asks etcd and the servers for all but `silent`.
+  void LookAround(Sight* sight) const;
+  // Whether members have copied all that they were to copy.
+  bool HaveCopied(const Routes& routes) const;
+  // Whether the key has an epoch of this group that is not open yet: a change failed amid its writes.
+  bool IsUnfinished() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
+  // Changes the servers if that is needed.
+  absl::Status Change(const Sight& sight) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
+  void Tell(const absl::Status& failed, const Sight& sight);
+
+  const SessionOptions options_;
+  Router* const router_;
+  absl::Mutex changing_;
+  // The last claim of this group's epochs.
+  v1::Epoch claimed_ ABSL_GUARDED_BY(changing_);
+  mutable absl::Mutex mutex_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string considered_;  // Sight::asked of the last try; the thread's
+  std::thread thread_;
+  absl::Status made_;
+};
+
+}  // namespace ballast::client

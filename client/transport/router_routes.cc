@@ -1,0 +1,272 @@
+// The part of the router that follows a group from epoch to epoch: rule 30 of services/step/README.md.
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/client/transport/router.h"
+#include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/table.h"
+
+namespace ballast::client {
+namespace {
+
+// How often a server is asked for the group's next epoch: by calls that were refused as of an older one, and while a
+// server is silent.
+constexpr absl::Duration kLookInterval = absl::Milliseconds(20), kSilentInterval = absl::Milliseconds(200);
+constexpr absl::Duration kLookTimeout = absl::Seconds(1);
+
+// A slice on its way to all servers of its chunk. Tells once all have answered: the first error, or OK.
+class ToAll {
+ public:
+  ToAll(size_t servers, std::function<void(absl::Status)> done) : left_(servers), done_(std::move(done)) {}
+  void Finish(const absl::Status& status) {
+    absl::Status told;
+    {
+      absl::MutexLock lock(&mutex_);
+      if (told_.ok()) told_ = status;
+      if (--left_ > 0) return;
+      told = told_;
+    }
+    std::exchange(done_, nullptr)(std::move(told));
+  }
+
+ private:
+  absl::Mutex mutex_;
+  size_t left_ ABSL_GUARDED_BY(mutex_);
+  absl::Status told_ ABSL_GUARDED_BY(mutex_);
+  std::function<void(absl::Status)> done_;  // of the last to finish
+};
+
+bool IsOf(const Transport& transport, const v1::Member& member) {
+  return transport.registered_as() == model::TargetOf(member.server_id(), member.disk());
+}
+
+}  // namespace
+
+void Router::SetRoutes(std::shared_ptr<const model::EpochPlan> plan, absl::Duration failover_after) {
+  absl::MutexLock lock(&mutex_);
+  silence_max_ = failover_after;
+  Install(std::move(plan));
+}
+
+void Router::Install(std::shared_ptr<const model::EpochPlan> plan) {
+  auto routes = std::make_shared<Routes>();
+  for (const auto& server : servers_) routes->servers.push_back(server.get());
+  silent_since_.clear();
+  const std::vector<bool> replaceable = model::Replaceable(plan->open().table());
+  for (size_t i = 0; i < replaceable.size(); ++i) {
+    if (replaceable[i]) silent_since_[routes->servers[i]] = absl::InfiniteFuture();
+  }
+  routes->plan = std::move(plan);
+  routes_ = std::move(routes);
+}
+
+std::shared_ptr<const Routes> Router::routes() const {
+  absl::MutexLock lock(&mutex_);
+  return routes_;
+}
+
+Transport* Router::ServerFor(Source source) const {
+  absl::MutexLock lock(&mutex_);
+  return routes_->servers[routes_->plan->SourceFor(source.chunk, source.reader)];
+}
+
+void Router::PushSlice(uint64_t chunk, const v1::PushRequest& header, absl::Span<const std::byte> payload,
+                       absl::Time deadline, std::function<void(absl::Status)> done,
+                       const std::shared_ptr<model::LentGradients>& lent) {
+  const std::shared_ptr<const Routes> now = routes();
+  std::vector<Transport*> servers;
+  for (const auto places : {now->plan->holders_of(chunk), now->plan->fillers_of(chunk)}) {
+    for (const uint32_t place : places) servers.push_back(now->servers[place]);
+  }
+  const auto all = std::make_shared<ToAll>(servers.size(), std::move(done));
+  for (Transport* const server : servers) {
+    Push(
+        server, header, payload, deadline, [all](const absl::Status& status) { all->Finish(status); }, lent);
+  }
+}
+
+bool Router::IsSilent(const Transport* server) const {
+  const auto found = silent_since_.find(server);
+  return found != silent_since_.end() && absl::Now() - found->second >= silence_max_ && !server->recovers();
+}
+
+std::vector<v1::Member> Router::Silent() const {
+  absl::MutexLock lock(&mutex_);
+  std::vector<v1::Member> silent;
+  for (size_t i = 0; routes_ != nullptr && i < routes_->servers.size(); ++i) {
+    if (IsSilent(routes_->servers[i])) silent.push_back(routes_->plan->members()[static_cast<int>(i)]);
+  }
+  return silent;
+}
+
+bool Router::MayBeOutdated(const Operation& op, const absl::Status& status) const {
+  if (op.routes == nullptr || !op.routes->may_change()) return false;
+  if (model::ReasonOf(status) == model::kStaleEpoch) {
+    const model::Details details = model::DetailsOf(status);
+    const auto group = details.find(model::kGroup);
+    return group == details.end() || group->second.empty() ||
+           group->second == absl::BytesToHexString(op.routes->open().group());
+  }
+  // A server that is no member any more, or has given the chunk up, knows neither.
+  return absl::IsNotFound(status) || op.source.has_value();
+}
+
+void Router::AwaitRoutes(const OperationPtr& op) {
+  if (model::Compare(op->routes->epoch(), routes_->epoch()) < 0) {  // they have come meanwhile
+    timers_.emplace(absl::Now(), [this, op] { Reroute(op); });
+    return;
+  }
+  const bool stale = model::ReasonOf(op->last) == model::kStaleEpoch;
+  refused_.push_back({op, op->last, stale ? std::numeric_limits<size_t>::max() : routes_->servers.size()});
+  if (refused_.size() > 1) return;
+  looks_ = 0;
+  look_after_ = absl::Now();
+}
+
+void Router::Reroute(const OperationPtr& op) {
+  bool needless = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    const bool left = Left(op->server);
+    if (op->source.has_value()) {
+      op->server = routes_->servers[routes_->plan->SourceFor(op->source->chunk, op->source->reader)];
+    } else if (op->direction == kPushes) {
+      needless = left;
+    } else {
+      op->last = model::Error(absl::StatusCode::kAborted, kRoutesChanged, "the job's servers have changed");
+    }
+  }
+  if (needless) return Finish(op, absl::OkStatus());
+  if (op->direction == kNone) return Finish(op, op->last);
+  Send(op);
+}
+
+bool Router::LooksForRoutes() const {
+  if (looking_ || routes_ == nullptr || !routes_->may_change() || !stopped_.ok()) return false;
+  return !refused_.empty() || std::any_of(routes_->servers.begin(), routes_->servers.end(), [&](Transport* server) {
+    mutex_.AssertHeld();
+    return IsSilent(server);
+  });
+}
+
+void Router::LookForRoutes() {
+  Transport* asked = nullptr;
+  v1::GetJobRequest request;
+  request.set_without_open(true);
+  std::vector<OperationPtr> late;
+  {
+    absl::MutexLock lock(&mutex_);
+    const absl::Time now = absl::Now();
+    if (!LooksForRoutes() || now < look_after_) return;
+    std::erase_if(refused_, [&](const Refused& one) {
+      if (one.op->deadline > now) return false;
+      late.push_back(one.op);
+      return true;
+    });
+    const size_t servers = routes_->servers.size();
+    for (size_t i = 0; i < servers && (asked == nullptr || IsSilent(asked)); ++i) {
+      asked = routes_->servers[looked_at_++ % servers];
+    }
+    looking_ = true;
+    request.set_job(routes_->open().spec().name());
+  }
+  for (const OperationPtr& op : late) Finish(op, op->last);
+  asked->GetJob(request, absl::Now() + kLookTimeout,
+                [this, asked](const absl::StatusOr<v1::GetJobResponse>& answer) { OnLook(asked, answer); });
+}
+
+// On a transport's thread: what follows is done on the router's.
+void Router::OnLook(Transport* asked, const absl::StatusOr<v1::GetJobResponse>& answer) {
+  absl::MutexLock lock(&mutex_);
+  looking_ = false;
+  look_after_ = absl::Now() + std::min(kSilentInterval, kLookInterval * (1 + looks_++));
+  if (!stopped_.ok() || !answer.ok()) return;
+  const Routes& now = *routes_;
+  if (model::Compare(answer->opened(), now.epoch()) > 0) {
+    looking_ = true;
+    timers_.emplace(absl::Now(), [this, asked] { FetchOpen(asked); });
+    return;
+  }
+  const bool later = model::Compare(answer->promised(), now.epoch()) > 0;
+  if (later && now.IsOwn(answer->promised_group())) return;
+  std::erase_if(refused_, [&](Refused& one) {
+    if (!later && --one.looks_left > 0) return false;
+    timers_.emplace(absl::Now(), [this, op = one.op] { Finish(op, op->last); });
+    return true;
+  });
+}
+
+void Router::FetchOpen(Transport* asked) {
+  v1::GetJobRequest request;
+  request.set_job(routes()->open().spec().name());
+  asked->GetJob(request, absl::Now() + kLookTimeout, [this](absl::StatusOr<v1::GetJobResponse> answer) {
+    absl::MutexLock lock(&mutex_);
+    looking_ = false;
+    if (!stopped_.ok() || !answer.ok()) return;
+    // Another group's is told by the next refusal.
+    const bool later = model::Compare(answer->open().epoch(), routes_->epoch()) > 0;
+    if (!later || answer->open().group() != routes_->open().group()) return;
+    timers_.emplace(absl::Now(), [this, open = std::move(*answer->mutable_open())] { Follow(open); });
+  });
+}
+
+void Router::Follow(const v1::OpenRequest& open) {
+  const absl::Status followed = Continue(open);
+  if (!followed.ok()) Report(absl::StrCat("cannot follow the job's servers: ", followed.message()));
+}
+
+absl::StatusOr<std::vector<std::unique_ptr<Transport>>> Router::ConnectToNew(const v1::Table& table) {
+  const std::vector<Transport*> servers = servers_now();
+  std::vector<std::unique_ptr<Transport>> made;
+  for (const v1::Member& member : table.members()) {
+    const bool known =
+        std::any_of(servers.begin(), servers.end(), [&](const Transport* one) { return IsOf(*one, member); });
+    if (known) continue;
+    BALLAST_ASSIGN_OR_RETURN(made.emplace_back(), servers.front()->Another(member));
+  }
+  return made;
+}
+
+std::vector<std::unique_ptr<Transport>> Router::TakeMembers(const v1::Table& table,
+                                                            std::vector<std::unique_ptr<Transport>> made) {
+  for (auto& server : servers_) made.push_back(std::move(server));
+  servers_.clear();
+  std::vector<std::unique_ptr<Transport>> members;
+  for (const v1::Member& member : table.members()) {
+    const auto found =
+        std::find_if(made.begin(), made.end(), [&](const auto& one) { return one != nullptr && IsOf(*one, member); });
+    members.push_back(std::move(*found));
+  }
+  for (auto& server : made) {
+    if (server != nullptr) left_.push_back(std::move(server));
+  }
+  return members;
+}
+
+absl::Status Router::Continue(const v1::OpenRequest& open) {
+  const absl::MutexLock one_at_a_time(&continuing_);
+  if (model::Compare(open.epoch(), routes()->epoch()) <= 0) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(auto plan, model::EpochPlan::Make(open));
+  BALLAST_ASSIGN_OR_RETURN(auto made, ConnectToNew(open.table()));
+  std::vector<Transport*> left;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!stopped_.ok()) return stopped_;
+    const size_t left_before = left_.size();
+    servers_ = TakeMembers(open.table(), std::move(made));
+    for (size_t i = left_before; i < left_.size(); ++i) left.push_back(left_[i].get());
+    open_ = std::make_shared<const v1::OpenRequest>(open);
+    Install(std::make_shared<const model::EpochPlan>(std::move(plan)));
+    for (Refused& one : std::exchange(refused_, {})) {
+      timers_.emplace(absl::Now(), [this, op = std::move(one.op)] { Reroute(op); });
+    }
+  }
+  for (Transport* const server : left) server->Cancel();
+  return absl::OkStatus();
+}
+
+}  // namespace ballast::client
