@@ -98,7 +98,7 @@ std::vector<std::string> ShowChange(const std::string& job, const v1::Table& was
                          member.since().SerializeAsString() !=
                              was.members(static_cast<int>(*In(was, member))).since().SerializeAsString();
       lines.push_back(absl::StrCat(who, joins ? "joins and " : "", "copies ", part.copies, of,
-                                   "; its copies count from the next opening"));
+                                   "; its copies count once all are made"));
     }
     if (part.settled > 0) lines.push_back(absl::StrCat(who, "has copied ", part.settled, of, " and holds them now"));
     if (part.leaving > 0 && part.stays == 0) {

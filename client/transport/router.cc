@@ -108,7 +108,9 @@ absl::Time Router::TryDeadline(const Operation& op) const {
   absl::Duration timeout = options_.try_timeout;
   {
     absl::MutexLock lock(&mutex_);
-    if (silent_since_.contains(op.server)) timeout = std::min(timeout, std::max(silence_max_, absl::Seconds(1)));
+    // Seals are answered after a second, whatever is missing.
+    const absl::Duration least = op.prompt ? absl::Seconds(1) : absl::Seconds(3);
+    if (silent_since_.contains(op.server)) timeout = std::min(timeout, std::max(silence_max_, least));
   }
   return std::min(op.deadline, absl::Now() + timeout);
 }
@@ -123,10 +125,12 @@ void Router::SetCommit(std::shared_ptr<const v1::CommitRequest> commit) {
   commit_ = std::move(commit);
 }
 
-void Router::Push(Transport* server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
-                  std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent) {
+void Router::Push(Transport* server, std::optional<Source> source, v1::PushRequest header,
+                  absl::Span<const std::byte> payload, absl::Time deadline, std::function<void(absl::Status)> done,
+                  std::shared_ptr<model::LentGradients> lent) {
   auto op = std::make_shared<Operation>();
   op->server = server;
+  op->source = source;
   op->what = absl::StrCat("Push of step ", header.step());
   op->deadline = deadline;
   op->direction = kPushes;
@@ -246,8 +250,12 @@ void Router::Send(const OperationPtr& op) {
     {
       absl::MutexLock lock(&mutex_);
       stopped = stopped_;
+      if (op->source.has_value() && op->routes != routes_) {
+        op->routes = routes_;
+        outdated = !Serves(*op);
+      }
       if (op->direction != kNone) op->routes = routes_;
-      outdated = op->routes != nullptr && (op->routes != routes_ || Left(op->server));
+      outdated = outdated || (op->routes != nullptr && (op->routes != routes_ || Left(op->server)));
     }
     if (!stopped.ok()) return Finish(op, stopped);
     if (outdated) return Reroute(op);

@@ -132,7 +132,7 @@ class Router {
   // `payload`, `to`: borrowed until `done`. `lent`: as for Transport::PushLent; null for Transport::Push.
   void Push(uint32_t server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
             std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent = nullptr) {
-    Push(transport(server), std::move(header), payload, deadline, std::move(done), std::move(lent));
+    Push(transport(server), std::nullopt, std::move(header), payload, deadline, std::move(done), std::move(lent));
   }
   void Pull(uint32_t server, v1::PullRequest request, absl::Span<std::byte> to, absl::Time deadline,
             std::function<void(absl::Status)> done) {
@@ -183,7 +183,7 @@ class Router {
   };
   struct Operation {
     Transport* server = nullptr;
-    std::optional<Source> source;  // of a pull by the routes
+    std::optional<Source> source;  // of a pull or a push by the routes
     std::string what;
     absl::Time deadline;
     Direction direction = kNone;
@@ -219,8 +219,8 @@ class Router {
   static std::shared_ptr<const Request> InEpoch(const std::shared_ptr<const Request>& request, const v1::Epoch* epoch);
   void Pull(Transport* server, std::optional<Source> source, v1::PullRequest request, absl::Span<std::byte> to,
             absl::Time deadline, std::function<void(absl::Status)> done);
-  void Push(Transport* server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
-            std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent);
+  void Push(Transport* server, std::optional<Source> source, v1::PushRequest header, absl::Span<const std::byte> payload,
+            absl::Time deadline, std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent);
   Transport* ServerFor(Source source) const;
 
   void Start(OperationPtr op);
@@ -238,6 +238,8 @@ class Router {
   bool MayBeOutdated(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsSilent(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Install(std::shared_ptr<const model::EpochPlan> plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether by the routes the operation's server has its chunk.
+  bool Serves(const Operation& op) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Goes on with an operation whose server left, or whose refusal was of an older epoch.
   void Reroute(const OperationPtr& op);
   void AwaitRoutes(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -85,7 +85,7 @@ void Router::PushSlice(uint64_t chunk, const v1::PushRequest& header, absl::Span
   const auto all = std::make_shared<ToAll>(servers.size(), std::move(done));
   for (Transport* const server : servers) {
     Push(
-        server, header, payload, deadline, [all](const absl::Status& status) { all->Finish(status); }, lent);
+        server, Source{chunk, header.rank()}, header, payload, deadline, [all](const absl::Status& status) { all->Finish(status); }, lent);
   }
 }
 
@@ -127,15 +127,23 @@ void Router::AwaitRoutes(const OperationPtr& op) {
   look_after_ = absl::Now();
 }
 
+bool Router::Serves(const Operation& op) const {
+  const auto at = std::find(routes_->servers.begin(), routes_->servers.end(), op.server);
+  if (at == routes_->servers.end()) return false;
+  const auto place = static_cast<uint32_t>(at - routes_->servers.begin());
+  if (op.direction == kPushes) return routes_->plan->Has(place, op.source->chunk);
+  const auto holders = routes_->plan->holders_of(op.source->chunk);
+  return std::find(holders.begin(), holders.end(), place) != holders.end();
+}
+
 void Router::Reroute(const OperationPtr& op) {
   bool needless = false;
   {
     absl::MutexLock lock(&mutex_);
-    const bool left = Left(op->server);
-    if (op->source.has_value()) {
+    if (op->direction == kPushes) {
+      needless = !Serves(*op);
+    } else if (op->direction == kPulls) {
       op->server = routes_->servers[routes_->plan->SourceFor(op->source->chunk, op->source->reader)];
-    } else if (op->direction == kPushes) {
-      needless = left;
     } else {
       op->last = model::Error(absl::StatusCode::kAborted, kRoutesChanged, "the job's servers have changed");
     }
@@ -227,6 +235,7 @@ absl::StatusOr<std::vector<std::unique_ptr<Transport>>> Router::ConnectToNew(con
         std::any_of(servers.begin(), servers.end(), [&](const Transport* one) { return IsOf(*one, member); });
     if (known) continue;
     BALLAST_ASSIGN_OR_RETURN(made.emplace_back(), servers.front()->Another(member));
+    made.back()->MeanFor(model::TargetOf(member.server_id(), member.disk()));
   }
   return made;
 }

@@ -98,8 +98,9 @@ absl::StatusOr<v1::NormResponse> StepMachine::Norm(const v1::NormRequest& reques
 
 absl::StatusOr<model::SealAnswer> StepMachine::Seal(const v1::SealRequest& request) {
   Impl& m = *impl_;
-  // Where members change, the group's own next epoch may have come first (rule 30).
-  const bool decided = m.decision.has_value() && SameKey(*m.decision, request);
+  // Where members change, the group's own next epoch may have come first (rule 30): on the server, which answers the
+  // older epoch's seal, or on the rank, which asks in the new epoch for a step that was decided before it.
+  const bool decided = m.decision.has_value() && (SameKey(*m.decision, request) || m.WasDecidedBefore(request));
   if (decided && m.plan != nullptr && m.plan->open().has_table()) return m.Decided(request.rank() == 0);
   BALLAST_RETURN_IF_ERROR(m.CheckEpoch(request.epoch()));
   if (decided) return m.Decided(request.rank() == 0);

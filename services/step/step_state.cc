@@ -45,6 +45,13 @@ absl::Status StepMachine::Impl::NotOpen(const v1::Epoch& epoch) const {
                                                     "', which promised epoch ", Show(promised), "; send Open again"));
 }
 
+// Groups begin at their first Open's base, so who seals a step up to the base had another epoch before.
+bool StepMachine::Impl::WasDecidedBefore(const v1::SealRequest& request) const {
+  return plan != nullptr && plan->open().has_table() && CheckEpoch(request.epoch()).ok() &&
+         request.step() <= plan->open().base() && request.step() == decision->step() &&
+         request.attempt() == decision->attempt() && request.plan_hash() == decision->plan_hash();
+}
+
 absl::Status StepMachine::Impl::CheckStep(int64_t step) const {
   if (step <= committed) {
     return Precondition(model::kOldStep, absl::StrCat("step ", step, " is decided already; server '", id,

@@ -52,6 +52,8 @@ struct StepMachine::Impl {
   absl::Status CheckPromised(const v1::Epoch& epoch) const;
   absl::Status CheckEpoch(const v1::Epoch& epoch) const;
   absl::Status NotOpen(const v1::Epoch& epoch) const;
+  // Whether the last decision is the request's step, and older than the open epoch, which continues the step's group.
+  bool WasDecidedBefore(const v1::SealRequest& request) const;
   absl::Status CheckStep(int64_t step) const;
   absl::Status CheckAttempt(uint32_t rank, uint64_t attempt) const;
   absl::Status CheckRank(uint32_t rank) const;

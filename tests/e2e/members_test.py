@@ -81,11 +81,11 @@ def test_a_wiped_server_fills_and_counts(etcd, folder, bits):
     wipe(b, folder, 'b')
     text = go_on(etcd, 'wiped', '--stop-at', '14')
     assert "job 'wiped' goes on without 'b' (last seen at" in text, text
-    assert re.search(r"server 'a' copies \d+ of 1024 shards; its copies count from the next opening", text), text
+    assert re.search(r"server 'a' copies \d+ of 1024 shards; its copies count once all are made", text), text
     b.start()
     wait_for(lambda: len(etcd.entries('wiped')) == 3, 'b is back, without anything')
     text = go_on(etcd, 'wiped', '--stop-at', '22')
-    assert re.search(r"server 'b' joins and copies \d+ of 1024 shards; its copies count from the next opening", text), text
+    assert re.search(r"server 'b' joins and copies \d+ of 1024 shards; its copies count once all are made", text), text
     await_copies(etcd, 'wiped')
     text = go_on(etcd, 'wiped', '--stop-at', '28')
     assert re.search(r"server 'b' has copied \d+ of 1024 shards and holds them now", text), text
