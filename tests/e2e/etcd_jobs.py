@@ -110,13 +110,17 @@ class Server:
 
 
 class Training:
-    def __init__(self, servers, job, folder, *more):
+    def __init__(self, servers, job, folder, *more, model=tuple(MODEL)):
         self.log = folder / f'{job}.trainer.log'
-        self.process = start(BIN / 'train_bytes_lm', *MODEL, '--servers', servers, '--job', job, '--log-every', '1', *more, log=self.log)
+        self.process = start(BIN / 'train_bytes_lm', *model, '--servers', servers, '--job', job, '--log-every', '1', *more, log=self.log)
 
     def step(self, number):
         wait_for(lambda: re.search(rf'step +{number}\b', self.log.read_text()) or self.process.poll() is not None, f'step {number}')
         assert self.process.poll() is None, f'ended early:\n{self.log.read_text()}'
+
+    def says(self, line):
+        wait_for(lambda: re.search(line, self.log.read_text()) or self.process.poll() is not None, line)
+        assert re.search(line, self.log.read_text()), f'ended without {line}:\n{self.log.read_text()}'
 
     def digest(self):
         code = self.process.wait(300)
@@ -142,8 +146,8 @@ def digest_of(text):
     return re.search(r'master weights CRC32C ([0-9a-f]{8})', text).group(1)
 
 
-def reference():
-    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--reference')
+def reference(model=tuple(MODEL)):
+    code, text = run(BIN / 'train_bytes_lm', *model, '--reference')
     assert code == 0, text
     return digest_of(text)
 

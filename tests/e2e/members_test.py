@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Jobs with two copies of each chunk that change their servers when their group starts again, with a real etcd.
+"""Jobs with two copies of each chunk that change their servers, when their group starts again or while it trains, with a real etcd.
 
 Usage: members_test.py BIN [NAME,...]     BIN: folder of the programs. NAME: a part of a test's name. Exit 77: no etcd here.
 Every run ends with the bits of the same training in one process.
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 
-from etcd_jobs import BIN, MODEL, Server, digest_of, job_key, main, open_again, run, several, start, wait_for
+from etcd_jobs import BIN, MODEL, Server, Training, digest_of, job_key, main, open_again, reference, run, several, start, wait_for
 
 SHARDS = 1024
 
@@ -51,9 +51,7 @@ def places(etcd, prefix, kind):
 
 
 def await_copies(etcd, prefix):
-    """Servers copy by themselves, whether a group trains or not."""
-    assert places(etcd, prefix, 'fillers'), 'nobody copies'
-
+    """Servers copy by themselves, whether a group trains or not; a group that trained long enough has ended the change too."""
     def all_copied():
         fills = re.findall(r'fills (\d+) of (\d+) shards', ctl(etcd, prefix, 'members')[1])
         return len(fills) == len(places(etcd, prefix, 'fillers')) and all(have == want for have, want in fills)
@@ -87,7 +85,7 @@ def test_a_wiped_server_fills_and_counts(etcd, folder, bits):
     text = go_on(etcd, 'wiped', '--stop-at', '22')
     assert re.search(r"server 'b' joins and copies \d+ of 1024 shards; its copies count once all are made", text), text
     await_copies(etcd, 'wiped')
-    text = go_on(etcd, 'wiped', '--stop-at', '28')
+    text += go_on(etcd, 'wiped', '--stop-at', '28')
     assert re.search(r"server 'b' has copied \d+ of 1024 shards and holds them now", text), text
     check_settled(etcd, 'wiped', 'abc')
     wipe(a, folder, 'a')
@@ -142,16 +140,14 @@ def test_add_drain_replace(etcd, folder, bits):
     def change(command, *words, after, joins=(), leaves=()):
         nonlocal step
         code, text = ctl(etcd, 'moves', command, *words)
-        assert code == 0 and 'start the group again' in text, text
-        before = members(etcd, 'moves')
+        assert code == 0 and 'The group at work begins with it' in text, text
         text = go_on(etcd, 'moves', '--stop-at', step + 3)
         for name in joins:
             assert f"server '{name}' joins and copies" in text, text
         for name in leaves:
             assert f"server '{name}' leaves once others have copied" in text, text
-        assert set(members(etcd, 'moves')) == set(before) | set(joins), 'nobody has left yet'
         await_copies(etcd, 'moves')
-        text = go_on(etcd, 'moves', '--stop-at', step + 6)
+        text += go_on(etcd, 'moves', '--stop-at', step + 6)
         for name in leaves:
             assert f"server '{name}' has left; others have all that it had" in text, text
         check_settled(etcd, 'moves', after)
@@ -184,6 +180,52 @@ def test_more_and_fewer_copies(etcd, folder, bits):
     text = go_on(etcd, 'copies', '--stop-at', '24')
     assert "goes on without 'b'" in text and members(etcd, 'copies') == ['a'], text
     assert digest_of(go_on(etcd, 'copies')) == bits
+
+
+LONG = ['--steps', '100000', *MODEL[2:]]
+
+
+def check_bits(etcd, prefix, training):
+    """Ends a training of LONG, and compares its state a few steps later with that of undisturbed training."""
+    assert training.process.poll() is None, training.log.read_text()
+    training.process.send_signal(signal.SIGTERM)
+    training.process.wait(120)
+    last = re.findall(r'^step +(\d+)/', training.log.read_text(), re.M)[-1]
+    model = [*LONG, '--stop-at', str(int(last) + 5)]
+    code, text = run(BIN / 'train_bytes_lm', *model, '--servers', etcd.url(prefix), '--job', prefix, '--resume', 'must')
+    assert code == 0 and digest_of(text) == reference(model), text
+
+
+def test_a_group_at_work_loses_servers(etcd, folder, bits):
+    a, b, c = several(etcd, 'live', folder)
+    training = Training(f'{etcd.url("live")}?servers=3', 'live', folder, '--replicas', '2', '--failover-after', '1', model=LONG)
+    training.step(4)
+    wipe(a, folder, 'a')
+    training.says("goes on without 'a'")
+    wait_for(lambda: not places(etcd, 'live', 'fillers'), 'b and c have all')
+    Server(etcd, 'live', 'd', folder)
+    training.says(r"server 'd' has copied \d+ of 1024 shards and holds them now")
+    check_settled(etcd, 'live', 'bcd')
+    wipe(b, folder, 'b')
+    training.says("goes on without 'b'")
+    wait_for(lambda: not places(etcd, 'live', 'fillers'), 'c and d have all')
+    check_bits(etcd, 'live', training)
+
+
+def test_a_group_at_work_heeds_wishes(etcd, folder, bits):
+    several(etcd, 'wish', folder, 'abcd')
+    training = Training(f'{etcd.url("wish")}?servers=4', 'wish', folder, '--replicas', '2', model=LONG)
+    training.step(4)
+    for command, words, after in (('drain', ('--server', 'd'), 'abc'), ('replace', ('--server', 'a', '--by', 'd'), 'bcd'),
+                                  ('replicas', ('--copies', '3'), 'bcd')):
+        code, text = ctl(etcd, 'wish', command, *words)
+        assert code == 0, text
+
+        def settled():
+            check_settled(etcd, 'wish', after)
+            return command != 'replicas' or table_of(etcd, 'wish')['replicas'] == 3
+        wait_for(settled, f'{command} is done')
+    check_bits(etcd, 'wish', training)
 
 
 def two_ranks(etcd, prefix, folder, *more):

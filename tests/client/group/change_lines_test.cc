@@ -75,7 +75,7 @@ TEST_F(ChangeLines, AnAddedServerJoinsCopiesAndHolds) {
   const v1::Table filling = Next(first, all, four, 5);
   EXPECT_THAT(
       Lines(first, filling, all),
-      ElementsAre("job 'x': server 'd' joins and copies 6 of 12 shards; its copies count from the next opening"));
+      ElementsAre("job 'x': server 'd' joins and copies 6 of 12 shards; its copies count once all are made"));
   const model::Found some = FoundBy(filling, {0, 1, 2, 3});
   EXPECT_THAT(Lines(filling, Next(filling, some, four, 6), some), IsEmpty()) << "it copies still";
   const model::Found filled = FoundBy(filling, {0, 1, 2, 3}, true);
@@ -89,8 +89,8 @@ TEST_F(ChangeLines, ADrainedServerLeavesLast) {
   const model::Found all = FoundBy(first, {0, 1, 2});
   const v1::Table draining = Next(first, all, two, 5);
   EXPECT_THAT(Lines(first, draining, all),
-              ElementsAre("job 'x': server 'a' copies 4 of 12 shards; its copies count from the next opening",
-                          "job 'x': server 'b' copies 4 of 12 shards; its copies count from the next opening",
+              ElementsAre("job 'x': server 'a' copies 4 of 12 shards; its copies count once all are made",
+                          "job 'x': server 'b' copies 4 of 12 shards; its copies count once all are made",
                           "job 'x': server 'c' leaves once others have copied 8 of 12 shards"));
   const model::Found filled = FoundBy(draining, {0, 1, 2}, true);
   EXPECT_THAT(Lines(draining, Next(draining, filled, two, 6), filled),
@@ -108,7 +108,7 @@ TEST_F(ChangeLines, AWipedServerIsForgottenAndJoins) {
       Lines(first, Next(first, found, servers, 5), found),
       ElementsAre("job 'x' goes on without 'b' (last seen at b:7070), which did not answer within 5s or lost its "
                   "memory: the job has forgotten them; 8 of 12 shards now have fewer than 2 copies",
-                  "job 'x': server 'b' joins and copies 8 of 12 shards; its copies count from the next opening"));
+                  "job 'x': server 'b' joins and copies 8 of 12 shards; its copies count once all are made"));
 }
 
 }  // namespace
