@@ -1,6 +1,7 @@
 #include "ballast/services/gateway/status_codec.h"
 
 #include <string>
+#include <utility>
 
 #include "ballast/proto/base/status.h"
 #include "ballast/v1/error.pb.h"
@@ -12,7 +13,7 @@ namespace {
 constexpr char kDomain[] = "ballast";
 constexpr char kErrorInfoUrl[] = "type.googleapis.com/google.rpc.ErrorInfo";
 // Messages name bounded things, but some quote a request; gRPC drops whole trailers beyond its metadata limit of 8 KiB.
-constexpr size_t kMessageBytesMax = 2048;
+constexpr size_t kMessageBytesMax = 2048, kDetailBytesMax = 512;
 
 constexpr bool SameNumber(absl::StatusCode ours, grpc::StatusCode theirs) {
   return static_cast<int>(ours) == static_cast<int>(theirs);
@@ -55,6 +56,9 @@ grpc::Status ToGrpc(const absl::Status& status) {
     v1::ErrorInfo info;
     info.set_reason(reason);
     info.set_domain(kDomain);
+    for (const auto& [key, value] : model::DetailsOf(status)) {
+      if (key.size() + value.size() <= kDetailBytesMax) (*info.mutable_metadata())[key] = value;
+    }
     google::protobuf::Any* any = details.add_details();
     any->set_type_url(kErrorInfoUrl);
     info.SerializeToString(any->mutable_value());
@@ -64,17 +68,20 @@ grpc::Status ToGrpc(const absl::Status& status) {
 
 absl::Status FromGrpc(const grpc::Status& status) {
   if (status.ok()) return absl::OkStatus();
-  std::string reason;
+  v1::ErrorInfo told;
   v1::RpcStatus details;
   if (details.ParseFromString(status.error_details())) {
     for (const google::protobuf::Any& any : details.details()) {
       v1::ErrorInfo info;
       const bool ours =
           any.type_url() == kErrorInfoUrl && info.ParseFromString(any.value()) && info.domain() == kDomain;
-      if (ours) reason = info.reason();
+      if (ours) told = std::move(info);
     }
   }
-  return model::Error(static_cast<absl::StatusCode>(status.error_code()), reason, status.error_message());
+  absl::Status error =
+      model::Error(static_cast<absl::StatusCode>(status.error_code()), told.reason(), status.error_message());
+  for (const auto& [key, value] : told.metadata()) model::SetDetail(key, value, &error);
+  return error;
 }
 
 }  // namespace ballast::services

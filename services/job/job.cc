@@ -158,11 +158,11 @@ void Job::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision
 
 void Job::ResumeFilling() { parts_->filling.Resume(); }
 
-// The machine knows which chunks count no more if an Open forgets, and slices are never kept.
-void Job::Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange&) {
+// The machine knows which chunks count no more if an Open forgets.
+void Job::Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange& change) {
   parts_->core.mu.AssertHeld();
   parts_->core.counters.steps.Opened();
-  parts_->openings.Opened(std::move(plan));
+  parts_->openings.Opened(std::move(plan), change.keeps_slices);
   parts_->changes.Opened();
 }
 
@@ -268,6 +268,8 @@ void Job::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
 std::optional<absl::Status> Job::ReadyToSeal(const v1::SealRequest& request) {
   const bool waits = request.wait_ms() > 0;
   BALLAST_RETURN_IF_ERROR(parts_->core.Refusal());
+  // The machine refuses it, or answers with the decision: it waits for nothing.
+  if (!parts_->core.machine->CheckPromised(request.epoch()).ok()) return absl::OkStatus();
   if (parts_->updates.full()) {
     if (waits) return std::nullopt;
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,

@@ -111,6 +111,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
   void Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange& change) override;
   bool ChangesChunks() const override { return true; }
+  bool KeepsSlices() const override { return true; }
   void TableDurable(absl::Span<const uint64_t> given_up) override;
   void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) override;
   void PinDue(int64_t version) override;

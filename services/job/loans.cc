@@ -82,7 +82,7 @@ absl::Status Loans::Check(const model::LoanRequest& request) const {
   BALLAST_RETURN_IF_ERROR(core_->machine->CheckEpoch(request.epoch));
   if (core_->state.store()->layout().working_copies())
     return Unsupported("this server keeps working copies, and takes no loans");
-  if (core_->state.plan()->world_size() != 1 ||
+  if (core_->state.plan()->world_size() != 1 || core_->state.plan()->open().has_table() ||
       core_->state.chunks().size() != core_->state.plan()->layout().chunks().size()) {
     return Unsupported("memory is lent by the one rank of a job to its one server");
   }

@@ -111,7 +111,7 @@ absl::Status LoggedSlices::Read(Use use, std::vector<SliceLoad>* loads, Replay* 
       load.chunk->intake.EndRestore(load.receipt, load.payload);
       continue;
     }
-    load.chunk->intake.Unlogged(load.receipt);
+    load.chunk->intake.Unlogged(load.receipt, /*taken=*/false);
     if (use != Use::kPushed) {
       status.Update(load.status);
       continue;

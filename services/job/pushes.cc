@@ -297,7 +297,7 @@ absl::Status Pushes::Record(const Request& request, absl::Status received, Pushe
   Intake::Receipt& receipt = slice->receipt;
   if (received.ok()) received = journal_->BeginRecord(*slice);
   const absl::Status status = core_->machine->EndPush(request.header, received, slice);
-  if (!slice->appended) slice->chunk->intake.Unlogged(receipt);
+  if (!slice->appended) slice->chunk->intake.Unlogged(receipt, status.ok());
   receipt.buffer.reset();  // a logged slice's buffer belongs to its record now, or is free
   if (receipt.logged && !slice->appended) room_->Returned(replies);
   journal_->GiveBack(std::move(slice->room), replies);

@@ -59,6 +59,10 @@ class Recovery::Replayer : public LogVisitor {
   }
   absl::Status VisitPromise(const v1::Epoch&, const StepRecord& record) override { return Settled(record); }
   absl::Status VisitOpen(const v1::OpenRequest& open, const StepRecord& record) override;
+  bool Holds(const v1::PushRequest& header) override {
+    JobMutexLock lock(&core_->mu);
+    return core_->machine->Holds(header);
+  }
   absl::Status VisitSnapshot(const v1::LogSnapshot& snapshot, bool begins, const StepRecord& record) override;
   absl::Status VisitDecision(const v1::Decision& decision, const StepRecord& record) override;
   absl::Status Settled(const StepRecord& record) {

@@ -43,7 +43,7 @@ class HeldChunk {
   const storage::StateForm form;
   const bool logged;  // updates read its slices back from the log wherever Intake::Logs
 
-  // An epoch begins: where the chunk lies in its layout. Slices of older epochs are void.
+  // An epoch begins that keeps no slices of the chunk: where it lies in its layout.
   void Open(const model::Chunk& layout, const model::EpochPlan& plan) {
     layout_ = layout;
     intake.Reset(layout_, plan);

@@ -171,9 +171,9 @@ void Intake::Hold(const Receipt& receipt) {
   if (receipt.kind == v1::SLICE_KIND_VALUE || receipt.logged || lent) held.buffer = receipt.buffer;
 }
 
-void Intake::Unlogged(const Receipt& receipt) {
+void Intake::Unlogged(const Receipt& receipt, bool taken) {
   Free(receipt);
-  if (!receipt.logged || receipt.generation != generation_) return;
+  if ((taken && !receipt.logged) || receipt.generation != generation_) return;
   Held& held = slots_[receipt.slice].held(receipt.kind);
   if (held.attempt == receipt.attempt) held = {};
 }

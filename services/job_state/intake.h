@@ -31,7 +31,8 @@ class Intake {
   Intake(std::shared_ptr<SliceMemory> memory, uint64_t elements, kernels::Dtype gradient, bool logged,
          kernels::Dtype values = kernels::Dtype::kF32);
 
-  // Begins an epoch: forgets all slices, and takes the chunk's segments and slices from `chunk` and `plan`.
+  // Begins an epoch that keeps no slices: forgets all, and takes the chunk's segments and slices from `chunk` and
+  // `plan`.
   void Reset(const model::Chunk& chunk, const model::EpochPlan& plan);
   // Forgets the slices of a decided step, which the update has taken over.
   void Clear();
@@ -82,8 +83,9 @@ class Intake {
   // The log, which writes a slice from where its bytes are, needs them no more. `place`: where it has the slice; null
   // if it never will.
   void Written(const Receipt& receipt, const storage::PayloadPlace* place);
-  // No log gets the slice: its push was refused after all, or its bytes stay here. A logged slice is dropped.
-  void Unlogged(const Receipt& receipt);
+  // No log gets the slice. It is dropped if its push was refused after all (not `taken`), or if it should leave memory;
+  // otherwise its bytes stay here.
+  void Unlogged(const Receipt& receipt, bool taken);
   // Replaying a decided step: takes a slice by its place in the log, without checking its bytes. REQUIRES: a value
   // slice of a logged chunk, or HasOneSlice.
   void HoldPlace(uint32_t slice, v1::SliceKind kind, uint64_t attempt, const storage::PayloadPlace& place);

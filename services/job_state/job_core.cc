@@ -115,6 +115,9 @@ void JobCore::Settle(Replies* replies) {
     if (const std::optional<PromiseLog::Durable> record = promises_->NextToWrite()) {
       clerk->Post([this, record = *record] { WritePromise(record); });
     }
+    if (std::exchange(fenced_, false)) {
+      for (const auto& chunk : state.chunks()) WakePushes(chunk.get(), replies);
+    }
     if (!std::exchange(moved_, false)) return;
     WakeMachine(replies);
   }

@@ -98,6 +98,8 @@ class JobCore {
   }
   void WakeMachine(Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { waiting.Wake(&machine_queue_, replies); }
   void Moved() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { moved_ = true; }
+  // A higher epoch is promised: Settle wakes all pushes, which are refused now, whatever they wait for.
+  void Fenced() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { fenced_ = true; }
 
   // Submits a request of `bytes` bytes that may have to wait. `what`: named in the message if the deadline passes.
   // `evaluate` runs under the lock.
@@ -136,6 +138,7 @@ class JobCore {
   absl::Status stopped_ ABSL_GUARDED_BY(job_lock);
   absl::Status failure_ ABSL_GUARDED_BY(job_lock);
   bool moved_ ABSL_GUARDED_BY(job_lock) = false;
+  bool fenced_ ABSL_GUARDED_BY(job_lock) = false;
   Waiting::Queue machine_queue_ ABSL_GUARDED_BY(job_lock);
   std::weak_ptr<const void> owner_;
 

@@ -25,22 +25,26 @@ std::shared_ptr<HeldChunk> JobState::FindSlice(const v1::PushRequest& header, ui
   return Find(plan_->slices()[*found].chunk);
 }
 
-void JobState::Open(std::shared_ptr<const model::EpochPlan> plan, HeldChunks chunks,
-                    absl::Span<const uint64_t> indices) {
+void JobState::Open(std::shared_ptr<const model::EpochPlan> plan, HeldChunks chunks, absl::Span<const uint64_t> indices,
+                    bool keeps_slices) {
   plan_ = std::move(plan);
   HeldChunks before = std::move(leaving_);
   before.insert(before.end(), chunks_->begin(), chunks_->end());
   chunks_ = std::make_shared<const HeldChunks>(std::move(chunks));
   lent_ = nullptr;
-  by_index_.clear();
+  const auto was = std::exchange(by_index_, {});
   for (size_t i = 0; i < chunks_->size(); ++i) {
     const std::shared_ptr<HeldChunk>& chunk = (*chunks_)[i];
-    chunk->Open(plan_->layout().chunks()[indices[i]], *plan_);
+    const auto stays = was.find(indices[i]);
+    if (!keeps_slices || stays == was.end() || stays->second != chunk) {
+      chunk->Open(plan_->layout().chunks()[indices[i]], *plan_);
+    }
     by_index_[indices[i]] = chunk;
   }
   leaving_.clear();
   for (std::shared_ptr<HeldChunk>& chunk : before) {
     if (by_index_.contains(chunk->id)) continue;
+    chunk->intake.Clear();
     if (!recovering_) chunk->Void(*chunk->version());  // a later Open of the log may bring it back
     leaving_.push_back(std::move(chunk));
   }

@@ -32,8 +32,10 @@ class JobState {
   absl::StatusOr<std::shared_ptr<HeldChunk>> Held(uint64_t index) const;
   std::shared_ptr<HeldChunk> FindSlice(const v1::PushRequest& header, uint32_t* slice) const;
   // A new epoch is open. `indices`: of `chunks` in the layout. Slices of older epochs are void, and nothing is lent.
-  // Chunks that the plan does not give to this server any more leave: nobody finds them.
-  void Open(std::shared_ptr<const model::EpochPlan> plan, HeldChunks chunks, absl::Span<const uint64_t> indices);
+  // Chunks that the plan does not give to this server any more leave: nobody finds them. `keeps_slices`: chunks that
+  // stay keep their slices. REQUIRES then: the same spec and tiling.
+  void Open(std::shared_ptr<const model::EpochPlan> plan, HeldChunks chunks, absl::Span<const uint64_t> indices,
+            bool keeps_slices = false);
 
   // Chunks that have left, and whose bytes are still here.
   const HeldChunks& leaving() const { return leaving_; }

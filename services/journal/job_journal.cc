@@ -50,6 +50,7 @@ uint64_t JobJournal::Append(const StepRecord& record) {
   core_->mu.AssertHeld();
   const auto* slice = std::get_if<SliceRecord>(&record);
   if (slice == nullptr) core_->Moved();
+  if (std::holds_alternative<PromiseRecord>(record)) core_->Fenced();
   const uint64_t lsn = slice == nullptr ? promises_.Append(record) : promises_.Skip();
   if (!journal_->Keeps(record)) return lsn;
   storage::LogRecord out = EncodeRecord(record);
@@ -100,10 +101,12 @@ void JobJournal::Sync(uint64_t lsn) {
   journal_->Sync(lsn);
 }
 
-void JobJournal::Opened() {
-  // Slices of older epochs are void, the log need not keep them.
-  journal_->Release(core_->machine->committed());
-  attempt_ = {-1, 0};
+void JobJournal::Opened(bool keeps_slices) {
+  if (!keeps_slices) {
+    // Slices of older epochs are void, the log need not keep them.
+    journal_->Release(core_->machine->committed());
+    attempt_ = {-1, 0};
+  }
   norm_bytes_max_ = sealed_bytes_max_ = step_bytes_ = values_bytes_ = 0;
   for (const auto& chunk : core_->state.chunks()) {
     values_bytes_ += storage::RecordCostMax(kSliceBodyBytesMax, chunk->elements * sizeof(float));

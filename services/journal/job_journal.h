@@ -47,8 +47,8 @@ class JobJournal : public StepJournal {  // REQUIRES: Stop or Remove before the 
   void Sync(uint64_t lsn) override;
   // For the core, which writes them to the catalog and tells the machine what is durable.
   PromiseLog* promises() { return &promises_; }
-  // A new epoch is open, and the core has its plan and chunks: slices of older epochs are void.
-  void Opened() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // A new epoch is open, and the core has its plan and chunks: slices of older epochs are void unless `keeps_slices`.
+  void Opened(bool keeps_slices = false) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // Makes room for records other than slices. Call before a request that may append so much. RESOURCE_EXHAUSTED
   // (BUDGET).

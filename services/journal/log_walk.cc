@@ -16,8 +16,8 @@ absl::Status LogWalk::Run(LogVisitor* visitor) {
     if (read == nullptr) break;
     lsn_ = read->lsn;
     BALLAST_ASSIGN_OR_RETURN(const StepRecord record, DecodeRecord(*read));
+    BALLAST_RETURN_IF_ERROR(Visit(record, read->payload, records_->segment(), visitor));
     Keep(record, records_->segment());
-    BALLAST_RETURN_IF_ERROR(Visit(record, read->payload, visitor));
   }
   return absl::OkStatus();
 }
@@ -30,18 +30,23 @@ void LogWalk::Keep(const StepRecord& record, size_t segment) {
       prepared != nullptr && prepared->prepared.header().kind() == v1::STEP_KIND_RESTORE) {
     keep_for = std::max(keep_for, prepared->prepared.step());
   }
-  // Slices of older epochs are void.
+  // Slices of older epochs are void but for those that are left.
   if (const auto* open = std::get_if<OpenRecord>(&record)) {
     for (size_t i = 0; i <= segment; ++i) keep_for_[i] = std::min(keep_for_[i], open->open.base());
+    for (const LoggedSlice& slice : slices_) {
+      keep_for_[slice.segment] = std::max(keep_for_[slice.segment], slice.header.step());
+    }
   }
 }
 
-absl::Status LogWalk::Visit(const StepRecord& record, const storage::PayloadPlace& payload, LogVisitor* visitor) {
+absl::Status LogWalk::Visit(const StepRecord& record, const storage::PayloadPlace& payload, size_t segment,
+                            LogVisitor* visitor) {
   if (const auto* promise = std::get_if<PromiseRecord>(&record)) return visitor->VisitPromise(promise->epoch, record);
   if (const auto* open = std::get_if<OpenRecord>(&record)) {
     opened_ = true;
-    slices_.clear();
-    return visitor->VisitOpen(open->open, record);
+    BALLAST_RETURN_IF_ERROR(visitor->VisitOpen(open->open, record));
+    std::erase_if(slices_, [&](const LoggedSlice& slice) { return !visitor->Holds(slice.header); });
+    return absl::OkStatus();
   }
   if (const auto* snapshot = std::get_if<SnapshotRecord>(&record)) {
     const bool begins = !opened_ && snapshot->snapshot.has_open();
@@ -49,7 +54,7 @@ absl::Status LogWalk::Visit(const StepRecord& record, const storage::PayloadPlac
     return visitor->VisitSnapshot(snapshot->snapshot, begins, record);
   }
   if (const auto* slice = std::get_if<SliceRecord>(&record)) {
-    slices_.push_back({slice->header, payload, slice_count_++});
+    slices_.push_back({slice->header, payload, slice_count_++, segment});
     return visitor->VisitSlice(slices_.back(), record);
   }
   if (const auto* prepared = std::get_if<PreparedStepRecord>(&record)) {

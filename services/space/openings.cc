@@ -136,16 +136,16 @@ void Openings::Finish(absl::StatusOr<HeldChunks> chunks, Replies* replies) {
   core_->Moved();  // another Open may have waited for the end of this Open
 }
 
-void Openings::Opened(std::shared_ptr<const model::EpochPlan> plan) {
+void Openings::Opened(std::shared_ptr<const model::EpochPlan> plan, bool keeps_slices) {
   const std::vector<uint64_t> indices = ChunksOf(*plan, core_->around.server_id);
-  core_->state.Open(std::move(plan), opening_->chunks, indices);
+  core_->state.Open(std::move(plan), opening_->chunks, indices, keeps_slices);
   opening_->adopted = true;
   const int64_t base = core_->state.plan()->open().base();
   for (const auto& chunk : core_->state.chunks()) {
     chunk->Register(base);
     if (core_->machine->state_lost()) chunk->Lose(core_->machine->committed());
   }
-  journal_->Opened();
+  journal_->Opened(keeps_slices);
 }
 
 absl::Status Openings::Replay(HeldChunks chunks, absl::FunctionRef<absl::Status()> open) {

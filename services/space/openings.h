@@ -49,7 +49,7 @@ class Openings {
   Outcome<v1::OpenResponse> Try(const v1::OpenRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   Outcome<v1::OpenResponse> Try(const std::shared_ptr<DryRun>& run) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // As StepHost: the core gets the plan and the chunks taken for the plan.
-  void Opened(std::shared_ptr<const model::EpochPlan> plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void Opened(std::shared_ptr<const model::EpochPlan> plan, bool keeps_slices) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // An Open is being evaluated, though its request may have run out of time.
   bool busy() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return opening_ != nullptr; }
   // In recovery: runs `open`, in which the machine opens an epoch, with these chunks.

@@ -126,6 +126,14 @@ void SliceLedger::RaiseAttempt(uint32_t rank, uint64_t attempt) {
   }
 }
 
+bool SliceLedger::Holds(const v1::PushRequest& header) const {
+  const auto slice = plan_->FindSlice(header.rank(), header.unit(), {header.begin(), header.end()});
+  if (!slice.has_value()) return false;
+  const auto it = std::lower_bound(own_.begin(), own_.end(), *slice);
+  if (it == own_.end() || *it != *slice) return false;
+  return Covers(entries(header.kind())[static_cast<size_t>(it - own_.begin())], header.attempt());
+}
+
 std::optional<uint32_t> SliceLedger::Held(v1::SliceKind kind, uint32_t place) const {
   const Entry& entry = entries(kind)[place];
   if (!entry.held) return std::nullopt;

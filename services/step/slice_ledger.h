@@ -36,6 +36,8 @@ class SliceLedger {
   // Forgets the slices of older attempts of `rank`.
   void RaiseAttempt(uint32_t rank, uint64_t attempt);
 
+  // Is this very slice, in its attempt, held? False also if this server has no place for it.
+  bool Holds(const v1::PushRequest& header) const;
   // Digest of the held slice, of any attempt.
   std::optional<uint32_t> Held(v1::SliceKind kind, uint32_t place) const;
   void Hold(v1::SliceKind kind, uint32_t place, uint64_t attempt, uint32_t crc32c);

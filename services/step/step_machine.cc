@@ -69,6 +69,8 @@ Outcome<v1::FenceResponse> StepMachine::Fence(const v1::FenceRequest& request) {
     m.promised_group = request.group();
     m.promise_lsn = m.journal->Append(PromiseRecord{request.epoch()});
     m.journal->Sync(m.promise_lsn);
+  } else if (m.promised_group.empty()) {
+    m.promised_group = request.group();  // a restart forgot it
   }
   // A prepare in flight lies before the promise in the log, so it is durable when the promise is: Describe reports it.
   if (!m.Durable(m.promise_lsn)) return std::nullopt;

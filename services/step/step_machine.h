@@ -122,6 +122,8 @@ class StepMachine {
   // After the last record: forgets a slice of the undecided step because its bytes are lost. The rank that pushed the
   // slice is asked for it again. Not for slices of a prepared step.
   void Lose(const v1::PushRequest& header);
+  // Does this slice count as received, in its attempt, for the step in flight? An Open voids slices, or keeps them.
+  bool Holds(const v1::PushRequest& header) const;
   // A snapshot for the log to begin with from here on. Not from within methods of StepJournal and StepHost.
   v1::LogSnapshot Snapshot() const;
 

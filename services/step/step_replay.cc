@@ -110,6 +110,11 @@ void StepMachine::Lose(const v1::PushRequest& header) {
   if (place.ok()) impl_->slices.Lose(header.kind(), *place, header.attempt());
 }
 
+bool StepMachine::Holds(const v1::PushRequest& header) const {
+  const Impl& m = *impl_;
+  return m.plan != nullptr && header.step() == m.committed + 1 && m.slices.Holds(header);
+}
+
 v1::LogSnapshot StepMachine::Snapshot() const {
   const Impl& m = *impl_;
   v1::LogSnapshot snapshot;

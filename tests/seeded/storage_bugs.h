@@ -70,6 +70,8 @@ enum class StorageBug {
   kVersionAhead,        // a chunk is recorded as one step newer than it is
   kReplayedTwice,       // steps are replayed on chunks that have the steps already
   kOldEpochReplayed,    // slices of an older epoch are replayed
+  kKeptReleased,        // the group's own next epoch keeps slices, and the log does not
+  kKeptNotReplayed,     // ... or a restart does not find them
   kUndecidedForgotten,  // slices of the step in flight count as present, but are missing
   kOldPlaceReadBack,    // a slice that was pushed again is read back from its first place
   kSegmentsForgotten,   // a restart forgets up to which step segments are needed

@@ -91,6 +91,7 @@ class JobPartTest : public testing::Test, protected StepHost {
     v1::FenceRequest fence;
     fence.set_job("job");
     fence.mutable_epoch()->set_counter(++epoch_);
+    fence.set_group(group_);
     fence.set_protocol_version(model::kProtocolVersion);
     bool done = false;
     for (int i = 0; i < 3 && !done; ++i) {
@@ -110,6 +111,7 @@ class JobPartTest : public testing::Test, protected StepHost {
     if (table_.has_value()) {
       open.clear_members();
       *open.mutable_table() = *table_;
+      open.set_group(group_);
     }
     open.mutable_epoch()->set_counter(epoch_);
     SendOpen(open);
@@ -261,18 +263,18 @@ class JobPartTest : public testing::Test, protected StepHost {
     }
     for (const auto& chunk : work.untouched) chunk->Reach(work.step);
   }
-  void Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange&) override {
+  void Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange& change) override {
     core_.mu.AssertHeld();
     if (core_.state.store() == nullptr) MakeStore(*plan);
     std::vector<uint64_t> indices;
     for (const model::Chunk& chunk : plan->layout().chunks()) {
       indices.push_back(chunk.index);
-      chunks_[chunk.index]->Open(chunk, *plan);
       chunks_[chunk.index]->Register(-1);
     }
-    core_.state.Open(std::move(plan), chunks_, indices);
-    journal_.Opened();
+    core_.state.Open(std::move(plan), chunks_, indices, change.keeps_slices);
+    journal_.Opened(change.keeps_slices);
   }
+  bool KeepsSlices() const override { return true; }
   void PinDue(int64_t) override {
     if (on_pin_due_) on_pin_due_();
   }
@@ -282,6 +284,7 @@ class JobPartTest : public testing::Test, protected StepHost {
 
   v1::JobSpec spec_ = MakeSpec("job", SmallModel());
   std::optional<v1::Table> table_;  // of Open
+  std::string group_ = "g";         // of Open, with a table
   bool working_copies_ = true;
   bool durable_ = false;                                                         // the store
   std::function<absl::Status(absl::Span<const storage::DurableChunk>)> record_;  // as DurableOptions'

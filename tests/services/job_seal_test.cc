@@ -1,8 +1,11 @@
 #include <gtest/gtest.h>
 
+#include "absl/strings/escaping.h"
 #include "absl/synchronization/notification.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/step_header.h"
 #include "ballast/services/counters/counters.h"
+#include "ballast/services/counters/job_counters.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {
@@ -125,6 +128,40 @@ TEST_F(JobSeal, IsVoidAfterAFence) {
   TrainerGroup next({server_.get()}, MakeSpec("job", SmallModel()), 2, 2);
   ASSERT_EQ(next.Start(), absl::OkStatus());
   EXPECT_EQ(model::ReasonOf(held.Wait().status()), model::kStaleEpoch);
+}
+
+// The worker waits for a lease, and no further step is taken: a seal that waits for that is told of the fence all the
+// same.
+TEST_F(JobSeal, IsVoidAfterAFenceAlsoWhenTheUpdateQueueIsFull) {
+  v1::PullRequest read;
+  read.set_job("job");
+  read.set_content(v1::CONTENT_WORKING);
+  read.set_end(8);
+  Answer<model::LeasedBytes> leased;
+  server_->Lease(read, absl::InfiniteFuture(), leased.reply());
+  ASSERT_TRUE(leased.Wait().ok()) << leased.Wait().status();
+  model::LeasedBytes lease = *leased.Wait();
+  leased = {};
+  ASSERT_EQ(group_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(4), Ones), absl::OkStatus());
+  ASSERT_TRUE(group_.Finish(UpdateHeader(4)).ok());
+  v1::StepHeader nothing = UpdateHeader(4);
+  nothing.set_gradient_presence(model::MakeBitmap(4, {}));
+  for (int step = 1; step < kQueuedStepsMax; ++step) ASSERT_TRUE(group_.Finish(nothing).ok()) << step;
+  const auto seal = [&](uint32_t wait_ms) {
+    Answer<v1::SealResponse> answer;
+    server_->Seal(group_.SealOf(0, nothing, wait_ms), absl::Now() + absl::Seconds(55), answer.reply());
+    return answer;
+  };
+  EXPECT_EQ(model::ReasonOf(seal(0).Wait().status()), model::kBusy);
+  Answer<v1::SealResponse> held = seal(50'000);
+  EXPECT_FALSE(held.arrived());
+  TrainerGroup next({server_.get()}, MakeSpec("job", SmallModel()), 2, 2);
+  std::vector<v1::GetJobResponse> answers;
+  ASSERT_EQ(next.Fence(&answers), absl::OkStatus());
+  const absl::Status stale = held.Wait().status();
+  EXPECT_EQ(model::ReasonOf(stale), model::kStaleEpoch) << stale;
+  EXPECT_EQ(model::DetailsOf(stale).at(model::kGroup), absl::BytesToHexString("group 2"));
+  lease = {};
 }
 
 TEST_F(JobSeal, IsRefusedForAllRanksWhenPlansDiffer) {

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/members.h"
 #include "ballast/tests/services/logged_slices.h"
 #include "ballast/tests/services/trainer_group.h"
 #include "ballast/tests/services/training_bits.h"
@@ -205,6 +206,59 @@ TEST_F(ReadBackJobTest, NormsOutliveARestart) {
   for (int i = 0; i < norms->norms_size(); ++i) {
     EXPECT_EQ(norms->norms(i).SerializeAsString(), in_memory->norms(i).SerializeAsString()) << i;
   }
+}
+
+// The group's own next epoch takes slices over that have left memory, or are about to.
+TEST_P(ReadBackDurabilityTest, TheGroupsNextEpochReadsBackWhatWasPushedBefore) {
+  if (GetParam() == v1::DURABILITY_EVERY_K) return;  // has no table
+  TestServer server("s", {.dram = kTight, .nvme = kNvme});
+  v1::Table table;
+  v1::Member* const member = table.add_members();
+  member->set_server_id("s");
+  member->set_weight(1);
+  member->set_disk(server->disk());
+  table.set_replicas(1);
+  table.set_life(5);
+  table.add_shards()->add_holders(0);
+  TrainerGroup group({server.get()}, Spec(GetParam()), 1);
+  uint64_t epoch = 0;
+  const auto open = [&] {
+    group.BeginEpoch(++epoch);
+    std::vector<v1::GetJobResponse> answers;
+    BALLAST_RETURN_IF_ERROR(group.Fence(&answers));
+    model::Found found;
+    if (epoch > 1) {
+      BALLAST_ASSIGN_OR_RETURN(found, model::FindBase(table, *model::Layout::Make(Spec(GetParam())), answers));
+    }
+    return group.OpenWith(table, {server.get()}, found);
+  };
+  const auto push_half = [&](uint32_t first, int64_t step) {
+    std::vector<Answer<v1::PushResponse>> answers;
+    for (uint32_t i = first; i < group.plan().slices().size(); i += 2) {
+      answers.push_back(group.BeginPushSlice(i, v1::SLICE_KIND_GRADIENT, GradientOf(step)));
+    }
+    for (auto& answer : answers) ASSERT_EQ(answer.Wait().status(), absl::OkStatus());
+  };
+  ASSERT_EQ(open(), absl::OkStatus());
+  ASSERT_EQ(PushAtOnce(group, v1::SLICE_KIND_VALUE, AllTensors(Tensors()), Initial), absl::OkStatus());
+  ASSERT_TRUE(group.Finish(ValuesHeader(Tensors())).ok());
+  constexpr int64_t kSteps = 4;
+  for (int64_t step = 1; step <= kSteps; ++step) {
+    push_half(0, step);
+    ASSERT_EQ(open(), absl::OkStatus());
+    push_half(1, step);
+    ASSERT_EQ(Step(reference_, step), absl::OkStatus());
+    if (step < kSteps || GetParam() == v1::DURABILITY_NONE) {
+      ASSERT_TRUE(group.Finish(UpdateHeader(Tensors())).ok());
+      continue;
+    }
+    const auto records = group.SealAll(UpdateHeader(Tensors()));
+    ASSERT_TRUE(records.ok()) << records.status();
+    server.Restart();
+    group.set_server(0, server.get());
+    ASSERT_EQ(group.Commit(*model::Decide(*records)), absl::OkStatus());
+  }
+  ExpectSame(group, kSteps);
 }
 
 // Slices of chunks shared by several ranks stay in memory, so state in DRAM has to make room.

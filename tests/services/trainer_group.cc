@@ -83,6 +83,7 @@ TrainerGroup::TrainerGroup(std::vector<StateServer*> servers, v1::JobSpec spec, 
     : servers_(std::move(servers)), spec_(std::move(spec)), world_size_(world_size) {
   epoch_.set_counter(epoch_counter);
   epoch_.set_nonce(7);
+  name_ = absl::StrCat("group ", epoch_counter);
 }
 
 absl::Status TrainerGroup::Start() {
@@ -107,6 +108,7 @@ absl::Status TrainerGroup::Fence(std::vector<v1::GetJobResponse>* answers) {
     request.set_job(spec_.name());
     *request.mutable_epoch() = epoch_;
     request.set_protocol_version(model::kProtocolVersion);
+    request.set_group(name_);
     Answer<v1::FenceResponse> answer;
     server->Fence(request, absl::Now() + absl::Seconds(55), answer.reply());
     BALLAST_ASSIGN_OR_RETURN(const v1::FenceResponse response, answer.Wait());
@@ -127,7 +129,7 @@ v1::OpenRequest TrainerGroup::open_request(int64_t base, const std::optional<v1:
   *request.mutable_tiling() = model::EvenTiling(world_size_);
   if (table_.has_value()) {
     *request.mutable_table() = *table_;
-    request.set_group(absl::StrCat("group ", epoch_.counter()));
+    request.set_group(name_);
     request.mutable_tensor_steps()->Add(tensor_steps_.begin(), tensor_steps_.end());
     return request;
   }

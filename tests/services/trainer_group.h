@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -46,6 +47,8 @@ class TrainerGroup {
   // Fences all servers, resolves the answers, and opens.
   absl::Status Start();
   absl::Status Fence(std::vector<v1::GetJobResponse>* answers);
+  // The group's own next epoch, which Fence and OpenWith are to follow. Attempt and seals' step stay.
+  void BeginEpoch(uint64_t counter) { epoch_.set_counter(counter); }
   absl::Status Open(int64_t base, const std::optional<v1::Decision>& decision);
   // After Fence, for a job with copies: opens on `members`, those of `table` in its order, at what model::FindBase
   // found in the answers.
@@ -86,6 +89,7 @@ class TrainerGroup {
   void set_attempt(uint64_t attempt) { attempt_ = attempt; }
   // Replaces server i, for instance after its restart. The group goes on at its epoch.
   void set_server(size_t i, StateServer* server) { servers_[i] = server; }
+  void set_servers(std::vector<StateServer*> servers) { servers_ = std::move(servers); }
   v1::JobSpec& spec() { return spec_; }
 
  private:
@@ -95,6 +99,7 @@ class TrainerGroup {
   v1::JobSpec spec_;
   const uint32_t world_size_;
   v1::Epoch epoch_;
+  std::string name_;  // the same in all epochs of the group
   int64_t step_ = 0;  // the step in flight
   std::optional<int64_t> restores_;
   uint64_t attempt_ = 0;

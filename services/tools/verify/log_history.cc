@@ -68,6 +68,7 @@ class Replayer : public StepJournal, public StepHost, public LogVisitor {
   v1::ChunkNorm Norm(uint64_t, absl::string_view) override { return {}; }
   void Opened(std::shared_ptr<const model::EpochPlan>, const OpenChange&) override {}
   bool ChangesChunks() const override { return true; }
+  bool KeepsSlices() const override { return true; }
   void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) override;
   void PinDue(int64_t) override {}
   void PinChanged(const v1::PinnedVersion&) override {}
@@ -77,6 +78,7 @@ class Replayer : public StepJournal, public StepHost, public LogVisitor {
   absl::Status VisitOther(const StepRecord& record) override { return machine_.Replay(record); }
   absl::Status VisitOpen(const v1::OpenRequest& open, const StepRecord& record) override;
   absl::Status VisitSnapshot(const v1::LogSnapshot& snapshot, bool begins, const StepRecord& record) override;
+  bool Holds(const v1::PushRequest& header) override { return machine_.Holds(header); }
   absl::Status VisitSlice(const LoggedSlice& slice, const StepRecord& record) override;
   absl::Status VisitDecision(const v1::Decision& decision, const StepRecord& record) override;
   void TakePlan();

@@ -429,6 +429,16 @@ TEST(StatusCodec, KeepsCodeReasonAndMessage) {
   EXPECT_TRUE(FromGrpc(ToGrpc(absl::OkStatus())).ok());
 }
 
+TEST(StatusCodec, KeepsDetailsThatFit) {
+  absl::Status status = model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch, "over");
+  model::SetDetail(model::kPromised, "7.9", &status);
+  model::SetDetail(model::kGroup, "c0ffee", &status);
+  model::SetDetail("long", std::string(100'000, 'x'), &status);
+  const absl::Status back = FromGrpc(ToGrpc(status));
+  EXPECT_EQ(model::ReasonOf(back), model::kStaleEpoch);
+  EXPECT_EQ(model::DetailsOf(back), (model::Details{{model::kPromised, "7.9"}, {model::kGroup, "c0ffee"}}));
+}
+
 TEST(StatusCodec, BoundsMessages) {
   const std::string endless(100'000, 'x');
   EXPECT_EQ(ToGrpc(absl::InternalError(endless)).error_message().size(), 2048u);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/services/journal/log_records.h"
 #include "ballast/services/threads/reply.h"
@@ -76,6 +77,46 @@ class PushesTest : public JobPartTest {
     }
     return slices;
   }
+
+  // Opens the job as a table gives it to this server alone.
+  void OpenWithTable() {
+    v1::Table table;
+    v1::Member* const member = table.add_members();
+    member->set_server_id("s");
+    member->set_weight(1);
+    table.set_replicas(1);
+    table.set_life(1);
+    table.add_shards()->add_holders(0);
+    table_ = table;
+    Open();
+  }
+  // Slice 0 is held, and the bytes of slice 1 are coming when the group opens its next epoch.
+  void OpenAmidPushes(Push* held, Push* coming) {
+    OpenWithTable();
+    *held = PushOf(0, kGradient, 3);
+    Send(held);
+    RunAll();
+    ASSERT_EQ(held->answer.Wait().status(), absl::OkStatus());
+    *coming = PushOf(1, kGradient, 4);
+    services::Run({[&] {
+      Send(coming);
+      EXPECT_FALSE(coming->answer.arrived());
+      OpenWithTable();
+      Push again = PushOf(1, kGradient, 4);
+      Send(&again);
+      EXPECT_FALSE(again.answer.arrived()) << "the place has its writer";
+      again_ = again.answer;
+    }});
+    RunAll();
+    EXPECT_EQ(model::ReasonOf(coming->answer.Wait().status()), model::kStaleEpoch);
+    EXPECT_EQ(again_.Wait().status(), absl::OkStatus());
+    EXPECT_DOUBLE_EQ(SquaredNorm(1), 16.0 * static_cast<double>(Elements(1)));
+    EXPECT_EQ(PushSlice(0, kGradient, 3), absl::OkStatus());
+    EXPECT_EQ(core_.counters.duplicate_pushes, 1);
+    EXPECT_EQ(model::ReasonOf(PushSlice(0, kGradient, 4)), model::kDigestConflict);
+    EXPECT_DOUBLE_EQ(SquaredNorm(0), 9.0 * static_cast<double>(Elements(0)));
+  }
+  Answer<v1::PushResponse> again_;
 
   static constexpr char kLog[] = "/data/log-job";
 };
@@ -174,6 +215,44 @@ TEST_F(PushesTest, ASliceOfAnOlderEpochIsNotLogged) {
   const std::vector<v1::PushRequest> logged = Logged();
   ASSERT_EQ(logged.size(), 1);
   EXPECT_EQ(logged[0].epoch().counter(), 2);
+}
+
+TEST_F(PushesTest, TheGroupsNextEpochKeepsWhatWasAccepted) {
+  Push held, coming;
+  ASSERT_NO_FATAL_FAILURE(OpenAmidPushes(&held, &coming));
+  group_ = "another";
+  OpenWithTable();
+  EXPECT_EQ(PushSlice(0, kGradient, 4), absl::OkStatus()) << "nothing is held any more";
+  EXPECT_DOUBLE_EQ(SquaredNorm(0), 16.0 * static_cast<double>(Elements(0)));
+}
+
+TEST_F(PushesTest, TheGroupsNextEpochKeepsWhatWasLogged) {
+  spec_.set_durability(v1::DURABILITY_STEP);
+  StartLog();
+  Push held, coming;
+  ASSERT_NO_FATAL_FAILURE(OpenAmidPushes(&held, &coming));
+  const std::vector<v1::PushRequest> slices = Logged();
+  ASSERT_EQ(slices.size(), 2);
+  EXPECT_EQ(slices[0].begin(), held.header.begin());
+  EXPECT_EQ(slices[0].epoch().counter() + 1, slices[1].epoch().counter());
+}
+
+TEST_F(PushesTest, AFenceEndsAPushThatWaits) {
+  OpenWithTable();
+  const std::shared_ptr<HeldChunk> chunk = chunks_[plan().slices()[0].chunk];
+  Locked([&] { chunk->AwaitUpdate(); });
+  Push push = PushOf(0, kGradient, 3);
+  Send(&push);
+  RunAll();
+  EXPECT_FALSE(push.answer.arrived());
+  group_ = "another";
+  Fence();
+  ASSERT_TRUE(push.answer.arrived());
+  const absl::Status stale = push.answer.Wait().status();
+  EXPECT_EQ(model::ReasonOf(stale), model::kStaleEpoch) << stale;
+  EXPECT_EQ(model::DetailsOf(stale).at(model::kPromised), "2.0");
+  EXPECT_EQ(model::DetailsOf(stale).at(model::kGroup), absl::BytesToHexString("another"));
+  EXPECT_EQ(push_bytes_.used(), 0);
 }
 
 TEST_F(PushesTest, DamagedBytesAreNotLogged) {

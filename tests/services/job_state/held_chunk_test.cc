@@ -127,7 +127,7 @@ TEST_F(HeldChunkTest, ASlicesElementsAreBusyUntilTheLogHasThemOrNeverWill) {
         const storage::PayloadPlace place;
         intake.Written(*receipt, &place);
       } else {
-        intake.Unlogged(*receipt);
+        intake.Unlogged(*receipt, /*taken=*/true);
       }
       EXPECT_FALSE(busy());
     }

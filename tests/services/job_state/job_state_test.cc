@@ -81,6 +81,37 @@ TEST(JobState, ChunksThatAPlanDoesNotGiveLeave) {
   EXPECT_TRUE(chunks[1]->filled());
 }
 
+TEST(JobState, ChunksThatStayKeepTheirSlices) {
+  const JobMemory job;
+  JobState state;
+  const auto plan = PlanOf(MakeSpec("job", SmallModel()));
+  const HeldChunks chunks = job.ChunksOf(*plan);
+  const auto open = [&](const HeldChunks& mine) {
+    std::vector<uint64_t> indices;
+    for (const auto& chunk : mine) indices.push_back(chunk->id);
+    state.Open(plan, mine, indices, /*keeps_slices=*/true);
+  };
+  open({chunks[0], chunks[1]});
+  v1::StepHeader header = ValuesHeader(static_cast<uint32_t>(SmallModel().size()));
+  const auto receive = [&](const std::shared_ptr<HeldChunk>& chunk) {
+    for (const uint32_t slice : plan->slices_of_chunk(chunk->id)) {
+      absl::StatusOr<Intake::Receipt> receipt = chunk->intake.BeginReceive(slice, v1::SLICE_KIND_VALUE, 1);
+      ASSERT_TRUE(receipt.ok()) << receipt.status();
+      (void)chunk->intake.EndReceive(*receipt, true);
+      chunk->intake.Unlogged(*receipt, /*taken=*/true);
+    }
+  };
+  receive(chunks[0]);
+  receive(chunks[1]);
+  open({chunks[1], chunks[2]});
+  EXPECT_FALSE(chunks[0]->intake.Holds(header, 1));
+  EXPECT_TRUE(chunks[1]->intake.Holds(header, 1));
+  EXPECT_FALSE(chunks[2]->intake.Holds(header, 1));
+  open({chunks[0], chunks[1]});
+  EXPECT_FALSE(chunks[0]->intake.Holds(header, 1)) << "it went and came back";
+  EXPECT_TRUE(chunks[1]->intake.Holds(header, 1));
+}
+
 TEST(JobState, AStoreIsReplacedWhole) {
   const JobMemory job;
   JobState state;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -125,6 +126,9 @@ class Diary : public LogVisitor {
   }
   const LogWalk& walk() const { return *walk_; }
   const std::vector<std::string>& heard() const { return heard_; }
+  // After an Open slices of these attempts are still held.
+  void HoldAttempts(std::set<uint64_t> attempts) { held_ = std::move(attempts); }
+  bool Holds(const v1::PushRequest& slice) override { return held_.contains(slice.attempt()); }
   // The visitor fails at this record.
   void RefuseFrom(size_t record) { refused_ = record; }
 
@@ -136,6 +140,7 @@ class Diary : public LogVisitor {
 
   std::unique_ptr<LogWalk> walk_;
   std::vector<std::string> heard_;
+  std::set<uint64_t> held_;
   size_t refused_ = 0;
 };
 
@@ -208,6 +213,17 @@ TEST(LogWalk, AnOpenVoidsSlicesOfOlderEpochs) {
   EXPECT_THAT(diary.walk().Attempts(), ElementsAre(1u));
   EXPECT_EQ(diary.Slices(0, 0), "");
   EXPECT_EQ(diary.Slices(1, 0), " 2") << "counted among all slices of the log";
+}
+
+TEST(LogWalk, AnOpenKeepsTheSlicesThatTheMachineHolds) {
+  Log log;
+  log.Segment().Open(-1).Slice(0, 0, 0).Decision(0).Slice(1, 2, 0).Segment().Snapshot(0, true).Slice(1, 1, 0);
+  log.Segment().Snapshot(0, true).Open(0).Slice(1, 2, 8).Prepared(1).Decision(1, 2);
+  Diary diary;
+  diary.HoldAttempts({2});
+  ASSERT_EQ(diary.Walk(log), absl::OkStatus());
+  EXPECT_EQ(diary.heard().back(), "decision 1 1 3") << "before the Open and after it";
+  EXPECT_THAT(diary.walk().keep_for(), ElementsAre(1, 0, 1)) << "the segment of attempt 1 may go";
 }
 
 TEST(LogWalk, UndecidedSlicesOutliveSnapshotsAndPromises) {
