@@ -274,6 +274,7 @@ absl::StatusOr<v1::OpenRequest> Opening::ExtendAsFirst(const v1::OpenRequest& cu
   BALLAST_RETURN_IF_ERROR(Divide(&open));
   open.set_base(version);
   open.clear_restores();
+  open.clear_continues();
   open.clear_tensor_steps();  // nobody begins here
   BALLAST_RETURN_IF_ERROR(TryOpen(router_, open, deadline));
 

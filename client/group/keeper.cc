@@ -187,6 +187,7 @@ absl::Status Keeper::Change(const Sight& sight) {
   BALLAST_RETURN_IF_ERROR(change.Fence(routes->open().group(), /*expect_empty=*/false, deadline));
   v1::OpenRequest open = routes->open();
   *open.mutable_epoch() = claimed_;
+  open.set_continues(true);
   BALLAST_RETURN_IF_ERROR(OpenNext(&router, &members, &key, &change, options_, deadline, &open));
   BALLAST_RETURN_IF_ERROR(router_->Continue(open));
   change.DropLeft(open.table());

@@ -219,8 +219,9 @@ class Router {
   static std::shared_ptr<const Request> InEpoch(const std::shared_ptr<const Request>& request, const v1::Epoch* epoch);
   void Pull(Transport* server, std::optional<Source> source, v1::PullRequest request, absl::Span<std::byte> to,
             absl::Time deadline, std::function<void(absl::Status)> done);
-  void Push(Transport* server, std::optional<Source> source, v1::PushRequest header, absl::Span<const std::byte> payload,
-            absl::Time deadline, std::function<void(absl::Status)> done, std::shared_ptr<model::LentGradients> lent);
+  void Push(Transport* server, std::optional<Source> source, v1::PushRequest header,
+            absl::Span<const std::byte> payload, absl::Time deadline, std::function<void(absl::Status)> done,
+            std::shared_ptr<model::LentGradients> lent);
   Transport* ServerFor(Source source) const;
 
   void Start(OperationPtr op);

@@ -85,7 +85,8 @@ void Router::PushSlice(uint64_t chunk, const v1::PushRequest& header, absl::Span
   const auto all = std::make_shared<ToAll>(servers.size(), std::move(done));
   for (Transport* const server : servers) {
     Push(
-        server, Source{chunk, header.rank()}, header, payload, deadline, [all](const absl::Status& status) { all->Finish(status); }, lent);
+        server, Source{chunk, header.rank()}, header, payload, deadline,
+        [all](const absl::Status& status) { all->Finish(status); }, lent);
   }
 }
 
@@ -270,6 +271,10 @@ absl::Status Router::Continue(const v1::OpenRequest& open) {
     for (size_t i = left_before; i < left_.size(); ++i) left.push_back(left_[i].get());
     open_ = std::make_shared<const v1::OpenRequest>(open);
     Install(std::make_shared<const model::EpochPlan>(std::move(plan)));
+    // What rests before its next try may be at a server that left.
+    std::multimap<absl::Time, std::function<void()>> rested;
+    for (auto& [time, task] : timers_) rested.emplace(absl::Now(), std::move(task));
+    timers_ = std::move(rested);
     for (Refused& one : std::exchange(refused_, {})) {
       timers_.emplace(absl::Now(), [this, op = std::move(one.op)] { Reroute(op); });
     }

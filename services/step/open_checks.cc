@@ -81,7 +81,7 @@ bool Continues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
 bool SamePlan(const v1::OpenRequest& a, const v1::OpenRequest& b) {
   return a.tiling().SerializeAsString() == b.tiling().SerializeAsString() &&
          a.spec().SerializeAsString() == b.spec().SerializeAsString() && a.spec_digest() == b.spec_digest() &&
-         a.protocol_version() == b.protocol_version() && a.group() == b.group() &&
+         a.protocol_version() == b.protocol_version() && a.group() == b.group() && a.continues() == b.continues() &&
          std::equal(a.tensor_steps().begin(), a.tensor_steps().end(), b.tensor_steps().begin(),
                     b.tensor_steps().end()) &&
          SamePlaces(a, b);

@@ -127,7 +127,9 @@ absl::StatusOr<StepMachine::Impl::Change> StepMachine::Impl::ChangeTo(const mode
       return Diverged(absl::StrCat("server '", id, "' is to hold chunk ", chunk.index, " of job '", open.spec().name(),
                                    "' and lacks it: only who has a chunk may hold it"));
     }
-    change.unfilled[chunk.index] = known ? lacks->second : open.base();
+    // Another group's steps after the base are void, so what the server passed over counts no more.
+    const int64_t least = open.continues() ? open.base() + 1 : open.base();
+    change.unfilled[chunk.index] = known && open.continues() ? lacks->second : least;
   }
   return change;
 }

@@ -280,6 +280,7 @@ void Group::Begin() {
   if (found.decision.has_value()) *open->mutable_base_decision() = *found.decision;
   *open->mutable_table() = next_;
   open->set_group(GroupBytes());
+  open->set_continues(in_session_);
   open->mutable_tensor_steps()->Add(found.tensor_steps.begin(), found.tensor_steps.end());
   auto plan = model::EpochPlan::Make(*open);
   if (!plan.ok()) return around_.oracle->Broken(plan.status().ToString());
