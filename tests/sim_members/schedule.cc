@@ -11,7 +11,7 @@ namespace ballast::sim_members {
 namespace {
 
 constexpr int kFaultyEvents = 700;
-constexpr int kHealedEvents = 20000;
+constexpr int kHealedEvents = 40000;
 constexpr size_t kGroupsMax = 8;
 
 class Schedule {

@@ -213,7 +213,7 @@ void Server::WriteImport() {
 }
 
 void Server::CutLog() {
-  // Slices that some chunk on the disk does not have yet are needed, and those of undecided steps.
+  // Steps that some chunk on the disk does not have yet are needed, and undecided ones. A step may have no slices.
   int64_t flushed = std::numeric_limits<int64_t>::max();
   for (const auto& [chunk, state] : disk_chunks_) flushed = std::min(flushed, state.version);
   for (uint64_t chunk = 0; chunk < JobLayout().chunks().size(); ++chunk) {
@@ -223,6 +223,8 @@ void Server::CutLog() {
   for (size_t i = 0; i < log_.size(); ++i) {
     const auto* slice = std::get_if<services::SliceRecord>(&log_[i]);
     if (slice != nullptr && slice->header.step() > flushed) break;
+    const auto* decided = std::get_if<services::DecisionRecord>(&log_[i]);
+    if (decided != nullptr && decided->decision.step() > flushed) break;
     if (std::holds_alternative<services::SnapshotRecord>(log_[i]) && random_->Percent(70)) start = i;
   }
   log_.erase(log_.begin(), log_.begin() + static_cast<ptrdiff_t>(start));
