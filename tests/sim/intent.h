@@ -30,6 +30,7 @@ const model::EpochPlan& PlanOf(uint32_t world_size);
 struct GroupIntent {
   uint64_t seed = 0;  // of the schedule
   uint32_t group = 0;
+  uint32_t family = 0;  // the first epoch of the group: `group`, or an earlier one whose own next epoch this is
   uint32_t world_size = 1;
   v1::Epoch epoch;
   // If set, headers and blobs differ from all other groups. If not, groups of the same size have equal plan hashes, and
@@ -41,6 +42,9 @@ struct GroupIntent {
   int64_t restore_at = -1;
   int64_t restored = -1;
   std::vector<std::string> restored_blobs;
+
+  // It drops no attempt, so that its own next epoch may begin with the same.
+  bool one_attempt = false;
 
   // The sealed attempt; earlier attempts are dropped.
   uint64_t FinalAttempt(int64_t step) const;

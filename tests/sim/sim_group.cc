@@ -149,6 +149,7 @@ void SimGroup::TickFence(std::vector<Request>* requests) {
   fence->set_job(kJob);
   *fence->mutable_epoch() = intent_.epoch;
   fence->set_protocol_version(model::kProtocolVersion);
+  if (plan_.open().has_table()) fence->set_group(absl::StrCat("family ", intent_.family));
   for (int server = 0; server < kServers; ++server) {
     if (fences_[server] != Sent::kNo) continue;
     fences_[server] = Sent::kYes;
@@ -260,11 +261,12 @@ void SimGroup::Resolve() {
     around_.oracle->StartsAnew(*resolution->restores, intent_.epoch, Name(0));
     if (!around_.oracle->violation().empty()) return;
     if (around_.bug != ClientBug::kRestoreForgotten) WillRestore(resolution->base, *resolution->restores);
-  } else {
+  } else if (intent_.family == intent_.group) {
     MaybeRestore(resolution->base, answers);
   }
   auto open = std::make_shared<v1::OpenRequest>(OpenTemplate(intent_.world_size));
   *open->mutable_epoch() = intent_.epoch;
+  if (open->has_table()) open->set_group(absl::StrCat("family ", intent_.family));
   open->set_base(resolution->base);
   if (resolution->decision.has_value()) *open->mutable_base_decision() = *resolution->decision;
   if (resolution->restores.has_value()) open->set_restores(*resolution->restores);

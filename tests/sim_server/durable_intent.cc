@@ -26,7 +26,23 @@ struct World {
   std::map<std::vector<uint64_t>, uint32_t> digests;
 };
 
-v1::OpenRequest MakeTemplate(uint32_t world_size, v1::MomentFormat moments, bool large, uint64_t pin_interval) {
+// All servers have all there is of their shards, for good.
+v1::Table MakeTable() {
+  v1::Table table;
+  for (int server = 0; server < kServers; ++server) {
+    v1::Member* member = table.add_members();
+    member->set_server_id(ServerName(server));
+    member->set_weight(1);
+    member->set_disk(DiskOf(server));
+    table.add_shards()->add_holders(static_cast<uint32_t>(server));
+  }
+  table.set_replicas(1);
+  table.set_life(5);
+  return table;
+}
+
+v1::OpenRequest MakeTemplate(uint32_t world_size, v1::MomentFormat moments, bool large, uint64_t pin_interval,
+                             bool table) {
   v1::OpenRequest open;
   v1::JobSpec* spec = open.mutable_spec();
   spec->set_name(kJob);
@@ -55,7 +71,8 @@ v1::OpenRequest MakeTemplate(uint32_t world_size, v1::MomentFormat moments, bool
   add("d.weight", "d", 9000);
   add("d.bias", "d", 100);
   add("e.weight", "e", 5000);
-  for (int server = 0; server < kServers; ++server) {
+  if (table) *open.mutable_table() = MakeTable();
+  for (int server = 0; server < kServers && !table; ++server) {
     v1::Member* member = open.add_members();
     member->set_server_id(ServerName(server));
     member->set_weight(1);
@@ -94,12 +111,13 @@ Payload MakePayload(uint64_t seed, v1::SliceKind kind, uint64_t elements, bool m
 
 }  // namespace
 
-void BeginWorld(v1::MomentFormat moments, bool large, uint64_t pin_interval) {
+void BeginWorld(v1::MomentFormat moments, bool large, uint64_t pin_interval, bool table) {
   World& world = TheWorld();
   if (world.templates.empty() || world.large != large || world.templates[0].spec().moment_format() != moments ||
-      world.templates[0].spec().pin_interval() != pin_interval) {
+      world.templates[0].spec().pin_interval() != pin_interval || world.templates[0].has_table() != table) {
     world.large = large;
-    world.templates = {MakeTemplate(1, moments, large, pin_interval), MakeTemplate(2, moments, large, pin_interval)};
+    world.templates = {MakeTemplate(1, moments, large, pin_interval, table),
+                       MakeTemplate(2, moments, large, pin_interval, table)};
     world.plans = {*model::EpochPlan::Make(world.templates[0]), *model::EpochPlan::Make(world.templates[1])};
   }
   world.payloads.clear();
@@ -117,12 +135,13 @@ const v1::OpenRequest& OpenTemplate(uint32_t world_size) { return TheWorld().tem
 const model::EpochPlan& PlanOf(uint32_t world_size) { return TheWorld().plans[world_size - 1]; }
 
 uint64_t GroupIntent::FinalAttempt(int64_t step) const {
-  const uint64_t chance = Mix(seed, group, step, 1) % 10;
+  if (one_attempt) return 0;
+  const uint64_t chance = Mix(seed, family, step, 1) % 10;
   return chance < 7 ? 0 : chance < 9 ? 1 : 2;
 }
 
 v1::StepHeader GroupIntent::Header(int64_t step, uint32_t rank) const {
-  const uint64_t chance = Mix(seed, salted ? group + 1 : 0, step, 2);
+  const uint64_t chance = Mix(seed, salted ? family + 1 : 0, step, 2);
   const uint32_t tensors = static_cast<uint32_t>(PlanOf(world_size).layout().tensors().size());
   const char all = static_cast<char>((1 << tensors) - 1);
   const char edited = static_cast<char>(1 << (chance / 256 % 2 == 0 ? kABias : kBWeight));
@@ -164,7 +183,7 @@ std::vector<std::string> GroupIntent::Blobs(int64_t step) const {
   if (step == restore_at) return restored_blobs;
   std::vector<std::string> blobs;
   for (uint32_t rank = 0; rank < world_size; ++rank) {
-    blobs.push_back(absl::StrCat(salted ? group + 1 : 0, "/", step, "/", rank));
+    blobs.push_back(absl::StrCat(salted ? family + 1 : 0, "/", step, "/", rank));
   }
   return blobs;
 }
@@ -177,12 +196,12 @@ uint32_t GroupIntent::Digest(int64_t step, uint64_t attempt, v1::SliceKind kind,
                              uint32_t life) const {
   World& world = TheWorld();
   const auto key = std::vector<uint64_t>{
-      group, static_cast<uint64_t>(step), attempt, static_cast<uint64_t>(kind), slice.unit, slice.range.begin};
+      family, static_cast<uint64_t>(step), attempt, static_cast<uint64_t>(kind), slice.unit, slice.range.begin};
   const auto found = world.digests.find(key);
   if (found != world.digests.end()) return found->second;
   const uint64_t place = slice.unit + 10 * static_cast<uint64_t>(kind) + 100 * slice.range.begin;
   const bool second_moment = kind == v1::SLICE_KIND_VALUE && Header(step, 0).value_array() == 2;
-  const Payload payload = MakePayload(Mix(seed, group, step, attempt, place), kind, slice.range.size(), second_moment);
+  const Payload payload = MakePayload(Mix(seed, family, step, attempt, place), kind, slice.range.size(), second_moment);
   const uint32_t digest = kernels::Crc32c(*payload);
   world.payloads[digest] = payload;
   world.digests[key] = digest;

@@ -5,9 +5,11 @@
 #include <iterator>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
+#include "ballast/services/job_state/job_entry.h"
 #include "ballast/storage/placement/profile_file.h"
 #include "ballast/tests/sim_server/bits.h"
 
@@ -98,8 +100,17 @@ absl::Status Machine::ChangeProfile() {
   return storage::WriteProfile(profile, path);
 }
 
+// The number that the table has of it.
+absl::Status Machine::SettleDisk() {
+  const std::unique_ptr<storage::Catalog> catalog = catalog_.Open();
+  BALLAST_ASSIGN_OR_RETURN(const auto stored, catalog->Get(services::kCatalogDisk));
+  if (stored.has_value()) return absl::OkStatus();
+  return catalog->Put(services::kCatalogDisk, absl::StrCat(absl::Hex(DiskOf(index_), absl::kZeroPad16)));
+}
+
 absl::Status Machine::Start(Random* random) {
   BALLAST_RETURN_IF_ERROR(ChangeProfile());
+  if (PlanOf(1).open().has_table()) BALLAST_RETURN_IF_ERROR(SettleDisk());
   const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
   services::StateServerOptions options;
   options.data_directory = directory_;

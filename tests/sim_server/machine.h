@@ -64,6 +64,7 @@ class Machine {
   services::Reply<Response> ReplyTo(const Request& request);
   storage::TierBytes Budget(Random* random, bool hbm) const;
   absl::Status ChangeProfile();
+  absl::Status SettleDisk();
   void End();
 
   const int index_;

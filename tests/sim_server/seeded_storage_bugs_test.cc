@@ -33,6 +33,7 @@ enum class Harness {
   kStoreLives,
   kRemainders,
   kCrashes,
+  kGoesOn,
   kIoErrors,
   kFullDisk,
   kRot
@@ -44,6 +45,7 @@ constexpr const char* kHarnessNames[] = {"log_crash_test: lives",
                                          "store_crash_test",
                                          "remainder_life_test",
                                          "server_simulation_test: crashes",
+                                         "server_simulation_test: groups that go on",
                                          "server_simulation_test: I/O errors",
                                          "server_simulation_test: full disks",
                                          "server_simulation_test: rot"};
@@ -73,7 +75,7 @@ constexpr Planted kPlanted[] = {
     {"CutOneStepEarly", StorageBug::kCutOneStepEarly, Harness::kLogLives},
     {"CutBeforeSnapshot", StorageBug::kCutBeforeSnapshot, Harness::kLogLives},
     {"FreedBeforeCutDurable", StorageBug::kFreedBeforeCutDurable, Harness::kLogLives},
-    {"ReleasedTooMuch", StorageBug::kReleasedTooMuch, Harness::kCrashes, 63},
+    {"ReleasedTooMuch", StorageBug::kReleasedTooMuch, Harness::kCrashes, 79},
     {"ReopenSyncDropped", StorageBug::kReopenSyncDropped, Harness::kLogLives, 15},
     {"HeadBeforeContent", StorageBug::kHeadBeforeContent, Harness::kLogCreation, 7},
     {"FailedCreationLeft", StorageBug::kFailedCreationLeft, Harness::kLogCreation},
@@ -81,7 +83,7 @@ constexpr Planted kPlanted[] = {
     {"TornPayloadAccepted", StorageBug::kTornPayloadAccepted, Harness::kLogLives},
     {"RottenTakenForTorn", StorageBug::kRottenTakenForTorn, Harness::kLogLives},
     {"RottenPayloadServed", StorageBug::kRottenPayloadServed, Harness::kLogLives, 3},
-    {"PayloadLeaseDropped", StorageBug::kPayloadLeaseDropped, Harness::kCrashes, 110},
+    {"PayloadLeaseDropped", StorageBug::kPayloadLeaseDropped, Harness::kCrashes, 260},
     {"ExtentSyncDropped", StorageBug::kExtentSyncDropped, Harness::kStoreLives},
     {"FailedExtentSyncIgnored", StorageBug::kFailedExtentSyncIgnored, Harness::kStoreLives, 12},
     {"FailedExtentWriteIgnored", StorageBug::kFailedExtentWriteIgnored, Harness::kStoreLives, 7},
@@ -107,14 +109,16 @@ constexpr Planted kPlanted[] = {
     {"ScrubBelievesMovedOn", StorageBug::kScrubBelievesMovedOn, Harness::kStoreLives, 490},
     {"ScrubRewritesDirty", StorageBug::kScrubRewritesDirty, Harness::kStoreLives, 40},
     {"ScrubSyncDropped", StorageBug::kScrubSyncDropped, Harness::kStoreLives, 4},
-    {"OldPlaceReadBack", StorageBug::kOldPlaceReadBack, Harness::kCrashes, 184},
-    {"AckedUnsynced", StorageBug::kAckedUnsynced, Harness::kCrashes, 272},
+    {"OldPlaceReadBack", StorageBug::kOldPlaceReadBack, Harness::kCrashes, 207},
+    {"AckedUnsynced", StorageBug::kAckedUnsynced, Harness::kCrashes, 401},
     {"PromiseUnsynced", StorageBug::kPromiseUnsynced, Harness::kCrashes, 4},
     {"PromiseNotAwaited", StorageBug::kPromiseNotAwaited, Harness::kCrashes, 12},
-    {"CutAtCommit", StorageBug::kCutAtCommit, Harness::kCrashes, 84},
+    {"CutAtCommit", StorageBug::kCutAtCommit, Harness::kCrashes, 106},
     {"VersionAhead", StorageBug::kVersionAhead, Harness::kCrashes},
     {"ReplayedTwice", StorageBug::kReplayedTwice, Harness::kCrashes, 3},
-    {"OldEpochReplayed", StorageBug::kOldEpochReplayed, Harness::kCrashes, 9},
+    {"OldEpochReplayed", StorageBug::kOldEpochReplayed, Harness::kCrashes, 38},
+    {"KeptReleased", StorageBug::kKeptReleased, Harness::kGoesOn, 7},
+    {"KeptNotReplayed", StorageBug::kKeptNotReplayed, Harness::kGoesOn, 7},
     {"UndecidedForgotten", StorageBug::kUndecidedForgotten, Harness::kCrashes},
     {"SegmentsForgotten", StorageBug::kSegmentsForgotten, Harness::kCrashes, 84}};
 
@@ -153,16 +157,19 @@ std::string RunSeed(Harness harness, uint64_t seed, const std::string& directory
       return storage::RunRemainderLife(seed, directory, &tally);
     }
     case Harness::kCrashes:
+    case Harness::kGoesOn:
     case Harness::kIoErrors:
     case Harness::kFullDisk:
     case Harness::kRot:
       break;
   }
+  const bool goes_on = harness == Harness::kGoesOn;
   const Faults faults = harness == Harness::kCrashes    ? Faults::kCrashes
+                        : goes_on                       ? Faults::kCrashes
                         : harness == Harness::kIoErrors ? Faults::kIoErrors
                         : harness == Harness::kFullDisk ? Faults::kFullDisk
                                                         : Faults::kRot;
-  return RunServerSchedule({.seed = seed, .faults = faults, .directory = directory}).violation;
+  return RunServerSchedule({.seed = seed, .faults = faults, .goes_on = goes_on, .directory = directory}).violation;
 }
 
 class SeededStorageBugTest : public testing::TestWithParam<Planted> {

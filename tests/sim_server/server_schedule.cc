@@ -42,13 +42,14 @@ class Schedule {
  public:
   explicit Schedule(const ServerScheduleOptions& options)
       : options_(options),
-        random_(Mix(options.seed, static_cast<uint64_t>(options.faults) + (options.every_k ? 16 : 0))),
+        random_(Mix(options.seed,
+                    static_cast<uint64_t>(options.faults) + (options.every_k ? 16 : 0) + (options.goes_on ? 32 : 0))),
         calm_(uint64_t{1} << random_.Below(4)),
         oracle_(1) {
     const v1::MomentFormat formats[] = {v1::MOMENT_FORMAT_F32, v1::MOMENT_FORMAT_BF16, v1::MOMENT_FORMAT_I8};
     const v1::MomentFormat format = formats[random_.Below(3)];
     const bool large = random_.Percent(kLargePercent);
-    BeginWorld(format, large, options.every_k ? 1 + random_.Below(4) : 0);
+    BeginWorld(format, large, options.every_k ? 1 + random_.Below(4) : 0, options.goes_on);
     checker_ = std::make_unique<Checker>(&oracle_, &random_, &tally_,
                                          options.faults == Faults::kIoErrors || options.faults == Faults::kFullDisk);
     for (int i = 0; i < kServers; ++i) {
@@ -107,6 +108,8 @@ class Schedule {
     intent.world_size = 1 + static_cast<uint32_t>(random_.Below(kWorldSizeMax));
     if (!groups_.empty() && random_.Percent(30)) intent.world_size = groups_.back()->intent().world_size;
     intent.salted = random_.Percent(15);
+    intent.family = intent.group;
+    if (options_.goes_on) GoOn(&intent);
     if (!healed_ && random_.Percent(5))
       intent.mismatch_from = oracle_.last_decided() + 1 + static_cast<int64_t>(random_.Below(2));
     uint64_t counter = 0;
@@ -123,6 +126,19 @@ class Schedule {
         std::move(intent), SimGroup::Surroundings{.random = &random_, .oracle = &oracle_, .tally = &tally_.group}));
     oracle_.AddGroup(&groups_.back()->intent());
     checker_->AddGroup(&groups_.back()->intent());
+  }
+
+  // Mostly the group at work goes on, as far as it can.
+  void GoOn(GroupIntent* next) {
+    next->one_attempt = random_.Percent(80);
+    if (groups_.empty() || !random_.Percent(70)) return;
+    const GroupIntent& now = groups_.back()->intent();
+    if (!now.one_attempt) return;
+    next->one_attempt = true;
+    next->family = now.family;
+    next->world_size = now.world_size;
+    next->salted = now.salted;
+    ++tally_.went_on;
   }
 
   // True if it used the turn.
@@ -156,7 +172,7 @@ class Schedule {
       if (!group.alive(rank)) return false;
       ++tally_.group.ranks_lost;
       group.Kill(rank);
-    } else if (chance < 39 || (!SomeGroupIsWhole() && random_.Percent(8))) {
+    } else if (chance < (options_.goes_on ? 60 : 39) || (!SomeGroupIsWhole() && random_.Percent(8))) {
       if (groups_.size() >= kGroupsMax) return false;
       Launch();
     } else if (chance < 120) {
@@ -435,6 +451,7 @@ void ServerTally::Add(const ServerTally& other) {
   scrubs += other.scrubs;
   refused += other.refused;
   states_lost += other.states_lost;
+  went_on += other.went_on;
 }
 
 ServerScheduleResult RunServerSchedule(const ServerScheduleOptions& options) { return Schedule(options).Run(); }

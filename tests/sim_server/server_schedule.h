@@ -42,6 +42,7 @@ struct ServerTally {
   uint64_t scrubs = 0;       // pieces that servers were asked to scrub
   uint64_t refused = 0;      // schedules that ended with DATA_LOSS after rot
   uint64_t states_lost = 0;  // every-K: starts of servers that had lost their state
+  uint64_t went_on = 0;      // groups' own next epochs
 
   void Add(const ServerTally& other);
 };
@@ -57,6 +58,8 @@ struct ServerScheduleOptions {
   Faults faults = Faults::kCrashes;
   // Durability every-K with a K of 1 to 4: the end of a server loses everything but promises, Opens and pins.
   bool every_k = false;
+  // The job has a table, and groups go on in their own next epochs, which keep slices.
+  bool goes_on = false;
   std::string directory;  // must exist
 };
 

@@ -57,18 +57,19 @@ void Print(uint64_t schedules, const ServerTally& sum) {
   say(sum.scrubs, "pieces asked of scrubs");
   say(sum.refused, "refused for good");
   say(sum.states_lost, "states lost");
+  say(sum.went_on, "groups that went on");
   say(sum.group.went_back, "groups that went back");
   say(sum.group.numbers_left, "of them behind free numbers");
   say(sum.group.dead, "jobs lost with no pin that all must have");
   std::printf("\n");
 }
 
-ServerTally Search(Faults faults, uint64_t count, bool every_k = false) {
+ServerTally Search(Faults faults, uint64_t count, bool every_k = false, bool goes_on = false) {
   const ScratchDirectory directory;
   ServerTally sum;
   for (uint64_t seed = first_seed; seed < first_seed + count; ++seed) {
-    const ServerScheduleResult result =
-        RunServerSchedule({.seed = seed, .faults = faults, .every_k = every_k, .directory = directory.path()});
+    const ServerScheduleResult result = RunServerSchedule(
+        {.seed = seed, .faults = faults, .every_k = every_k, .goes_on = goes_on, .directory = directory.path()});
     if (count == 1) std::printf("trace %016llx\n", static_cast<unsigned long long>(result.trace));
     sum.Add(result.tally);
     EXPECT_EQ(result.violation, "") << "replay with --seeds 1 --seed " << seed;
@@ -129,6 +130,13 @@ TEST(ServerSimulation, EveryK) {
 }
 
 TEST(ServerSimulation, EveryKWithIoErrors) { Search(Faults::kIoErrors, Tenth(), /*every_k=*/true); }
+
+TEST(ServerSimulation, GroupsThatGoOn) {
+  const ServerTally sum = Search(Faults::kCrashes, Tenth(), /*every_k=*/false, /*goes_on=*/true);
+  if (Tenth() < 20 || HasFailure()) return;
+  EXPECT_GT(sum.went_on, Tenth());
+  EXPECT_GT(sum.group.steps, 2 * Tenth());
+}
 
 TEST(ServerSimulation, ASeedIsASchedule) {
   const ScratchDirectory directory;
