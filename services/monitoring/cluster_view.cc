@@ -27,9 +27,13 @@ std::string LossOf(const std::string& address, const v1::JobStatus& job) {
 
 std::string Versions(int64_t min, int64_t max) { return min == max ? absl::StrCat(min) : absl::StrCat(min, "..", max); }
 
-void AddFill(const std::string& address, const v1::JobStatus& job, JobView* view) {
+// What the server lacks, and chunks that it holds and that have too few copies.
+void AddCopies(const std::string& address, const v1::JobStatus& job, JobView* view) {
+  view->replicas = std::max(view->replicas, job.replicas());
+  view->short_chunks += job.short_chunks();
   if (job.unfilled_chunks() == 0) return;
   view->unfilled_chunks += job.unfilled_chunks();
+  view->unfilled_bytes += job.unfilled_bytes();
   view->filled_chunks += job.filled_chunks();
   view->fills.push_back(absl::StrCat(address, " fills: ", job.filled_chunks(), " of ",
                                      job.filled_chunks() + job.unfilled_chunks(), " chunks, ",
@@ -45,7 +49,7 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   view.parameters = std::max(view.parameters, job.parameters());
   view.chunks += job.chunks();
   view.chunks_moving += job.chunks_moving();
-  AddFill(server.address, job, &view);
+  AddCopies(server.address, job, &view);
   view.skipped_steps = std::max(view.skipped_steps, job.skipped_steps());
   view.member_ids.insert(job.member_ids().begin(), job.member_ids().end());
   view.pinned_versions.insert(job.pinned_versions().begin(), job.pinned_versions().end());
@@ -100,20 +104,10 @@ bool WasLeftOut(const ServerView& server, const v1::JobStatus& job, const v1::Jo
          model::Compare(job.epoch(), newest->epoch()) < 0 && has(job, id) && !has(*newest, id);
 }
 
-// Chunks with fewer copies than the job wants, as each of their servers counts them.
-void AddShort(const std::vector<ServerView>& servers, JobView* job) {
-  uint64_t lacking = 0;
-  uint32_t replicas = 0;
-  for (const ServerView& server : servers) {
-    for (const v1::JobStatus& held : server.status.jobs()) {
-      if (held.name() != job->name || held.short_chunks() == 0) continue;
-      lacking += held.short_chunks();
-      replicas = held.replicas();
-    }
-  }
-  if (lacking == 0) return;
-  job->problems.push_back(absl::StrCat("job '", job->name, "' has ", lacking, " chunk(s) with fewer than ", replicas,
-                                       " copies, since a server was lost"));
+void AddShort(JobView* job) {
+  if (job->short_chunks == 0) return;
+  job->problems.push_back(absl::StrCat("job '", job->name, "' has ", job->short_chunks, " chunk(s) with fewer than ",
+                                       job->replicas, " copies"));
 }
 
 // Servers that should have the job and answer without it. A server that does not answer is a problem already.
@@ -178,6 +172,20 @@ void AddDuplicates(ClusterView* cluster) {
 
 }  // namespace
 
+std::string ShowCopies(const JobView& job) {
+  std::vector<std::string> parts;
+  if (job.unfilled_chunks > 0) {
+    parts.push_back(absl::StrCat(job.filled_chunks, " of ", job.filled_chunks + job.unfilled_chunks, " chunks copied, ",
+                                 ShowBytes(job.unfilled_bytes), " left"));
+  }
+  if (job.short_chunks > 0) {
+    parts.push_back(
+        absl::StrCat(job.short_chunks, job.short_chunks == 1 ? " chunk has " : " chunks have ",
+                     job.replicas == 2 ? "one copy" : absl::StrCat("fewer than ", job.replicas, " copies")));
+  }
+  return absl::StrJoin(parts, "; ");
+}
+
 ClusterView Judge(std::vector<ServerView> servers, Asked asked) {
   ClusterView cluster;
   std::map<std::string, JobView> jobs;
@@ -217,7 +225,7 @@ ClusterView Judge(std::vector<ServerView> servers, Asked asked) {
                                           job.committed_max, " on its servers, expected at most one apart"));
     }
     AddBehind(servers, &job);
-    AddShort(servers, &job);
+    AddShort(&job);
     job.problems.insert(job.problems.end(), left[name].begin(), left[name].end());
     cluster.problems.insert(cluster.problems.end(), job.problems.begin(), job.problems.end());
     cluster.jobs.push_back(job);
@@ -341,11 +349,12 @@ std::string ShowJson(const ClusterView& cluster) {
         "{\"name\":%s,\"durability\":%s,\"committed_min\":%d,\"committed_max\":%d,\"oldest_chunk_version\":%d,"
         "\"skipped_steps\":%d,\"world_size\":%d,\"parameters\":%d,\"chunks\":%d,\"servers\":%s,"
         "\"pinned_versions\":[%s],\"durable_versions\":[%s],\"chunks_moving\":%d,\"unfilled_chunks\":%d,"
-        "\"filled_chunks\":%d,\"waits\":%s,\"bound_by\":%s}",
+        "\"filled_chunks\":%d,\"short_chunks\":%d,\"copies\":%s,\"waits\":%s,\"bound_by\":%s}",
         Quote(job.name), Quote(job.durability), job.committed_min, job.committed_max, job.oldest_chunk_version,
         job.skipped_steps, job.world_size, job.parameters, job.chunks, QuoteAll(job.servers),
         absl::StrJoin(job.pinned_versions, ","), absl::StrJoin(job.durable_versions, ","), job.chunks_moving,
-        job.unfilled_chunks, job.filled_chunks, QuoteAll(job.waits), BoundJson(job)));
+        job.unfilled_chunks, job.filled_chunks, job.short_chunks, Quote(ShowCopies(job)), QuoteAll(job.waits),
+        BoundJson(job)));
   }
   std::vector<std::string> peers;
   for (const auto& [id, page] : cluster.peers) {

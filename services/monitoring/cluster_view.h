@@ -35,8 +35,11 @@ struct JobView {
   uint64_t chunks = 0;
   uint64_t chunks_moving = 0;
   uint64_t unfilled_chunks = 0;    // that servers lack and copy from each other
+  uint64_t unfilled_bytes = 0;     // of their states
   uint64_t filled_chunks = 0;      // of these servers, copied so far
   std::vector<std::string> fills;  // such servers, a sentence each
+  uint32_t replicas = 0;           // copies of each chunk that the job wants; 0: without a table
+  uint64_t short_chunks = 0;       // that have fewer
   std::vector<std::string> servers;
   std::set<std::string> member_ids;
   std::set<int64_t> pinned_versions;
@@ -64,6 +67,9 @@ struct ClusterView {
 // that were not asked.
 enum class Asked { kAll, kOne };
 ClusterView Judge(std::vector<ServerView> servers, Asked asked = Asked::kAll);
+
+// "12 of 40 chunks copied, 480.0 MiB left; 6 chunks have one copy". Empty if the job has all copies.
+std::string ShowCopies(const JobView& job);
 
 // Verdict, servers, jobs, tiers: as aligned text, and as JSON (numbers of 64 bits as strings, as in protobuf's JSON).
 std::string ShowText(const ClusterView& cluster);

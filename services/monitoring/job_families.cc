@@ -82,8 +82,12 @@ void AddJobs(const v1::GetServerStatusResponse& status, Families* out) {
                 "Counter of the newest promised epoch: a new group of trainers counts it up.");
     Gauge servers(out, "ballast_job_servers", "Servers of the job, this one included.");
     Gauge chunks(out, "ballast_job_chunks", "Chunks of the job on this server.");
+    Gauge copies(out, "ballast_job_copies", "Copies of each chunk that the job wants; 0: its servers never change.");
     Gauge unfilled(out, "ballast_job_unfilled_chunks",
                    "Chunks that this server still copies from the job's other servers.");
+    Gauge lacking(out, "ballast_job_short_chunks",
+                  "Chunks with fewer copies than the job wants, by the table of the newest Open. Only a chunk's first "
+                  "holder counts it, so the job's servers add up. A copy that is being made does not count yet.");
     Gauge moving(out, "ballast_job_moving_chunks", "Chunks that are not yet where new budgets want them.");
     Counter moved(out, "ballast_job_moved_chunks_total", "Chunks that moved between tiers because budgets changed.");
     Counter skipped(out, "ballast_job_skipped_steps_total", "Steps skipped because a gradient was not finite.");
@@ -99,7 +103,9 @@ void AddJobs(const v1::GetServerStatusResponse& status, Families* out) {
       epoch.Add(labels, job.epoch().counter());
       servers.Add(labels, job.member_ids_size());
       chunks.Add(labels, job.chunks());
+      copies.Add(labels, job.replicas());
       unfilled.Add(labels, job.unfilled_chunks());
+      lacking.Add(labels, job.short_chunks());
       moving.Add(labels, job.chunks_moving());
       moved.Add(labels, job.chunks_moved());
       skipped.Add(labels, job.skipped_steps());

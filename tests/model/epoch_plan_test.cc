@@ -277,6 +277,14 @@ TEST(EpochPlanTest, ATableSaysWhereChunksAre) {
     }
   }
   EXPECT_LT(*std::max_element(pulled.begin(), pulled.end()), 2 * *std::min_element(pulled.begin(), pulled.end()));
+  // A chunk with too few copies is counted once, by its holder.
+  const auto& chunks = plan->layout().chunks();
+  const auto lacking =
+      std::count_if(chunks.begin(), chunks.end(), [](const Chunk& one) { return one.index % 16 == 5; });
+  ASSERT_GT(lacking, 0);
+  for (uint32_t member = 0; member < 3; ++member) {
+    EXPECT_EQ(plan->short_chunks(absl::StrCat("server", member)), member == holder ? lacking : 0);
+  }
   EXPECT_EQ(plan->ShowServersOf(5), absl::StrCat("'server", holder, "', 'server", filler, "'"));
 }
 

@@ -93,6 +93,7 @@ def test_numbers():
         assert {column: row[column] for column in wanted} == wanted and job['committed_max'] >= 40, (row, job)
         steps = json.loads(ops.http(f'{server.page}steps.json?job=page')[1])['jobs'][0]['steps']
         assert page.locator('#steps svg.columns > g').count() == min(60, len(steps)) > 30
+        assert (job['short_chunks'], job['copies']) == (0, '') and page.is_hidden('#copying')
         sums = {}
         for step in steps[-60:]:
             for stage in step['stages']:
@@ -145,13 +146,13 @@ def test_names_are_text():
     trained(server)
     with browser.Browser() as chromium:
         def rename(status):
-            status['jobs'][0].update(name=HTML, waits=[HTML], durability=HTML)
+            status['jobs'][0].update(name=HTML, waits=[HTML], copies=HTML, durability=HTML)
             status['servers'][0]['status'].update(server_id=HTML, version=HTML)
             status.update(verdict='degraded', problems=[HTML], peers=[{'server_id': HTML, 'page': '10.0.0.1:9'}])
             return status
         page = chromium.open(server.page, status=rename)
         wait_text(page, '#jobs th[scope=row]', HTML)
-        for selector in ('#server', '#facts', '#problems', '#waits', '#peers', '#job', '#jobs td:nth-of-type(6)'):
+        for selector in ('#server', '#facts', '#problems', '#waits', '#copies', '#peers', '#job', '#jobs td:nth-of-type(6)'):
             wait_text(page, selector, HTML)
         assert page.locator('img').count() == 0 and page.title() == f'✗ {HTML} Ballast'
         # The policy would stop a script even if some text became HTML.
@@ -221,7 +222,7 @@ def test_keyboard_and_names():
         assert page.locator('svg.bar, svg.columns').evaluate_all(
             "all => all.every((svg) => svg.getAttribute('role') === 'img' && svg.getAttribute('aria-label'))")
         assert page.locator('h1, h2').all_inner_texts()[1:] == [
-            'Verdict', 'Who waits for whom', 'Memory tiers', 'Last steps', 'Jobs', 'Peers']
+            'Verdict', 'Who waits for whom', 'Copies', 'Memory tiers', 'Last steps', 'Jobs', 'Peers']
 
 
 def test_many_jobs():

@@ -255,6 +255,9 @@ function draw(status, steps) {
   remember(status.jobs, answeredAt);
   const waits = status.jobs.flatMap((job) => job.waits.map((wait) => `${job.name}: ${wait}`));
   sentences($('waits'), waits.length ? waits : ['nobody waits']);
+  const copies = status.jobs.filter((job) => job.copies).map((job) => `${job.name}: ${job.copies}`);
+  $('copying').hidden = !copies.length;
+  sentences($('copies'), copies);
   drawTiers(server.tiers);
   drawJobs(status.jobs);
   drawSteps(steps, status.jobs.find((job) => job.name === $('job').value)?.bound_by);

@@ -279,9 +279,11 @@ std::vector<StyledLine> DrawTop(const ClusterView& cluster, const VersionHistory
   lines.emplace_back();
   std::vector<StyledLine> waits;
   for (const JobView& job : cluster.jobs) {
-    for (const std::string& wait : job.waits) {
+    std::vector<std::string> sentences = job.waits;
+    if (std::string copies = ShowCopies(job); !copies.empty()) sentences.insert(sentences.begin(), std::move(copies));
+    for (const std::string& sentence : sentences) {
       StyledLine line;
-      waits.push_back(line.Add(absl::StrCat("~ ", job.name, ": ", wait), kWarn));
+      waits.push_back(line.Add(absl::StrCat("~ ", job.name, ": ", sentence), kWarn));
     }
   }
   const size_t footer = look.keys ? 1 : 0;

@@ -124,6 +124,7 @@ TEST(ClusterView, AServerThatAJobWentOnWithoutIsNamedAndNotCounted) {
   left.mutable_epoch()->set_counter(3);
   left.set_committed(10);
   left.set_chunks(4);
+  left.set_short_chunks(4);
   job.mutable_epoch()->set_counter(4);
   job.mutable_member_ids()->RemoveLast();
   job.set_committed(20);
@@ -134,7 +135,7 @@ TEST(ClusterView, AServerThatAJobWentOnWithoutIsNamedAndNotCounted) {
   EXPECT_EQ(cluster.jobs[0].committed_min, 20);
   EXPECT_EQ(cluster.jobs[0].chunks, 10u);
   EXPECT_THAT(cluster.problems,
-              ElementsAre("job 'job' has 6 chunk(s) with fewer than 2 copies, since a server was lost",
+              ElementsAre("job 'job' has 6 chunk(s) with fewer than 2 copies",
                           ::testing::AllOf(HasSubstr("server c:7070 keeps a part of job 'job' at version 10"),
                                            HasSubstr("ballastctl drop --job job --servers c:7070"))));
   left.set_life(8);
@@ -162,8 +163,28 @@ TEST(ClusterView, ServersThatCopyChunksSayHowManyTheyHave) {
   const ClusterView cluster = Judge({Server("a", job), Server("b", fills)});
   EXPECT_THAT(cluster.problems, ::testing::IsEmpty()) << "it is on its way";
   EXPECT_THAT(ShowText(cluster), HasSubstr("\nFilling\n  job: b:7070 fills: 12 of 40 chunks, 480.0 MiB left\n"));
-  EXPECT_THAT(ShowJson(cluster), HasSubstr("\"unfilled_chunks\":28,\"filled_chunks\":12,"));
+  EXPECT_THAT(ShowJson(cluster), HasSubstr("\"unfilled_chunks\":28,\"filled_chunks\":12,\"short_chunks\":0,"
+                                           "\"copies\":\"12 of 40 chunks copied, 480.0 MiB left\""));
   EXPECT_THAT(ShowText(Judge({Server("a", job)})), Not(HasSubstr("Filling")));
+}
+
+TEST(ClusterView, AJobsCopiesAreToldInOneLine) {
+  v1::JobStatus job;
+  job.set_name("job");
+  job.set_replicas(2);
+  EXPECT_EQ(ShowCopies(Judge({Server("a", job)}).jobs[0]), "");
+  job.set_short_chunks(9);
+  v1::JobStatus fills = job;
+  fills.set_short_chunks(1);
+  EXPECT_EQ(ShowCopies(Judge({Server("a", job), Server("b", fills)}).jobs[0]), "10 chunks have one copy");
+  fills.set_unfilled_chunks(28);
+  fills.set_unfilled_bytes(uint64_t{480} << 20);
+  fills.set_filled_chunks(12);
+  EXPECT_EQ(ShowCopies(Judge({Server("a", job), Server("b", fills), Server("c", fills)}).jobs[0]),
+            "24 of 80 chunks copied, 960.0 MiB left; 11 chunks have one copy");
+  fills.set_replicas(3);
+  EXPECT_EQ(ShowCopies(Judge({Server("b", fills)}).jobs[0]),
+            "12 of 40 chunks copied, 480.0 MiB left; 1 chunk has fewer than 3 copies");
 }
 
 TEST(ClusterView, TextsOfServersAreMadePrintable) {

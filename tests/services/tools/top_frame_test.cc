@@ -69,6 +69,21 @@ TEST(TopFrame, ShowsVerdictTiersAndJobs) {
   EXPECT_THAT(Show(Cluster(50), {.columns = 100, .rows = 24}), HasSubstr("more jobs; a taller terminal shows them"));
 }
 
+TEST(TopFrame, SaysHowFarAJobsCopiesAre) {
+  ClusterView cluster = Cluster(2);
+  EXPECT_THAT(Show(cluster, {.columns = 100}), Not(HasSubstr("copied")));
+  JobView& job = cluster.jobs[1];
+  job.replicas = 2;
+  job.filled_chunks = 12;
+  job.unfilled_chunks = 28;
+  job.unfilled_bytes = uint64_t{480} << 20;
+  job.short_chunks = 30;
+  job.waits = {"rank 1 has not sealed"};
+  EXPECT_THAT(Show(cluster, {.columns = 100}),
+              HasSubstr("~ job1: 12 of 40 chunks copied, 480.0 MiB left; 30 chunks have one copy\n"
+                        "~ job1: rank 1 has not sealed\n"));
+}
+
 TEST(TopFrame, SaysWhatBindsAJob) {
   ClusterView cluster = Cluster(2);
   cluster.jobs[0].bound = Bound{"state_write", 1, 0};
