@@ -187,6 +187,84 @@ CASES = [
         [job('ballast_job_committed_version', '900+1x6 0+1x20'), job('ballast_job_committed_version', '900+1x6 0+1x20', instance='b')],
         {4: [], 5: [], 9: []},
     ),
+    # A server that a job with copies went on without, back with what it had; and, of a job without copies, an old directory.
+    *[
+        (
+            'BallastVersionsApart',
+            30,
+            [
+                job('ballast_job_committed_version', '900+10x20'),
+                job('ballast_job_epoch', '4x20'),
+                job('ballast_job_copies', f'{copies}x20'),
+                job('ballast_job_committed_version', '7x20', instance='b'),
+                job('ballast_job_epoch', '3x20', instance='b'),
+                job('ballast_job_copies', f'{copies}x20', instance='b'),
+            ],
+            {5: [{'severity': 'critical', **DEMO}] if copies < 2 else []},
+        )
+        for copies in (0, 1, 2)
+    ],
+    # 3 chunks on one server and 4 on the other; then the group has started again, and all have their copies.
+    (
+        'BallastCopiesMissing',
+        30,
+        [
+            job('ballast_job_short_chunks', '0x9 3x140 0x10'),
+            job('ballast_job_short_chunks', '0x9 4x140 0x10', instance='b'),
+            series('ballast_job_short_chunks', '0x160', training_job='other'),
+        ],
+        {
+            4: [],
+            14: [],
+            15.5: [{'severity': 'warning', **DEMO}],
+            64: [{'severity': 'warning', **DEMO}],
+            65.5: [{'severity': 'critical', **DEMO}, {'severity': 'warning', **DEMO}],
+            77: [],
+        },
+    ),
+    # A server that the job went on without still counts by its old table.
+    (
+        'BallastCopiesMissing',
+        30,
+        [
+            job('ballast_job_short_chunks', '0x60'),
+            job('ballast_job_epoch', '4x60'),
+            job('ballast_job_short_chunks', '5x60', instance='b'),
+            job('ballast_job_epoch', '3x60', instance='b'),
+        ],
+        {25: []},
+    ),
+    # The last chunk comes after 5 minutes.
+    (
+        'BallastFillStuck',
+        30,
+        [job('ballast_job_unfilled_chunks', '40-1x10 30x50'), job('ballast_job_imported_bytes_total', '0+1000x10 10000x50')],
+        {19: [], 21: [{'severity': 'warning', **SERVER, **DEMO}]},
+    ),
+    # None comes at all.
+    (
+        'BallastFillStuck',
+        30,
+        [job('ballast_job_unfilled_chunks', '40x40'), job('ballast_job_imported_bytes_total', '0x40')],
+        {10: [], 11: [{'severity': 'warning', **SERVER, **DEMO}]},
+    ),
+    # Slow, but they come; all are there; a server that the job went on without.
+    (
+        'BallastFillStuck',
+        30,
+        [
+            job('ballast_job_unfilled_chunks', '40x60'),
+            job('ballast_job_imported_bytes_total', '0x7 1000x8 2000x8 3000x8 4000x8 5000x8 6000x10'),
+            job('ballast_job_unfilled_chunks', '0x60', instance='b'),
+            job('ballast_job_imported_bytes_total', '9000x60', instance='b'),
+            job('ballast_job_unfilled_chunks', '40x60', instance='c'),
+            job('ballast_job_imported_bytes_total', '0x60', instance='c'),
+            job('ballast_job_epoch', '4x60'),
+            job('ballast_job_epoch', '4x60', instance='b'),
+            job('ballast_job_epoch', '3x60', instance='c'),
+        ],
+        {12: [], 25: []},
+    ),
     (
         'BallastTrainingStalled',
         30,
@@ -408,6 +486,28 @@ TEXTS = [
         {'job': 'ballast', 'method': 'Push'},
         '2% of the answers to Push are errors of the servers.',
         'Trainers may stop. The board "Wire" shows the reasons.',
+    ),
+    (
+        'BallastCopiesMissing',
+        [
+            job('ballast_job_short_chunks', '3x40'),
+            job('ballast_job_short_chunks', '4x40', instance='b'),
+            job('ballast_job_unfilled_chunks', '0x40'),
+            job('ballast_job_unfilled_chunks', '12x40', instance='b'),
+        ],
+        12,
+        DEMO,
+        'Job demo has 7 chunks with too few copies.',
+        'A chunk with one copy is lost with its server. Servers have 12 chunks still to copy. If none are left, the job\'s group has to '
+        'start again.',
+    ),
+    (
+        'BallastFillStuck',
+        [job('ballast_job_unfilled_chunks', '40x40'), job('ballast_job_imported_bytes_total', '0x40')],
+        12,
+        {**SERVER, **DEMO},
+        'State server a lacks 40 chunks of job demo, and has copied none for 10 minutes.',
+        "Until it has them, these chunks have one copy less. The server's log says what it waits for.",
     ),
     (
         'BallastStraggler',
