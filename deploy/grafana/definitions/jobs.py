@@ -11,7 +11,7 @@ def board():
     b = Board('jobs', 'Jobs', 'The training jobs: a table of all, and a row for each.')
     b.table(
         'Jobs',
-        'Durability, members and versions of each job.',
+        'Durability, members, copies and versions of each job.',
         {
             'training_job': 'Training job',
             'durability': 'Durability',
@@ -21,11 +21,13 @@ def board():
             'Value #E': ('Servers', 'none'),
             'Value #F': ('Parameters', 'short'),
             'Value #G': ('Chunks', 'none'),
-            'Value #H': ('Skipped', 'none'),
-            'Value #I': ('Pins', 'none'),
-            'Value #J': ('Kept version', 'none'),
-            'Value #K': ('Failed', 'none'),
-            'Value #L': ('State lost', 'none'),
+            'Value #H': ('Copies', 'none'),
+            'Value #I': ('Too few copies', 'none'),
+            'Value #J': ('Skipped', 'none'),
+            'Value #K': ('Pins', 'none'),
+            'Value #L': ('Kept version', 'none'),
+            'Value #M': ('Failed', 'none'),
+            'Value #N': ('State lost', 'none'),
         },
         [
             every_job('ballast_job_info', 'training_job, durability'),
@@ -35,6 +37,8 @@ def board():
             every_job('ballast_job_servers'),
             every_job('ballast_job_parameters'),
             f'sum by (training_job) (ballast_job_chunks{{{JOBS}}})',
+            every_job('ballast_job_copies'),
+            f'sum by (training_job) (ballast_job_short_chunks{{{JOBS}}})',
             every_job('ballast_job_skipped_steps_total'),
             f'max by (training_job) (sum by (training_job, instance) (ballast_job_pins{{{JOBS}}}))',
             f'min by (training_job) (ballast_job_newest_durable_pin_version{{{JOBS}}})',

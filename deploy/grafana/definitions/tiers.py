@@ -118,10 +118,14 @@ def board():
         w=12,
     )
     b.series(
-        'Chunks to copy',
-        'Chunks that a server still has to copy from the other servers of a job. Until then they have one copy less.',
+        'Chunks without all copies',
+        'Chunks that a server still has to copy from the other servers of a job; and chunks with fewer copies than the job wants. '
+        'Copies that are made count once the group of the job has started again.',
         'none',
-        [(f'sum by (training_job, instance) (ballast_job_unfilled_chunks{{{JOBS}}})', '{{training_job}} {{instance}}')],
+        [
+            (f'sum by (training_job, instance) (ballast_job_unfilled_chunks{{{JOBS}}})', '{{training_job}} {{instance}} to copy'),
+            (f'sum by (training_job) (ballast_job_short_chunks{{{JOBS}}})', '{{training_job}} with too few copies'),
+        ],
         w=12,
     )
     b.series(
