@@ -1,6 +1,6 @@
 // ballastctl: the operator's hand.
 //
-//   ballastctl status [--json] --servers host:port,...
+//   ballastctl status [--json] [--unused] --servers host:port,...
 //   ballastctl top [--once] [--json] [--interval S] --servers host:port,...
 //   ballastctl trace --job NAME [--out FILE] --servers host:port,...
 //   ballastctl drop --job NAME --servers host:port,...
@@ -18,12 +18,13 @@
 //   ballastctl plan --params N --dram BYTES [--nvme BYTES] [--ranks N] [--server-count N] ...
 //
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
-// apart). top: as status with --once, else 0. trace: 0 all servers told; 1 not all. drop: 0 no server has the job any
-// more; 1 some server did not drop it. members: 0 all members are registered (--restore: the key is written); 1 not.
-// add, drain, replace, replicas: 0 the wish is written; 1 refused. unpin: 0 no server keeps the version for a request
-// any more; 1 some server may. budget: 0 all servers have the new budgets; 1 some refused. verify: 0 clean; 1 damage
-// found; 3 a server has the directory. iotune: 0 measured, its profile written; 1 not. plan: 0 the job fits; 1 the job
-// does not fit. doctor: 0 nothing stops a server; 1 something does. completion: 0. All: 2 usage.
+// apart); with --unused: 0 no server has a part of a job; 1 some has, or does not answer. top: as status with --once,
+// else 0. trace: 0 all servers told; 1 not all. drop: 0 no server has the job any more; 1 some server did not drop it.
+// members: 0 all members are registered (--restore: the key is written); 1 not. add, drain, replace, replicas: 0 the
+// wish is written; 1 refused. unpin: 0 no server keeps the version for a request any more; 1 some server may. budget: 0
+// all servers have the new budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory.
+// iotune: 0 measured, its profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0 nothing stops
+// a server; 1 something does. completion: 0. All: 2 usage.
 #include <signal.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
@@ -44,6 +45,7 @@
 #include "ballast/proto/registry/roster.h"
 #include "ballast/services/daemon/config.h"
 #include "ballast/services/journal/log_steps.h"
+#include "ballast/services/monitoring/show.h"
 #include "ballast/services/monitoring/trace.h"
 #include "ballast/services/tools/budget_command.h"
 #include "ballast/services/tools/cluster.h"
@@ -66,6 +68,29 @@ int Status(const std::vector<std::string>& servers, bool json, const Asking& ask
   const ClusterView cluster = Judge(LookAt(servers, asking));
   std::fputs((json ? ShowJson(cluster) : ShowText(cluster)).c_str(), stdout);
   return cluster.problems.empty() ? kHealthy : kDegraded;
+}
+
+// Says what keeps servers from being taken out of service for good. Jobs that the caller may not see show by their
+// state.
+int Unused(const std::vector<std::string>& servers, const Asking& asking) {
+  int code = kHealthy;
+  for (const ServerView& server : LookAt(servers, asking)) {
+    std::vector<std::string> uses;
+    for (const v1::JobStatus& job : server.status.jobs()) {
+      const std::string how = job.replicas() > 0 ? absl::StrCat("drain --job ", job.name(), " --server ",
+                                                                server.status.server_id(), " --servers etcd://...")
+                                                 : absl::StrCat("drop --job ", job.name(), " --servers ...");
+      uses.push_back(absl::StrCat("has ", job.chunks(), " chunks of job '", job.name(), "': `ballastctl ", how, "`"));
+    }
+    const auto& tiers = server.status.tiers();
+    const bool holds = std::any_of(tiers.begin(), tiers.end(), [](const auto& tier) { return tier.state_bytes() > 0; });
+    if (holds && uses.empty()) uses.push_back("has state of jobs that you may not see");
+    if (!server.error.ok()) uses.push_back(absl::StrCat("does not answer: ", server.error.message()));
+    if (!uses.empty()) code = kDegraded;
+    if (uses.empty()) uses.push_back("has no job");
+    for (const std::string& use : uses) std::printf("%s: %s\n", server.address.c_str(), Printable(use).c_str());
+  }
+  return code;
 }
 
 int Trace(const std::vector<std::string>& servers, const std::string& job, const std::string& out,
@@ -205,7 +230,11 @@ int Main(int argc, char** argv) {
 
   CLI::App* status = app.add_subcommand(
       "status", "show verdict, servers, jobs, versions and tiers; exit 0 healthy, 1 degraded, 2 usage");
-  status->add_flag("--json", json, "print JSON");
+  CLI::Option* const as_json = status->add_flag("--json", json, "print JSON");
+  bool unused = false;
+  status
+      ->add_flag("--unused", unused, "say what the servers have of jobs; exit 0 if nothing: you can stop them for good")
+      ->excludes(as_json);
   TopOptions topping;
   double interval_s = 1;
   CLI::App* top = app.add_subcommand(
@@ -342,7 +371,7 @@ int Main(int argc, char** argv) {
     budgets.asking = asking;
     return RunBudget(budgets);
   }
-  return Status(servers, json, asking);
+  return unused ? Unused(servers, asking) : Status(servers, json, asking);
 }
 
 }  // namespace

@@ -20,15 +20,16 @@ MATRIX = [
     [{}, {'seccompProfile': 'ballast.json'}],
     [{}, {'metrics': {'podMonitor': True, 'rules': True, 'dashboards': True, 'labels': {'release': 'prometheus'}},
           'networkPolicy': {'enabled': False}}],
-    [{}, {'config': {'staging': '128MiB', 'read_threads': 2, 'log_level': 'debug'}, 'nodeSelector': {'disk': 'nvme'},
+    [{}, {'config': {'staging': '128MiB', 'read_threads': 2, 'log_level': 'debug', 'import_rate': '1GiB'}, 'nodeSelector': {'disk': 'nvme'},
           'tolerations': [{'key': 'state', 'operator': 'Exists', 'effect': 'NoSchedule'}], 'priorityClassName': 'high',
           'image': {'repository': 'r', 'tag': 'x', 'pullSecrets': ['s']}, 'networkPolicy': {'scrapers': {'app': 'prometheus'}}}],
-    [{}, {'tls': {'secret': 'servers', 'clientCaSecret': 'clients', 'http': True},
-          'access': {'rightsConfigMap': 'rights', 'tokensSecret': 'tokens'}, 'metrics': {'tlsSecret': 'scrape'},
+    [{}, {'tls': {'secret': 'servers', 'clientCaSecret': 'clients', 'serverCaSecret': 'servers', 'http': True},
+          'access': {'rightsConfigMap': 'rights', 'tokensSecret': 'tokens', 'importTokenSecret': 'import'}, 'metrics': {'tlsSecret': 'scrape'},
           'discovery': {'etcd': ['etcd-0:2379', 'etcd-1:2379'], 'prefix': 'a/b', 'caSecret': 'etcd', 'certificateSecret': 'etcd',
                         'user': 'ballast', 'passwordSecret': 'etcd-user'}}],
 ]
 SECURE = MATRIX[-1][1]
+ETCD = {'discovery': {'etcd': ['etcd:2379']}}
 
 
 def merged(*parts):
@@ -107,6 +108,15 @@ def test_refuses():
         ({'networkPolicy': {'trainers': {'a': 1}}}, 'trainers'),
         ({'tls': {'clientCaSecret': 'a'}}, 'need tls.secret'),
         ({'tls': {'http': True}}, 'need tls.secret'),
+        ({'tls': {'serverCaSecret': 'a'}}, 'need tls.secret'),
+        ({'access': {'importTokenSecret': 'a'}}, 'in the clear'),
+        ({'config': {'import_rate': '1G'}}, 'import_rate'),
+        ({'copies': 0}, 'copies'),
+        ({'copies': 5}, 'copies'),
+        ({'copies': 2}, 'discovery.etcd is empty'),
+        ({'copies': 4, **ETCD}, 'at most servers (3)'),
+        ({'copies': 2, 'tls': {'secret': 'a'}, **ETCD}, 'need tls.serverCaSecret'),
+        ({'copies': 2, 'tls': {'secret': 'a', 'serverCaSecret': 'b'}, 'access': {'tokensSecret': 'c'}, **ETCD}, 'access.importTokenSecret'),
         ({'tls': {'secret': 'A b'}}, 'secret'),
         ({'tls': {'key': 'a'}}, 'key'),
         ({'access': {'tokensSecret': 'a'}}, 'in the clear'),
@@ -180,7 +190,7 @@ def test_every_configured_key_is_known_to_ballastd():
     """Environment of the rendered pod, given to the real ballastd, which refuses keys and values that it does not know."""
     ops.need(ops.HELM, ops.BIN / 'ballastd')
     values = merged(BASE, {'budget': {'dram': '64MiB', 'nvme': '256MiB'}, 'resources': {'cpu': 1},
-                           'config': {'staging': '8MiB', 'read_threads': 2, 'log_level': 'debug'}})
+                           'config': {'staging': '8MiB', 'read_threads': 2, 'log_level': 'debug', 'import_rate': '1GiB'}})
     container = of_kind(render(values), 'StatefulSet')[0]['spec']['template']['spec']['containers'][0]
     environment = {entry['name']: entry.get('value', 'ballast-0') for entry in container['env']}
     command = [ops.BIN / 'ballastd', *container['args'][:-1], 'data']
@@ -218,7 +228,8 @@ def test_tls_of_the_rendered_pod():
     name = monitor['tlsConfig']['serverName']
     issue(folder, 'client-ca', 'tls', 'DNS:*.ballast.train.svc,DNS:localhost,IP:127.0.0.1')
     issue(folder, 'client-ca', 'scrape', 'URI:spiffe://t/prometheus')
-    for path, text in [('rights/rights.yaml', 'rights: []\n'), ('tokens/tokens.yaml', 'tokens: []\n')]:
+    for path, text in [('rights/rights.yaml', 'rights: []\n'), ('tokens/tokens.yaml', 'tokens: []\n'), ('import-token/token', 'x'),
+                       ('server-ca/ca.crt', (folder / 'client-ca' / 'ca.crt').read_text())]:
         (folder / path).parent.mkdir()
         (folder / path).write_text(text)
     environment = {entry['name']: entry.get('value', 'ballast-0').replace('/etc/ballast', str(folder))
@@ -298,46 +309,106 @@ def test_monitoring():
         assert list(lost(wrong, kept(wrong))), 'a misspelt field passed'
 
 
-def test_fewer_servers_are_refused():
-    """An upgrade asks the cluster how many servers run. No API server is here; one of a few lines answers this one question."""
+def test_copies():
+    """Trainers find servers of jobs with copies in etcd; servers reach each other; as many may be away as leave a copy."""
     ops.need(ops.HELM)
-    owner = {'labels': {'app.kubernetes.io/managed-by': 'Helm'},
-             'annotations': {'meta.helm.sh/release-name': 'ballast', 'meta.helm.sh/release-namespace': 'train'}}
-    running = {'apiVersion': 'apps/v1', 'kind': 'StatefulSet', 'metadata': {'name': 'ballast', 'namespace': 'train', **owner},
-               'spec': {'replicas': 3}}
-    kinds = {'v1': ['Service', 'ConfigMap'], 'apps/v1': ['StatefulSet'], 'policy/v1': ['PodDisruptionBudget'],
-             'networking.k8s.io/v1': ['NetworkPolicy']}
-    groups = [{'name': version[:-3], 'versions': [{'groupVersion': version, 'version': 'v1'}]} for version in kinds if '/' in version]
-    answers = {'/version': {'major': '1', 'minor': '33', 'gitVersion': 'v1.33.0'}, '/api': {'kind': 'APIVersions', 'versions': ['v1']},
-               '/apis': {'kind': 'APIGroupList', 'apiVersion': 'v1', 'groups': groups},
-               '/apis/apps/v1/namespaces/train/statefulsets/ballast': running}
-    for version, names in kinds.items():
-        resources = [{'name': name.lower().replace('policy', 'policie') + 's', 'singularName': name.lower(), 'namespaced': True,
-                      'kind': name, 'verbs': ['get']} for name in names]
-        answers[f'/api{"s" * ("/" in version)}/{version}'] = {'kind': 'APIResourceList', 'groupVersion': version, 'resources': resources}
-    asked = []
+    for copies, away in [(1, 1), (2, 1), (3, 2)]:
+        documents = render(merged(BASE, ETCD, {'copies': copies}))
+        assert of_kind(documents, 'PodDisruptionBudget')[0]['spec']['maxUnavailable'] == away
+        found = [document['data']['BALLAST_SERVERS'] for document in of_kind(documents, 'ConfigMap')]
+        assert found == (['etcd://etcd:2379/train/ballast?servers=3'] if copies > 1 else
+                         [','.join(f'ballast-{i}.ballast.train.svc:7070' for i in range(3))])
+        pod = of_kind(documents, 'StatefulSet')[0]['spec']['template']['metadata']['labels']
+        grpc = next(rule for rule in of_kind(documents, 'NetworkPolicy')[0]['spec']['ingress'] if rule['ports'] == [{'port': 'grpc'}])
+        let_in = [peer['podSelector']['matchLabels'] for peer in grpc['from']]
+        assert let_in[0] == {'ballast.io/client': 'true'} and let_in[1] and let_in[1].items() <= pod.items(), let_in
 
-    class Api(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            path = self.path.split('?')[0]
-            asked.append(path)
-            body = json.dumps(answers.get(path, {'kind': 'Status', 'status': 'Failure', 'reason': 'NotFound', 'code': 404})).encode()
-            self.send_response(200 if path in answers else 404)
-            self.send_header('Content-Type', 'application/json')
-            self.end_headers()
-            self.wfile.write(body)
 
-        def log_message(self, *arguments):
-            pass
+class Cluster(http.server.ThreadingHTTPServer):
+    """An API server of a few lines, which knows the resources of the chart, and one running StatefulSet."""
 
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Api)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    live = ['--dry-run=server', '--kube-apiserver', f'http://127.0.0.1:{server.server_port}', '--disable-openapi-validation']
-    message = render(merged(BASE, {'servers': 2}), fails=True, extra=live)
-    assert 'servers is 2, but 3 run' in message, (message, asked)
-    for enough in (3, 5):
-        assert of_kind(render(merged(BASE, {'servers': enough}), extra=live), 'StatefulSet')[0]['spec']['replicas'] == enough
-    assert of_kind(render(merged(BASE, {'servers': 2}), release='other', extra=live), 'StatefulSet'), 'a new release is free to choose'
+    def __init__(self, stateful):
+        owner = {'labels': {'app.kubernetes.io/managed-by': 'Helm'},
+                 'annotations': {'meta.helm.sh/release-name': 'ballast', 'meta.helm.sh/release-namespace': 'train'}}
+        stateful = merged(stateful, {'metadata': {'namespace': 'train', **owner}})
+        kinds = {'v1': ['Service', 'ConfigMap'], 'apps/v1': ['StatefulSet'], 'policy/v1': ['PodDisruptionBudget'], 'batch/v1': ['Job'],
+                 'networking.k8s.io/v1': ['NetworkPolicy']}
+        groups = [{'name': version[:-3], 'versions': [{'groupVersion': version, 'version': 'v1'}]} for version in kinds if '/' in version]
+        answers = {'/version': {'major': '1', 'minor': '33', 'gitVersion': 'v1.33.0'}, '/api': {'kind': 'APIVersions', 'versions': ['v1']},
+                   '/apis': {'kind': 'APIGroupList', 'apiVersion': 'v1', 'groups': groups},
+                   '/apis/apps/v1/namespaces/train/statefulsets/ballast': stateful}
+        for version, names in kinds.items():
+            resources = [{'name': name.lower().replace('policy', 'policie') + 's', 'singularName': name.lower(), 'namespaced': True,
+                          'kind': name, 'verbs': ['get']} for name in names]
+            answers[f'/api{"s" * ("/" in version)}/{version}'] = {'kind': 'APIResourceList', 'groupVersion': version,
+                                                                  'resources': resources}
+
+        class Api(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                path = self.path.split('?')[0]
+                missing = {'kind': 'Status', 'status': 'Failure', 'reason': 'NotFound', 'code': 404}
+                self.send_response(200 if path in answers else 404)
+                self.send_header('Content-Type', 'application/json')
+                self.end_headers()
+                self.wfile.write(json.dumps(answers.get(path, missing)).encode())
+
+            def log_message(self, *arguments):
+                pass
+
+        super().__init__(('127.0.0.1', 0), Api)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.extra = ['--dry-run=server', '--kube-apiserver', f'http://127.0.0.1:{self.server_port}', '--disable-openapi-validation']
+
+    def upgrade(self, values, release='ballast', fails=False):
+        """What an upgrade to `values` renders; of a release of another name: an installation."""
+        return render(merged(BASE, values), release=release, fails=fails, extra=self.extra)
+
+
+def test_fewer_servers_are_asked_first():
+    """An upgrade to fewer servers runs `ballastctl status --unused` with those that would go, before it changes anything."""
+    ops.need(ops.HELM)
+    import kubernetes_validate
+    old = of_kind(render(merged(BASE, {'servers': 5, 'image': {'tag': 'old', 'pullSecrets': ['s']}})), 'StatefulSet')[0]
+    cluster = Cluster(old)
+    for values in ({'servers': 5}, {'servers': 6}):
+        documents = cluster.upgrade(values)
+        assert not of_kind(documents, 'Job') and of_kind(documents, 'StatefulSet')[0]['spec']['replicas'] == values['servers']
+    assert not of_kind(cluster.upgrade({'servers': 2}, release='ballast-2'), 'Job'), 'a new release is free to choose'
+    assert 'expected tls.serverCaSecret' in cluster.upgrade({'servers': 3, 'tls': {'secret': 'a'}}, fails=True)
+
+    for values in ({'servers': 3}, merged({'servers': 3}, SECURE)):
+        documents = cluster.upgrade(values)
+        hook, = of_kind(documents, 'Job')
+        for version in KUBERNETES:
+            kubernetes_validate.validate(hook, version, strict=True)
+        assert hook['metadata']['annotations']['helm.sh/hook'] == 'pre-upgrade' and hook['spec']['backoffLimit'] == 0
+        labels, pod = hook['spec']['template']['metadata']['labels'], hook['spec']['template']['spec']
+        assert labels == {'ballast.io/client': 'true'} and pod['restartPolicy'] == 'Never'
+        container, = pod['containers']
+        assert (container['image'], pod['imagePullSecrets']) == ('registry.example/ballast:old', [{'name': 's'}])
+        assert container['command'] == ['/usr/bin/ballastctl'] and container['args'][:2] == ['status', '--unused']
+        assert '--servers=ballast-3.ballast.train.svc:7070,ballast-4.ballast.train.svc:7070' in container['args']
+        files = re.findall(r'/etc/ballast/\S+', ' '.join(container['args']))
+        assert files == ([f'/etc/ballast/{file}' for file in ('server-ca/ca.crt', 'tls/tls.crt', 'tls/tls.key', 'import-token/token')]
+                         if 'tls' in values else [])
+        mounts = {mount['mountPath']: mount for mount in container.get('volumeMounts', [])}
+        assert set(mounts) == {file.rpartition('/')[0] for file in files} and all(mount['readOnly'] for mount in mounts.values())
+        assert {volume['name'] for volume in pod.get('volumes', [])} == {mount['name'] for mount in mounts.values()}
+
+    # The command as it is, at two servers of which one gets a job.
+    ops.need(ops.BIN / 'ballastd', ops.BIN / 'train_bytes_lm')
+    for number in range(2):
+        ops.start(ops.BIN / 'ballastd', '--server_id', f'ballast-{3 + number}', '--listen', f'127.0.0.1:{7070 + number}',
+                  '--metrics_listen', f'127.0.0.1:{9070 + number}', '--data_directory', f'data{number}', '--budget.dram', '64MiB', '--budget.nvme', '256MiB', log=f'log{number}')
+        ops.wait_for(lambda number=number: 'ballastd ready' in open(f'log{number}').read(), 'ballastd ready')
+    hook, = of_kind(cluster.upgrade({'servers': 3}), 'Job')
+    local = {f'ballast-{3 + number}.ballast.train.svc:7070': f'127.0.0.1:{7070 + number}' for number in range(2)}
+    command = [ops.BIN / 'ballastctl', *hook['spec']['template']['spec']['containers'][0]['args']]
+    command = [re.sub('|'.join(map(re.escape, local)), lambda found: local[found[0]], str(word)) for word in command]
+    assert ops.run(*command) == ''.join(f'{address}: has no job\n' for address in local.values())
+    ops.run(*ops.trainer('127.0.0.1:7071', '--stop-at', '2'))
+    said = ops.run(*command, fails=True)
+    assert re.fullmatch(r"127.0.0.1:7070: has no job\n127.0.0.1:7071: has \d+ chunks of job '.*': `ballastctl drop --job .*`\n", said), said
 
 
 def test_boards_and_rules():

@@ -189,6 +189,26 @@ TEST_F(Ballastctl, ReportsAJobThatIsGoneFromOneOfItsServers) {
   EXPECT_EQ(Status().code, 0);
 }
 
+TEST_F(Ballastctl, SaysWhetherServersCanGo) {
+  const Finished used = Status({"--unused"});
+  EXPECT_EQ(used.code, 1);
+  const std::string one = rpcs_[0]->address(), two = rpcs_[1]->address();
+  EXPECT_THAT(used.out, ::testing::MatchesRegex(one +
+                                                ": has [1-9][0-9]* chunks of job 'job': `ballastctl drop --job job "
+                                                "--servers ...`\n" +
+                                                two + ": has [1-9].*\n"));
+  EXPECT_EQ(Drop("job").code, 0);
+  const Finished unused = Status({"--unused"});
+  EXPECT_EQ(unused.code, 0) << unused.out;
+  EXPECT_EQ(unused.out, one + ": has no job\n" + two + ": has no job\n");
+  EXPECT_EQ(Status({"--unused", "--json"}).code, 2);
+  rpcs_[1]->Stop(absl::ZeroDuration());
+  rpcs_[1].reset();
+  const Finished silent = Status({"--unused"});
+  EXPECT_EQ(silent.code, 1) << "who does not answer may have anything";
+  EXPECT_THAT(silent.out, HasSubstr(two + ": does not answer"));
+}
+
 TEST_F(Ballastctl, ShowsPins) {
   v1::PinRequest pin;
   pin.set_job("job");

@@ -19,12 +19,18 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{/* What cannot be honoured together. ballastd would refuse most of it in every pod; here an upgrade ends before. */}}
 {{- define "ballast.checkSecurity" -}}
 {{- $tls := .Values.tls }}{{ $access := .Values.access }}{{ $etcd := .Values.discovery }}{{ $metrics := .Values.metrics -}}
-{{- if and (not $tls.secret) (or $tls.clientCaSecret $tls.http) }}{{ fail "tls.clientCaSecret and tls.http need tls.secret, the servers' certificate and key" }}{{ end -}}
-{{- if and $access.tokensSecret (not $tls.secret) }}{{ fail "access.tokensSecret needs tls.secret: from other pods a token would travel in the clear, and servers refuse it" }}{{ end -}}
+{{- if and (not $tls.secret) (or $tls.clientCaSecret $tls.serverCaSecret $tls.http) }}{{ fail "tls.clientCaSecret, tls.serverCaSecret and tls.http need tls.secret, the servers' certificate and key" }}{{ end -}}
+{{- if and (or $access.tokensSecret $access.importTokenSecret) (not $tls.secret) }}{{ fail "access.tokensSecret and access.importTokenSecret need tls.secret: from other pods a token would travel in the clear, and servers refuse it" }}{{ end -}}
 {{- if and $access.rightsConfigMap (not (or $tls.clientCaSecret $access.tokensSecret)) }}{{ fail "access.rightsConfigMap needs tls.clientCaSecret or access.tokensSecret, by which callers have an identity" }}{{ end -}}
 {{- if and (not $etcd.etcd) (or $etcd.prefix $etcd.caSecret $etcd.certificateSecret $etcd.user $etcd.passwordSecret) }}{{ fail "discovery.etcd is empty; expected host:port of etcd's members beside the rest of discovery" }}{{ end -}}
 {{- if and (or $etcd.certificateSecret $etcd.user) (not $etcd.caSecret) }}{{ fail "discovery.certificateSecret and discovery.user need discovery.caSecret: without TLS others could read the password" }}{{ end -}}
 {{- if ne (empty $etcd.user) (empty $etcd.passwordSecret) }}{{ fail "discovery.user and discovery.passwordSecret belong together" }}{{ end -}}
+{{- if gt (int .Values.copies) 1 }}
+{{- if not $etcd.etcd }}{{ fail (printf "copies is %d, and discovery.etcd is empty; expected the etcd that knows where copies are" (int .Values.copies)) }}{{ end -}}
+{{- if gt (int .Values.copies) (int .Values.servers) }}{{ fail (printf "copies is %d, expected at most servers (%d): each copy is on a server of its own" (int .Values.copies) (int .Values.servers)) }}{{ end -}}
+{{- if and $tls.secret (not $tls.serverCaSecret) (not $tls.clientCaSecret) }}{{ fail "copies with tls.secret need tls.serverCaSecret, by which servers check each other" }}{{ end -}}
+{{- if and $access.tokensSecret (not $tls.clientCaSecret) (not $access.importTokenSecret) }}{{ fail "copies need access.importTokenSecret, since servers know callers by tokens alone" }}{{ end -}}
+{{- end -}}
 {{- if and $metrics.podMonitor $tls.http (not $metrics.tlsSecret) }}{{ fail "metrics.tlsSecret is empty; expected a Secret by which the PodMonitor knows the servers (ca.crt), since tls.http is true" }}{{ end -}}
 {{- end }}
 
@@ -35,6 +41,12 @@ tls: {secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
 {{- end }}
 {{- with .Values.tls.clientCaSecret }}
 client-ca: {secret: {secretName: {{ . | quote }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}}
+{{- end }}
+{{- with .Values.tls.serverCaSecret }}
+server-ca: {secret: {secretName: {{ . | quote }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}}
+{{- end }}
+{{- with .Values.access.importTokenSecret }}
+import-token: {secret: {secretName: {{ . | quote }}, defaultMode: 0440, items: [{key: token, path: token}]}}
 {{- end }}
 {{- with .Values.access.rightsConfigMap }}
 rights: {configMap: {name: {{ . | quote }}}}
@@ -68,6 +80,12 @@ etcd://{{ join "," .Values.discovery.etcd }}/{{ .Values.discovery.prefix | defau
 {{- if .Values.tls.clientCaSecret }}
 - {name: BALLAST_TLS_CLIENT_CA, value: {{ $files }}/client-ca/ca.crt}
 {{- end }}
+{{- if .Values.tls.serverCaSecret }}
+- {name: BALLAST_TLS_SERVER_CA, value: {{ $files }}/server-ca/ca.crt}
+{{- end }}
+{{- if .Values.access.importTokenSecret }}
+- {name: BALLAST_IMPORT_TOKEN, value: {{ $files }}/import-token/token}
+{{- end }}
 {{- if .Values.tls.http }}
 - {name: BALLAST_METRICS_TLS, value: "true"}
 {{- end }}
@@ -96,8 +114,28 @@ etcd://{{ join "," .Values.discovery.etcd }}/{{ .Values.discovery.prefix | defau
 {{- else }}{{ mul $number 1048576 }}{{ end -}}
 {{- end }}
 
-{{/* Addresses of all servers, as trainers take them in BALLAST_SERVERS. */}}
+{{/* How trainers find the servers, in BALLAST_SERVERS: by all addresses, or with copies by the registry. */}}
 {{- define "ballast.servers" -}}
-{{- $name := include "ballast.name" . -}}
-{{- range $i := until (int .Values.servers) }}{{ if $i }},{{ end }}{{ $name }}-{{ $i }}.{{ $name }}.{{ $.Release.Namespace }}.svc:7070{{ end -}}
+{{- if gt (int .Values.copies) 1 }}{{ include "ballast.registry" . }}?servers={{ .Values.servers }}
+{{- else }}{{ include "ballast.addresses" (list . 0 (int .Values.servers)) }}{{ end -}}
+{{- end }}
+
+{{/* Addresses of the servers from a number up to another one: list $ FROM END. */}}
+{{- define "ballast.addresses" -}}
+{{- $ := index . 0 }}{{ $from := index . 1 }}{{ $name := include "ballast.name" $ -}}
+{{- range $i := untilStep $from (index . 2) 1 }}{{ if gt $i $from }},{{ end }}{{ $name }}-{{ $i }}.{{ $name }}.{{ $.Release.Namespace }}.svc:7070{{ end -}}
+{{- end }}
+
+{{- define "ballast.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+fsGroupChangePolicy: OnRootMismatch
+{{- end }}
+
+{{- define "ballast.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
 {{- end }}
