@@ -117,7 +117,7 @@ def test_sky():
 
 
 def test_shell_of_examples_parses():
-    scripts = [(EXAMPLES / name).read_text() for name in ('slurm.sbatch', 'torchrun.sh')]
+    scripts = [(EXAMPLES / name).read_text() for name in ('slurm.sbatch', 'slurm_spare.sbatch', 'torchrun.sh')]
     sky = yaml.safe_load((EXAMPLES / 'sky.yaml').read_text())
     for text in [*scripts, sky['setup'], sky['run']]:
         ops.run('bash', '-n', '-c', text)
