@@ -106,7 +106,7 @@ std::optional<int64_t> ChunkStore::recoverable_from(uint64_t chunk) const {
 
 uint64_t ChunkStore::spare_bytes_missing(absl::Span<const ChunkToAdd> added) const {
   if (!core_->versions.has_value() || added.empty()) return 0;
-  uint64_t largest = 0;
+  uint64_t largest = core_->chunks.largest_bytes();
   for (const ChunkToAdd& chunk : added) {
     largest = std::max(largest, core_->layout.Of(chunk.form).StateBytes(chunk.elements));
   }

@@ -123,7 +123,8 @@ absl::Status StoreAddition::TakeKept() {
 }
 
 absl::Status StoreAddition::TakeFresh() {
-  uint64_t room = 0, largest = 0;
+  // A restart adds all chunks at once, and must not need more than they have taken one by one.
+  uint64_t room = 0, largest = core_.chunks.largest_bytes();
   for (size_t i = 0; i < added_.size(); ++i) {
     const uint64_t bytes = StateBytes(i);
     largest = std::max(largest, bytes);

@@ -28,6 +28,12 @@ uint64_t StoreChunks::present() const {
   return present_;
 }
 
+uint64_t StoreChunks::largest_bytes() const {
+  uint64_t largest = 0;
+  for (const StoredChunk* chunk : All()) largest = std::max(largest, chunk->state_bytes());
+  return largest;
+}
+
 std::vector<StoredChunk*> StoreChunks::All() const {
   absl::ReaderMutexLock lock(&mutex_);
   std::vector<StoredChunk*> all;

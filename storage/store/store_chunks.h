@@ -34,6 +34,8 @@ class StoreChunks {
   absl::StatusOr<StoredChunk*> Find(uint64_t chunk) const ABSL_LOCKS_EXCLUDED(mutex_);
   uint64_t count() const ABSL_LOCKS_EXCLUDED(mutex_);    // with gaps
   uint64_t present() const ABSL_LOCKS_EXCLUDED(mutex_);  // without
+  // State of the largest that is present.
+  uint64_t largest_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);
   // Without gaps, by index.
   std::vector<StoredChunk*> All() const ABSL_LOCKS_EXCLUDED(mutex_);
   std::vector<PlacedChunk> placed() const ABSL_LOCKS_EXCLUDED(mutex_);

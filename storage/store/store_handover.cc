@@ -106,14 +106,12 @@ absl::Status ChunkStore::Remove(absl::Span<const uint64_t> chunks) {
   uint64_t room_bytes = 0;
   for (StoredChunk* const chunk : removed) room_bytes += core.Remove(*chunk);
   core.chunks.FreeUnshared();
-  uint64_t largest_bytes = 0;
-  bool on_nvme = false;
   const std::vector<StoredChunk*> left = core.chunks.All();
-  for (const StoredChunk* chunk : left) {
-    largest_bytes = std::max(largest_bytes, chunk->state_bytes());
-    on_nvme = on_nvme || chunk->memory.tier() == TierKind::kNvme;
+  const bool on_nvme = std::any_of(left.begin(), left.end(),
+                                   [](const StoredChunk* chunk) { return chunk->memory.tier() == TierKind::kNvme; });
+  if (core.versions.has_value()) {
+    core.versions->extents.GiveBack(room_bytes, left.size(), core.chunks.largest_bytes());
   }
-  if (core.versions.has_value()) core.versions->extents.GiveBack(room_bytes, left.size(), largest_bytes);
   if (!on_nvme) core.buffers.ReleaseStaging();
   if (left.empty()) core.buffers.Release();
   return absl::OkStatus();
