@@ -344,7 +344,7 @@ absl::Status Recovery::CheckChanged(const v1::LogSnapshot& snapshot) {
   BALLAST_ASSIGN_OR_RETURN(const std::vector<int64_t> changed, DecodeChanged(snapshot, core_->state.chunks().size()));
   for (size_t i = 0; i < core_->state.chunks().size(); ++i) {
     HeldChunk& chunk = *core_->state.chunks()[i];
-    chunk.SetChanged(changed[i]);
+    chunk.SetChanged(std::max(chunk.changed(), changed[i]));
     const int64_t durable = core_->state.store()->durable_version(chunk.store_index);
     if (durable >= changed[i]) continue;
     // A later Open of the log may have taken the chunk away, or it was never filled: EndReplay judges.

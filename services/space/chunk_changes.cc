@@ -44,13 +44,19 @@ absl::Status ChunkChanges::Check(const model::EpochPlan& plan) const {
                    "first (`ballastctl unpin`), or keep the table"));
 }
 
-// A state that a restart found counts if it is of the least version or later.
+// A state that a restart found counts if it is of the least version or later. Which step changed it last, the log does
+// not say, but for those that it replays.
 void ChunkChanges::Opened() {
+  const int64_t replayed_from = std::max(core_->machine->committed(), core_->state.plan()->open().base());
   for (const auto& [id, least] : core_->machine->unfilled()) {
     const std::shared_ptr<HeldChunk> chunk = core_->state.Find(id);
     if (chunk == nullptr) continue;  // EndReplay finds it
     const bool found = core_->state.recovering() && chunk->filled() && chunk->came_back().value_or(-1) >= least;
-    if (!found) chunk->Void(std::max(core_->machine->committed(), core_->state.plan()->open().base()));
+    if (found) {
+      chunk->SetChanged(std::max(chunk->changed(), std::min(*chunk->came_back(), replayed_from)));
+    } else {
+      chunk->Void(replayed_from);
+    }
   }
 }
 
