@@ -79,11 +79,11 @@ struct SessionOptions {
   uint64_t pin_interval = 0;  // K of every-K, at least 1; 0 with another durability
   // On how many servers each chunk is, with all its state: 1 to 4. More than one needs servers that etcd names, and
   // durability `step` or `none`. 0: as the job has it, and 1 for a new job. A job keeps its number. A step needs all
-  // servers all the same; a group that opens the job can go on without some (failover_after).
+  // servers all the same, and goes on without some (failover_after).
   uint32_t replicas = 0;
-  // Of a job with copies: how long a server may be silent whose chunks are all on others too. A session then ends
-  // (ABORTED, SERVER_DOWN), and a group that opens the job goes on without the server, which the job forgets. A server
-  // that is registered and recovers is waited for.
+  // Of a job with copies: how long a server may be silent whose chunks are all on others too. Then training goes on
+  // without it: rank 0 changes the job's servers, the job forgets this one, and others copy what it had. A server that
+  // is registered and recovers is waited for. The same on all ranks.
   absl::Duration failover_after = absl::Seconds(5);
   Split split = Split::kEven;  // the same on all ranks
   // How long servers may take for a call, or for a step once all ranks have come, updates included. PinDurably and
@@ -98,7 +98,8 @@ struct SessionOptions {
   // Bound on bytes of pushes in flight, and on bytes of pulls.
   uint64_t inflight_bytes_max = uint64_t{64} << 20;
   // Called with a line that says what the session waits for, when a wait exceeds two seconds; and on rank 0 with one
-  // that says whether the job is new or continues, unless a caller that can tell more says so itself. May be empty.
+  // that says whether the job is new or continues, unless a caller that can tell more says so itself, and with lines
+  // about changes of the job's servers. On other threads than the caller's, too. May be empty.
   std::function<void(const std::string&)> progress;
   bool says_whether_new = true;
   // Asked twice a second, on another thread, while servers are waited for. Returning true ends the session: the waiting

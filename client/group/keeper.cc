@@ -25,9 +25,12 @@ namespace {
 // and tries again what failed.
 constexpr absl::Duration kTick = absl::Milliseconds(50), kAskInterval = absl::Seconds(1),
                          kRetryInterval = absl::Milliseconds(500);
-// How long a server may take to say who it is.
-constexpr absl::Duration kPatience = absl::Seconds(1);
-constexpr absl::Duration kAskTimeout = absl::Seconds(2);
+// ... and whether copies that could not be made then can be made now: of a server that had no room, or kept versions.
+constexpr absl::Duration kReconsiderInterval = absl::Seconds(60);
+// For etcd and servers to say whether there is something to do; meanwhile nobody looks for silent servers.
+constexpr absl::Duration kAskTimeout = absl::Milliseconds(500);
+// For a change, which is begun again later: a server that dies meanwhile must not hold it up for long.
+constexpr absl::Duration kChangeTimeout = absl::Seconds(5);
 
 bool IsAmong(const std::vector<v1::Member>& servers, const v1::Member& server) {
   return std::any_of(servers.begin(), servers.end(), [&](const v1::Member& one) {
@@ -87,7 +90,7 @@ bool Keeper::Rest(absl::Duration time) {
 }
 
 void Keeper::Run() {
-  absl::Time ask = absl::InfinitePast(), retry = absl::InfinitePast();
+  absl::Time ask = absl::InfinitePast(), retry = absl::InfinitePast(), reconsider = absl::InfiniteFuture();
   Sight sight;
   while (Rest(kTick)) {
     const absl::Time now = absl::Now();
@@ -97,7 +100,8 @@ void Keeper::Run() {
       LookAround(&sight);
     }
     const absl::MutexLock lock(&changing_);
-    const bool needed = !sight.silent.empty() || sight.copied || sight.asked != considered_ || IsUnfinished();
+    const bool needed = !sight.silent.empty() || sight.copied || sight.asked != considered_ || IsUnfinished() ||
+                        (now >= reconsider && model::ShortShards(router_->routes()->open().table()) > 0);
     if (!needed || now < retry) continue;
     retry = now + kRetryInterval;
     const absl::Status changed = Change(sight);
@@ -107,6 +111,7 @@ void Keeper::Run() {
       continue;
     }
     considered_ = sight.asked;
+    reconsider = absl::Now() + kReconsiderInterval;
     sight.copied = false;
     ask = absl::Now() + kAskInterval;
   }
@@ -161,7 +166,7 @@ bool Keeper::IsUnfinished() const { return model::Compare(claimed_, router_->rou
 absl::Status Keeper::Change(const Sight& sight) {
   const std::shared_ptr<const Routes> routes = router_->routes();
   Transport* const any = routes->servers.front();
-  const absl::Time deadline = absl::Now() + options_.open_timeout;
+  const absl::Time deadline = absl::Now() + std::max(kChangeTimeout, 2 * options_.failover_after);
   JobKey key(any->registry(), options_.job);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
   BALLAST_ASSIGN_OR_RETURN(const auto entries,
@@ -173,7 +178,7 @@ absl::Status Keeper::Change(const Sight& sight) {
   Router router(std::move(transports), {.interrupted = [this] { return stopping(); }});
   BALLAST_RETURN_IF_ERROR(router.made());
   Members members(&router);
-  BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, kPatience, deadline));
+  BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, options_.failover_after, deadline));
   const std::vector<std::string> spares = members.spares(key);
   client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()});
   BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));

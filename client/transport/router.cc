@@ -277,7 +277,10 @@ Router::Next Router::Classify(const Operation& op, const absl::Status& status) c
     // A server that answers BUSY at once has too much to do, and Commits with their blobs would add to that. Had the
     // server lost the Commit, a later try waits there until its deadline.
     const bool overloaded = absl::IsUnavailable(status) && model::ReasonOf(status) == model::kBusy;
-    return op.awaits_commit && !overloaded && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
+    // Of a server that hangs, a Commit tells whether it lives.
+    const bool hangs = absl::IsDeadlineExceeded(status) && silent_since_.contains(op.server);
+    const bool asks = (op.awaits_commit || hangs) && !overloaded;
+    return asks && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
   }
   if (MayBeOutdated(op, status)) return Next::kAwaitRoutes;
   if (!absl::IsFailedPrecondition(status)) return Next::kDone;
@@ -338,15 +341,20 @@ void Router::Repair(const OperationPtr& op, Next how) {
   if (!stopped.ok()) return Finish(op, stopped);
   if (how == Next::kReroute) return Reroute(op);
   const auto then = [this, op](const absl::Status& repaired) {
-    // If the Commit was sent unasked, before a retry, the call's own error says more than the Commit's.
-    if (!repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last)) return Finish(op, repaired);
-    absl::Status cancelled;
+    absl::Status ends;
     {
       absl::MutexLock lock(&mutex_);
-      cancelled = stopped_;
-      if (cancelled.ok()) timers_.emplace(absl::Now(), [this, op] { Repair(op, Next::kRetry); });
+      ends = stopped_;
+      // If the Commit was sent unasked, before a retry, the call's own error says more than the Commit's.
+      const bool failed = !repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last) && !Left(op->server);
+      if (ends.ok() && failed && MayBeOutdated(*op, repaired)) {
+        op->last = repaired;
+        return AwaitRoutes(op);
+      }
+      if (ends.ok() && failed) ends = repaired;
+      if (ends.ok()) timers_.emplace(absl::Now(), [this, op] { Repair(op, Next::kRetry); });
     }
-    if (!cancelled.ok()) Finish(op, cancelled);
+    if (!ends.ok()) Finish(op, ends);
   };
   const absl::Time try_deadline = TryDeadline(*op);
   Transport* const server = op->server;

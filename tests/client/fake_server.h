@@ -46,6 +46,7 @@ class FakeServer final : public Transport {
   Answers<v1::UnpinRequest, v1::UnpinResponse> on_unpin;
   Answers<v1::PushRequest, v1::PushResponse> on_push;
   std::function<absl::Status(const v1::PullRequest&, absl::Span<std::byte>)> on_pull;
+  std::function<std::unique_ptr<Transport>(const v1::Member&)> transports;                         // to other servers
   std::function<absl::StatusOr<std::unique_ptr<model::Loan>>(const model::LoanRequest&)> on_lend;  // null: takes none
   std::function<absl::Status(int64_t version, std::optional<uint32_t> unit)> on_await_applied;
 
@@ -73,6 +74,8 @@ class FakeServer final : public Transport {
   }
 
   std::string name() const override { return name_; }
+  std::string registered_as() const override { return disk == 0 ? "" : model::TargetOf(name_, disk); }
+  absl::StatusOr<std::unique_ptr<Transport>> Another(const v1::Member& member) override { return transports(member); }
   bool checks_bytes() const override { return false; }
   void Identify(const v1::IdentifyRequest&, absl::Time, Callback<v1::IdentifyResponse> done) override {
     v1::IdentifyResponse identity;
@@ -155,10 +158,11 @@ class FakeServer final : public Transport {
 
 // Servers "s0", "s1", ..., and a router to them.
 struct FakeServers {
-  explicit FakeServers(int count) {
+  explicit FakeServers(int count, uint64_t disk = 0) {
     std::vector<std::unique_ptr<Transport>> transports;
     for (int i = 0; i < count; ++i) {
       auto server = std::make_unique<FakeServer>("s" + std::to_string(i));
+      server->disk = disk;
       servers.push_back(server.get());
       transports.push_back(std::move(server));
     }

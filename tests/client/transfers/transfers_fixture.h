@@ -22,7 +22,9 @@ class TransfersTest : public ::testing::Test {
     EXPECT_TRUE(plan.ok()) << plan.status();
     seat_.job = "job";
     seat_.router = servers_.router.get();
-    seat_.units = std::make_shared<UnitMap>(std::make_shared<const model::EpochPlan>(*std::move(plan)), 0);
+    const auto shared = std::make_shared<const model::EpochPlan>(*std::move(plan));
+    seat_.units = std::make_shared<UnitMap>(shared, 0);
+    servers_.router->SetRoutes(shared, absl::Seconds(5));
     seat_.version = 6;
     seat_.attempt = 2;
     seat_.step_timeout = absl::Minutes(2);

@@ -69,13 +69,12 @@ class Shared(TypedDict, total=False):
         None, "this rank's address or name, by which other ranks reach it. `BALLAST_HOST` sets the same",
         "from `GLOO_SOCKET_IFNAME`, else the address towards the process group's store")]
     replicas: Annotated[Optional[int], About(
-        None, 'on how many of the servers each chunk is. With `replicas=2` a server may be lost with its disk: the group starts again and '
-        'goes on without it, and copies its chunks to another one. A job keeps its number, unless an operator changes it '
+        None, 'on how many of the servers each chunk is. With `replicas=2` a server may be lost with its disk: training goes on '
+        'without it, and others copy its chunks. A job keeps its number, unless an operator changes it '
         "(`ballastctl replicas`). Needs `servers='etcd://...'` and `durability` `'step'` or `'none'`",
         'as the job has it; 1 for a new job')]
     failover_after: Annotated[float, About(
-        5.0, 'with `replicas`: how many seconds a server may be silent before the session ends, so that the group can start again without '
-        'it')]
+        5.0, 'with `replicas`: how many seconds a server may be silent before the job goes on without it')]
     threads: Annotated[Optional[int], About(
         None, 'how many threads compute an update', 'all processors that the process may use')]
     states: Annotated[Literal['named', 'full', None], About(

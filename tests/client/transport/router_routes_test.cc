@@ -1,0 +1,264 @@
+// A router that follows a group from epoch to epoch while calls are under way.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "ballast/client/transport/tally.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/tests/client/fake_server.h"
+
+namespace ballast::client {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr char kGroup[] = "group 1";
+
+absl::Time Soon() { return absl::Now() + absl::Seconds(20); }
+
+// The epoch is over: `group` has promised a later one.
+absl::Status Stale(const std::string& group) {
+  absl::Status status = model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch, "the epoch is over");
+  std::string hex;
+  for (const char c : group) hex += {"0123456789abcdef"[c >> 4 & 15], "0123456789abcdef"[c & 15]};
+  model::SetDetail(model::kGroup, hex, &status);
+  return status;
+}
+
+// Chunk c of the job lies on the servers of shards[c]: first holders, then fillers.
+struct Places {
+  std::vector<uint32_t> holders, fillers;
+};
+
+class RouterRoutesTest : public ::testing::Test {
+ protected:
+  RouterRoutesTest() {
+    servers_[0].transports = [this](const v1::Member& member) { return Make(member.server_id()); };
+    Continue(3, {"s0", "s1"}, {{{0, 1}, {}}, {{0, 1}, {}}}, /*first=*/true);
+  }
+
+  v1::OpenRequest Open(uint64_t epoch, const std::vector<std::string>& members, const std::vector<Places>& shards) {
+    v1::OpenRequest open = OpenOnFakes(0, 1);
+    open.mutable_epoch()->set_counter(epoch);
+    open.set_base(0);
+    open.set_group(kGroup);
+    v1::Table* const table = open.mutable_table();
+    table->set_replicas(2);
+    for (const std::string& id : members) {
+      v1::Member* const member = table->add_members();
+      member->set_server_id(id);
+      member->set_disk(1);
+      member->set_weight(1);
+    }
+    for (const Places& places : shards) {
+      v1::Shard* const shard = table->add_shards();
+      for (const uint32_t holder : places.holders) shard->add_holders(holder);
+      for (const uint32_t filler : places.fillers) shard->add_fillers(filler);
+    }
+    return open;
+  }
+  void Continue(uint64_t epoch, const std::vector<std::string>& members, const std::vector<Places>& shards,
+                bool first = false) {
+    const v1::OpenRequest open = Open(epoch, members, shards);
+    if (!first) {
+      ASSERT_EQ(router().Continue(open), absl::OkStatus());
+      return;
+    }
+    auto plan = model::EpochPlan::Make(open);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    router().SetRoutes(std::make_shared<const model::EpochPlan>(*std::move(plan)), absl::Seconds(1));
+  }
+  std::unique_ptr<Transport> Make(const std::string& id) {
+    auto server = std::make_unique<FakeServer>(id);
+    server->disk = 1;
+    made_[id] = server.get();
+    return server;
+  }
+  Router& router() { return *servers_.router; }
+  std::shared_ptr<Tally> Push(uint64_t chunk) {
+    v1::PushRequest header;
+    header.set_job("job");
+    header.mutable_epoch()->set_counter(3);
+    header.set_step(1);
+    auto tally = std::make_shared<Tally>();
+    tally->Start();
+    router().PushSlice(
+        chunk, header, payload_, Soon(), [tally](const absl::Status& s) { tally->Finish(s); }, nullptr);
+    return tally;
+  }
+  absl::Status Pull(uint64_t chunk) {
+    v1::PullRequest request;
+    request.set_job("job");
+    const auto tally = std::make_shared<Tally>();
+    tally->Start();
+    router().Pull(Router::Source{chunk, 0}, request, absl::MakeSpan(to_), Soon(),
+                  [tally](const absl::Status& s) { tally->Finish(s); });
+    return tally->Wait();
+  }
+  static std::vector<uint64_t> Epochs(const FakeServer& server) {
+    std::vector<uint64_t> epochs;
+    for (const FakeServer::Pushed& push : server.pushed()) epochs.push_back(push.header.epoch().counter());
+    return epochs;
+  }
+  // Refuses epochs below `least`.
+  static void Refuse(FakeServer* server, uint64_t least, const std::string& group = kGroup) {
+    server->on_push = [=](const v1::PushRequest& header) -> absl::StatusOr<v1::PushResponse> {
+      if (header.epoch().counter() < least) return Stale(group);
+      return v1::PushResponse();
+    };
+  }
+
+  std::vector<std::byte> payload_{16}, to_{16};
+  std::map<std::string, FakeServer*> made_;
+  FakeServers servers_{2, /*disk=*/1};
+};
+
+TEST_F(RouterRoutesTest, ARefusedPushGoesOnInTheNextEpochAndOneToWhoLeftIsNeedless) {
+  Refuse(&servers_[0], 4);
+  servers_[1].HoldPushes();  // it hangs
+  const auto pushed = Push(0);
+  EXPECT_FALSE(pushed->WaitUntil(absl::Now() + absl::Milliseconds(50)));
+  FakeServer& left = servers_[1];
+  Continue(4, {"s0", "s2"}, {{{0}, {1}}, {{0}, {1}}});
+  left.AnswerPushes(absl::CancelledError("cancelled"));
+  EXPECT_EQ(pushed->Wait(), absl::OkStatus());
+  EXPECT_THAT(Epochs(servers_[0]), ElementsAre(3, 4));
+  EXPECT_THAT(Epochs(*made_.at("s2")), IsEmpty()) << "who begins to copy a chunk needs no slices that went before";
+  EXPECT_EQ(Push(0)->Wait(), absl::OkStatus());
+  EXPECT_THAT(Epochs(*made_.at("s2")), ElementsAre(4));
+}
+
+TEST_F(RouterRoutesTest, ARouterFindsTheNextEpochAtAnyServer) {
+  Refuse(&servers_[0], 5);
+  Refuse(&servers_[1], 5);
+  const v1::OpenRequest open = Open(5, {"s1", "s0"}, {{{0, 1}, {}}, {{1}, {0}}});
+  servers_[1].on_get_job = [&](const v1::GetJobRequest& request) {
+    v1::GetJobResponse job;
+    *job.mutable_opened() = *job.mutable_promised() = open.epoch();
+    if (!request.without_open()) *job.mutable_open() = open;
+    return absl::StatusOr<v1::GetJobResponse>(job);
+  };
+  EXPECT_EQ(Push(1)->Wait(), absl::OkStatus());
+  EXPECT_EQ(router().routes()->epoch().counter(), 5);
+  EXPECT_EQ(router().name(0), "s1");
+  EXPECT_THAT(Epochs(servers_[0]), ElementsAre(3, 5));
+}
+
+TEST_F(RouterRoutesTest, AnotherGroupsEpochEndsCalls) {
+  Refuse(&servers_[0], 4, "group 2");
+  EXPECT_EQ(model::ReasonOf(Push(0)->Wait()), model::kStaleEpoch);
+  // It had forgotten whose epoch it was, and another server tells.
+  Refuse(&servers_[0], 4, "");
+  servers_[1].on_get_job = [](const v1::GetJobRequest&) {
+    v1::GetJobResponse job;
+    job.mutable_promised()->set_counter(4);
+    job.set_promised_group("group 2");
+    return absl::StatusOr<v1::GetJobResponse>(job);
+  };
+  EXPECT_EQ(model::ReasonOf(Push(0)->Wait()), model::kStaleEpoch);
+}
+
+TEST_F(RouterRoutesTest, APullGoesToAnotherHolder) {
+  FakeServer* const source = &servers_[router().routes()->plan->SourceFor(0, 0)];
+  FakeServer* const other = source == &servers_[0] ? &servers_[1] : &servers_[0];
+  const v1::OpenRequest open = Open(4, {other->name()}, {{{0}, {}}, {{0}, {}}});
+  // It has given the chunk up in an epoch that the router does not know yet.
+  source->on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadRequest, "the chunk lies elsewhere");
+  };
+  other->on_get_job = [&](const v1::GetJobRequest& request) {
+    v1::GetJobResponse job;
+    *job.mutable_opened() = *job.mutable_promised() = open.epoch();
+    if (!request.without_open()) *job.mutable_open() = open;
+    return absl::StatusOr<v1::GetJobResponse>(job);
+  };
+  EXPECT_EQ(Pull(0), absl::OkStatus());
+  EXPECT_EQ(source->pulled().size(), 1);
+  EXPECT_EQ(other->pulled().size(), 1);
+}
+
+TEST_F(RouterRoutesTest, ARefusalIsFinalIfNobodyHasALaterEpoch) {
+  for (const size_t i : {0, 1}) {
+    servers_[i].on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) {
+      return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone, "version 1 is gone");
+    };
+    servers_[i].on_get_job = [](const v1::GetJobRequest&) {
+      v1::GetJobResponse job;
+      job.mutable_opened()->set_counter(3);
+      job.mutable_promised()->set_counter(3);
+      return absl::StatusOr<v1::GetJobResponse>(job);
+    };
+  }
+  const absl::Status refused = Pull(0);
+  EXPECT_EQ(model::ReasonOf(refused), model::kVersionGone);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("version 1 is gone"));
+}
+
+TEST_F(RouterRoutesTest, CallsToAllServersStartOverWithTheNewOnes) {
+  absl::Notification asked;
+  bool first = true;
+  servers_[0].on_norm = [&](const v1::NormRequest& request) -> absl::StatusOr<v1::NormResponse> {
+    if (request.epoch().counter() < 4) {
+      if (std::exchange(first, false)) asked.Notify();
+      return Stale(kGroup);
+    }
+    return v1::NormResponse();
+  };
+  v1::NormRequest request;
+  request.set_job("job");
+  request.mutable_epoch()->set_counter(3);
+  std::thread change([&] {
+    asked.WaitForNotification();
+    Continue(4, {"s0", "s2", "s3"}, {{{0}, {1}}, {{0}, {2}}});
+  });
+  const auto answers = router().CallAll<v1::NormRequest, v1::NormResponse>(&Transport::Norm, "Norm", request, Soon());
+  change.join();
+  ASSERT_TRUE(answers.ok()) << answers.status();
+  EXPECT_EQ(answers->size(), 3);
+}
+
+TEST_F(RouterRoutesTest, ACallForAnOlderEpochsServersIsNotSent) {
+  const std::shared_ptr<const Routes> before = router().routes();
+  Continue(4, {"s0", "s1"}, {{{0, 1}, {}}, {{0, 1}, {}}});
+  const auto tally = std::make_shared<Tally>();
+  tally->Start();
+  bool sealed = false;
+  servers_[0].on_seal = [&](const v1::SealRequest&) {
+    sealed = true;
+    return absl::StatusOr<v1::SealResponse>(v1::SealResponse());
+  };
+  router().Call<v1::SealRequest, v1::SealResponse>(
+      &Transport::Seal, before->servers[0], "Seal", std::make_shared<v1::SealRequest>(), Soon(),
+      [tally](const absl::StatusOr<v1::SealResponse>& answer) { tally->Finish(answer.status()); }, before);
+  EXPECT_TRUE(AreRoutesChanged(tally->Wait()));
+  EXPECT_FALSE(sealed);
+}
+
+TEST_F(RouterRoutesTest, ASilentServerIsNamedAndWaitedFor) {
+  servers_[1].on_push = [](const v1::PushRequest&) -> absl::StatusOr<v1::PushResponse> {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  };
+  const auto pushed = Push(0);
+  std::vector<v1::Member> silent;
+  while (silent.empty()) {
+    absl::SleepFor(absl::Milliseconds(10));
+    silent = router().Silent();
+  }
+  ASSERT_EQ(silent.size(), 1);
+  EXPECT_EQ(silent[0].server_id(), "s1");
+  EXPECT_FALSE(pushed->WaitUntil(absl::Now() + absl::Milliseconds(100))) << "a group that may change its servers waits";
+  Continue(4, {"s0"}, {{{0}, {}}, {{0}, {}}});
+  EXPECT_EQ(pushed->Wait(), absl::OkStatus());
+  EXPECT_THAT(router().Silent(), IsEmpty());
+}
+
+}  // namespace
+}  // namespace ballast::client
