@@ -92,9 +92,13 @@ absl::Status Router::Silence(const Transport* server, bool prompt, const absl::S
   if (found == silent_since_.end()) return absl::OkStatus();
   const bool down = absl::IsUnavailable(status) && model::ReasonOf(status) != model::kBusy;
   const bool hangs = absl::IsDeadlineExceeded(status);
-  const absl::Time now = absl::Now();
+  const absl::Time now = absl::Now(), was = found->second;
   if (down || (hangs && prompt)) found->second = std::min(found->second, down ? now : since);
   if (!down && !hangs) found->second = absl::InfiniteFuture();
+  if (found->second != was) {
+    first_silence_ = absl::InfiniteFuture();
+    for (const auto& [one, silent_since] : silent_since_) first_silence_ = std::min(first_silence_, silent_since);
+  }
   if (now - found->second < silence_max_ || server->recovers() || routes_->may_change()) return absl::OkStatus();
   return model::Error(
       absl::StatusCode::kAborted, model::kServerDown,

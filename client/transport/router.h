@@ -210,7 +210,6 @@ class Router {
   // An operation that a server refused, perhaps because the group has gone on to a later epoch.
   struct Refused {
     OperationPtr op;
-    absl::Status status;
     size_t looks_left = 0;  // that may find no later epoch before the refusal is final
   };
 
@@ -277,6 +276,7 @@ class Router {
   const std::shared_ptr<Admissions> push_admissions_ = std::make_shared<Admissions>();
 
   std::map<const Transport*, absl::Time> silent_since_ ABSL_GUARDED_BY(mutex_);  // of replaceable servers
+  absl::Time first_silence_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();    // the least of these
   absl::Duration silence_max_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteDuration();
   std::shared_ptr<const Routes> routes_ ABSL_GUARDED_BY(mutex_);
   std::vector<Refused> refused_ ABSL_GUARDED_BY(mutex_);

@@ -56,6 +56,7 @@ void Router::Install(std::shared_ptr<const model::EpochPlan> plan) {
   auto routes = std::make_shared<Routes>();
   for (const auto& server : servers_) routes->servers.push_back(server.get());
   silent_since_.clear();
+  first_silence_ = absl::InfiniteFuture();
   const std::vector<bool> replaceable = model::Replaceable(plan->open().table());
   for (size_t i = 0; i < replaceable.size(); ++i) {
     if (replaceable[i]) silent_since_[routes->servers[i]] = absl::InfiniteFuture();
@@ -122,7 +123,7 @@ void Router::AwaitRoutes(const OperationPtr& op) {
     return;
   }
   const bool stale = model::ReasonOf(op->last) == model::kStaleEpoch;
-  refused_.push_back({op, op->last, stale ? std::numeric_limits<size_t>::max() : routes_->servers.size()});
+  refused_.push_back({op, stale ? std::numeric_limits<size_t>::max() : routes_->servers.size()});
   if (refused_.size() > 1) return;
   looks_ = 0;
   look_after_ = absl::Now();
@@ -156,10 +157,7 @@ void Router::Reroute(const OperationPtr& op) {
 
 bool Router::LooksForRoutes() const {
   if (looking_ || routes_ == nullptr || !routes_->may_change() || !stopped_.ok()) return false;
-  return !refused_.empty() || std::any_of(routes_->servers.begin(), routes_->servers.end(), [&](Transport* server) {
-    mutex_.AssertHeld();
-    return IsSilent(server);
-  });
+  return !refused_.empty() || absl::Now() - first_silence_ >= silence_max_;
 }
 
 void Router::LookForRoutes() {
