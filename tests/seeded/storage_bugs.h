@@ -75,6 +75,14 @@ enum class StorageBug {
   kUndecidedForgotten,  // slices of the step in flight count as present, but are missing
   kOldPlaceReadBack,    // a slice that was pushed again is read back from its first place
   kSegmentsForgotten,   // a restart forgets up to which step segments are needed
+
+  // Chunks that come and go.
+  kFilledBeforeDurable,  // a copied chunk counts as filled before it is on the disk
+  kOldStateIsCopy,       // a restart takes any state on the disk for a copy that is to be made
+  kPassedOverIsCopy,     // ... also one that a later step has passed over
+  kFreedBeforeErase,     // extents of chunks that were given up are freed while the catalog names them
+  kErasedBeforeRecord,   // entries are erased, and then written once more
+  kEntriesStay,          // entries of chunks that were given up stay
 };
 
 inline StorageBug seeded_bug = StorageBug::kNone;

@@ -113,18 +113,22 @@ absl::Status Machine::Start(Random* random) {
   if (PlanOf(1).open().has_table()) BALLAST_RETURN_IF_ERROR(SettleDisk());
   const storage::StateLayout layout(*model::OptimizerOf(PlanOf(1).open().spec()));
   services::StateServerOptions options;
-  options.data_directory = directory_;
   options.budget = Budget(random, /*hbm=*/random->Percent(30));
   if (devices_) {
     options.nvme_devices = {
         {directory_, kNvmeBytes / 2}, {directory_ + "/a", kNvmeBytes / 4}, {directory_ + "/b", kNvmeBytes / 4}};
   }
-  has_hbm_ = options.budget.hbm > 0;
+  options.log_steps = log_steps_;
+  options.staging_bytes = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
+  return Start(std::move(options));
+}
+
+absl::Status Machine::Start(services::StateServerOptions options) {
+  options.data_directory = directory_;
   options.server_id = ServerName(index_);
   options.read_threads = 2;
   options.answer_threads = 2;
-  options.log_steps = log_steps_;
-  options.staging_bytes = kReadBufferBytes + layout.StateBytes(model::kChunkElementsMin);
+  has_hbm_ = options.budget.hbm > 0;
   foundation_ = std::make_unique<SimFoundation>(&disk_, &catalog_);
   options.foundation = foundation_.get();
   alive_ = std::make_shared<bool>(true);
@@ -151,7 +155,7 @@ void Machine::Stop() {
   server_.reset();
   foundation_.reset();
   catalog_.Close();
-  alive_.reset();
+  *alive_ = false;
 }
 
 void Machine::Kill() { End(); }
@@ -166,11 +170,12 @@ void Machine::PowerCut() {
   disk_.Crash();
 }
 
-void Machine::PowerCutAtCatalogWrite(uint64_t writes) {
-  catalog_.CrashAfter(writes, [this] {
+void Machine::PowerCutAtCatalogWrite(uint64_t writes, SimCatalog::Count count) {
+  const auto lose = [this] {
     disk_.CrashAfter(1);
     (void)disk_.Remove("/nothing");
-  });
+  };
+  catalog_.CrashAfter(writes, lose, count);
 }
 
 std::vector<Response> Machine::TakeAnswers() { return std::exchange(answers_, {}); }

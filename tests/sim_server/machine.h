@@ -29,6 +29,8 @@ class Machine {
 
   // Starts the server with a random budget large enough for its chunks. REQUIRES: !up().
   absl::Status Start(Random* random);
+  // Starts the server with this budget and these options; the machine adds whose they are. REQUIRES: !up().
+  absl::Status Start(services::StateServerOptions options);
   // Stop ends the server cleanly, after its pending work. Kill ends the process, and the system stays up. PowerCut ends
   // the machine; the crash decides about unsynced writes.
   void Stop();
@@ -36,9 +38,12 @@ class Machine {
   void PowerCut();
   // Cut the power at the n-th operation of the disk, or the n-th write of the catalog, from now.
   void PowerCutAfter(uint64_t operations) { disk_.CrashAfter(operations); }
-  void PowerCutAtCatalogWrite(uint64_t writes);
+  void PowerCutAtCatalogWrite(uint64_t writes, SimCatalog::Count count = SimCatalog::Count::kPuts);
 
   // REQUIRES: up() for all below.
+  services::StateServer& server() { return *server_; }
+  // False once this life of the server has ended.
+  std::shared_ptr<const bool> alive() const { return alive_; }
   void Handle(const Request& request, bool damage, Random* random);
   std::vector<Response> TakeAnswers();
   bool RunTask(Random* random) { return foundation_->RunTask(random); }
@@ -51,10 +56,10 @@ class Machine {
   // Pulls a chunk or part of a chunk; calls `reply` with the bits.
   using PullReply = std::function<void(absl::StatusOr<std::vector<std::byte>>)>;
   void Pull(const v1::PullRequest& request, PullReply reply);
-  // Sets a new random budget large enough for the server's chunks. Calls `moves` with the number of chunks to move; the
-  // chunks move later.
   // Does a chunk of the job lack a working copy? REQUIRES: up(), with all chunks there.
   bool LacksCopies() const;
+  // Sets a new random budget large enough for the server's chunks. Calls `moves` with the number of chunks to move; the
+  // chunks move later.
   void ChangeBudget(Random* random, std::function<void(uint64_t)> moves);
   // Runs tasks until the pull is answered. DEADLINE_EXCEEDED if no task is left and no answer has come.
   absl::StatusOr<std::vector<std::byte>> PullNow(const v1::PullRequest& request, Random* random);

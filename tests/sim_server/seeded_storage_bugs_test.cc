@@ -13,7 +13,9 @@
 #include <string>
 
 #include "ballast/tests/scratch_directory.h"
+#include "ballast/tests/seeded/step_bugs.h"
 #include "ballast/tests/seeded/storage_bugs.h"
+#include "ballast/tests/sim_server/change_cuts.h"
 #include "ballast/tests/sim_server/server_schedule.h"
 #include "ballast/tests/storage/log/crash_run.h"
 #include "ballast/tests/storage/store/remainder_run.h"
@@ -36,7 +38,8 @@ enum class Harness {
   kGoesOn,
   kIoErrors,
   kFullDisk,
-  kRot
+  kRot,
+  kChanges
 };
 constexpr const char* kHarnessNames[] = {"log_crash_test: lives",
                                          "log_crash_test: void batches",
@@ -48,15 +51,19 @@ constexpr const char* kHarnessNames[] = {"log_crash_test: lives",
                                          "server_simulation_test: groups that go on",
                                          "server_simulation_test: I/O errors",
                                          "server_simulation_test: full disks",
-                                         "server_simulation_test: rot"};
+                                         "server_simulation_test: rot",
+                                         "change_cuts_test"};
 constexpr uint64_t kStorageSeedsMax = 2000;
 constexpr uint64_t kServerSeedsMax = 400;
+constexpr uint64_t kChangeSeedsMax = 12;
+constexpr uint64_t kChangeCuts = 60;
 
 struct Planted {
-  const char* name;
-  StorageBug bug;
-  Harness harness;
+  const char* name = "";
+  StorageBug bug = StorageBug::kNone;
+  Harness harness = Harness::kLogLives;
   uint64_t first_seed = 1;
+  services::SeededBug step_bug = services::SeededBug::kNone;
 };
 
 constexpr Planted kPlanted[] = {
@@ -120,7 +127,20 @@ constexpr Planted kPlanted[] = {
     {"KeptReleased", StorageBug::kKeptReleased, Harness::kGoesOn, 7},
     {"KeptNotReplayed", StorageBug::kKeptNotReplayed, Harness::kGoesOn, 7},
     {"UndecidedForgotten", StorageBug::kUndecidedForgotten, Harness::kCrashes},
-    {"SegmentsForgotten", StorageBug::kSegmentsForgotten, Harness::kCrashes, 84}};
+    {"SegmentsForgotten", StorageBug::kSegmentsForgotten, Harness::kCrashes, 84},
+    {"CopyRecordedUnsynced", StorageBug::kExtentSyncDropped, Harness::kChanges},
+    {"FilledBeforeDurable", StorageBug::kFilledBeforeDurable, Harness::kChanges},
+    {"OldStateIsCopy", StorageBug::kOldStateIsCopy, Harness::kChanges},
+    {"PassedOverIsCopy", StorageBug::kPassedOverIsCopy, Harness::kChanges},
+    {"FreedBeforeErase", StorageBug::kFreedBeforeErase, Harness::kChanges},
+    {"ErasedBeforeRecord", StorageBug::kErasedBeforeRecord, Harness::kChanges},
+    {"EntriesStay", StorageBug::kEntriesStay, Harness::kChanges},
+    {"TableNotSynced", StorageBug::kNone, Harness::kChanges, 1, services::SeededBug::kTableNotSynced},
+    {"NothingFreed", StorageBug::kNone, Harness::kChanges, 1, services::SeededBug::kNothingFreed},
+    {"LeastVersionIgnored", StorageBug::kNone, Harness::kChanges, 1, services::SeededBug::kLeastVersionIgnored},
+    {"LeastVersionForgotten", StorageBug::kNone, Harness::kChanges, 1, services::SeededBug::kLeastVersionForgotten},
+    {"UnfilledForgotten", StorageBug::kNone, Harness::kChanges, 1, services::SeededBug::kUnfilledForgotten},
+    {"FilledUndecided", StorageBug::kNone, Harness::kChanges, 1, services::SeededBug::kFilledUndecided}};
 
 std::string RunCreation(uint64_t seed) {
   using storage::SimOperation;
@@ -156,6 +176,10 @@ std::string RunSeed(Harness harness, uint64_t seed, const std::string& directory
       storage::RemainderTally tally;
       return storage::RunRemainderLife(seed, directory, &tally);
     }
+    case Harness::kChanges: {
+      ChangeCutsTally tally;
+      return SearchCuts({.seed = seed, .cuts_max = kChangeCuts, .directory = directory}, &tally);
+    }
     case Harness::kCrashes:
     case Harness::kGoesOn:
     case Harness::kIoErrors:
@@ -174,21 +198,27 @@ std::string RunSeed(Harness harness, uint64_t seed, const std::string& directory
 
 class SeededStorageBugTest : public testing::TestWithParam<Planted> {
  protected:
-  ~SeededStorageBugTest() override { storage::seeded_bug = StorageBug::kNone; }
+  ~SeededStorageBugTest() override { Plant({}); }
+  static void Plant(const Planted& planted) {
+    storage::seeded_bug = planted.bug;
+    services::seeded_bug = planted.step_bug;
+  }
   const ScratchDirectory directory_;
 };
 
 TEST_P(SeededStorageBugTest, IsCaught) {
   const Planted& planted = GetParam();
   const char* const harness = kHarnessNames[static_cast<size_t>(planted.harness)];
-  const uint64_t seeds = planted.harness < Harness::kCrashes ? kStorageSeedsMax : kServerSeedsMax;
-  storage::seeded_bug = planted.bug;
+  const uint64_t seeds = planted.harness < Harness::kCrashes    ? kStorageSeedsMax
+                         : planted.harness == Harness::kChanges ? kChangeSeedsMax
+                                                                : kServerSeedsMax;
+  Plant(planted);
   for (uint64_t seed = planted.first_seed; seed < planted.first_seed + seeds; ++seed) {
     const std::string violation = RunSeed(planted.harness, seed, directory_.path());
     if (violation.empty()) continue;
     std::printf("  %s, %s, seed %llu: %s\n", planted.name, harness, static_cast<unsigned long long>(seed),
                 violation.c_str());
-    storage::seeded_bug = StorageBug::kNone;
+    Plant({});
     EXPECT_EQ(RunSeed(planted.harness, seed, directory_.path()), "")
         << "seed " << seed << " finds this without the bug";
     return;

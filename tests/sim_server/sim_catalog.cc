@@ -49,6 +49,8 @@ class SimCatalog::Handle : public storage::Catalog {
 
 std::unique_ptr<storage::Catalog> SimCatalog::Open() { return std::make_unique<Handle>(this, ++life_); }
 
+std::unique_ptr<storage::Catalog> SimCatalog::Look() { return std::make_unique<Handle>(this, life_); }
+
 void SimCatalog::Crash() {
   ++life_;
   writes_to_crash_ = writes_to_failure_ = 0;
@@ -58,13 +60,15 @@ void SimCatalog::Crash() {
   Flush();
 }
 
-void SimCatalog::CrashAfter(uint64_t writes, std::function<void()> lose) {
+void SimCatalog::CrashAfter(uint64_t writes, std::function<void()> lose, Count count) {
   writes_to_crash_ = writes;
   lose_ = std::move(lose);
+  crash_counts_ = count;
 }
 
 absl::Status SimCatalog::Begin(uint64_t life) {
   if (life != life_ || life == failed_life_) return Gone();
+  ++writes_;
   if (writes_to_failure_ > 0 && --writes_to_failure_ == 0) {
     failed_life_ = life;
     return Gone();
@@ -72,9 +76,14 @@ absl::Status SimCatalog::Begin(uint64_t life) {
   return absl::OkStatus();
 }
 
+bool SimCatalog::Strikes(Count kind) {
+  const bool counts = kind == Count::kPuts || crash_counts_ == Count::kAll;
+  return counts && writes_to_crash_ > 0 && --writes_to_crash_ == 0;
+}
+
 absl::Status SimCatalog::Write(uint64_t life, const Pairs& pairs, storage::Catalog::Sync sync) {
   BALLAST_RETURN_IF_ERROR(Begin(life));
-  const bool crash = writes_to_crash_ > 0 && --writes_to_crash_ == 0;
+  const bool crash = Strikes(Count::kPuts);
   if (!crash || random_.Percent(50)) {
     for (const auto& [key, value] : pairs) {
       newest_[key] = value;
@@ -88,28 +97,37 @@ absl::Status SimCatalog::Write(uint64_t life, const Pairs& pairs, storage::Catal
   return Gone();
 }
 
-absl::Status SimCatalog::Erase(uint64_t life, const std::string& prefix) {
+absl::Status SimCatalog::Change(uint64_t life, absl::FunctionRef<void()> change) {
   BALLAST_RETURN_IF_ERROR(Begin(life));
-  std::erase_if(newest_, [&](const auto& pair) { return absl::StartsWith(pair.first, prefix); });
-  Flush();
-  return absl::OkStatus();
+  const bool crash = Strikes(Count::kAll);
+  if (!crash || random_.Percent(50)) {
+    change();
+    Flush();
+  }
+  if (!crash) return absl::OkStatus();
+  ++life_;
+  lose_();
+  return Gone();
+}
+
+absl::Status SimCatalog::Erase(uint64_t life, const std::string& prefix) {
+  return Change(
+      life, [&] { std::erase_if(newest_, [&](const auto& pair) { return absl::StartsWith(pair.first, prefix); }); });
 }
 
 absl::Status SimCatalog::Erase(uint64_t life, absl::Span<const std::string> keys) {
-  BALLAST_RETURN_IF_ERROR(Begin(life));
-  for (const std::string& key : keys) newest_.erase(key);
-  Flush();
-  return absl::OkStatus();
+  return Change(life, [&] {
+    for (const std::string& key : keys) newest_.erase(key);
+  });
 }
 
 absl::Status SimCatalog::Replace(uint64_t life, absl::Span<const std::string> prefixes, const Pairs& pairs) {
-  BALLAST_RETURN_IF_ERROR(Begin(life));
-  for (const std::string& prefix : prefixes) {
-    std::erase_if(newest_, [&](const auto& pair) { return absl::StartsWith(pair.first, prefix); });
-  }
-  for (const auto& [key, value] : pairs) newest_[key] = value;
-  Flush();
-  return absl::OkStatus();
+  return Change(life, [&] {
+    for (const std::string& prefix : prefixes) {
+      std::erase_if(newest_, [&](const auto& pair) { return absl::StartsWith(pair.first, prefix); });
+    }
+    for (const auto& [key, value] : pairs) newest_[key] = value;
+  });
 }
 
 }  // namespace ballast::sim

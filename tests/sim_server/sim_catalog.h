@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/tests/sim/random.h"
 
@@ -22,13 +23,18 @@ class SimCatalog {
   // Opens the only live handle. A handle is dead after the next Open, Close or Crash.
   std::unique_ptr<storage::Catalog> Open();
   void Close() { ++life_; }
+  // A second handle of this life, to read.
+  std::unique_ptr<storage::Catalog> Look();
   // The machine loses power.
   void Crash();
-  // The power fails at the n-th Put or PutAll from now (counted from 1): `lose` is called, and the write may be done or
-  // not. 0: never.
-  void CrashAfter(uint64_t writes, std::function<void()> lose);
+  enum class Count { kPuts, kAll };
+  // The power fails at the n-th Put or PutAll from now (counted from 1), or at the n-th write of any kind: `lose` is
+  // called, and the write may be done or not. 0: never.
+  void CrashAfter(uint64_t writes, std::function<void()> lose, Count count = Count::kPuts);
   // The n-th write of any kind from now fails without effect, and so do all later writes of this handle. 0: never.
   void FailAfter(uint64_t writes) { writes_to_failure_ = writes; }
+  // Writes of any kind that were begun.
+  uint64_t writes() const { return writes_; }
 
  private:
   class Handle;
@@ -39,6 +45,10 @@ class SimCatalog {
   absl::Status Erase(uint64_t life, absl::Span<const std::string> keys);
   absl::Status Replace(uint64_t life, absl::Span<const std::string> prefixes, const Pairs& pairs);
   absl::Status Begin(uint64_t life);
+  // Does the power fail at this write?
+  bool Strikes(Count kind);
+  // Makes the change of a write that is no Put, durably.
+  absl::Status Change(uint64_t life, absl::FunctionRef<void()> change);
   void Flush() { durable_ = newest_, unsynced_.clear(); }
 
   Random random_;
@@ -47,7 +57,9 @@ class SimCatalog {
   Pairs unsynced_;
   uint64_t life_ = 0;
   uint64_t failed_life_ = 0;  // of the handle whose writes all fail
+  uint64_t writes_ = 0;
   uint64_t writes_to_crash_ = 0;
+  Count crash_counts_ = Count::kPuts;
   uint64_t writes_to_failure_ = 0;
   std::function<void()> lose_;
 };
