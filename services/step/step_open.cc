@@ -127,9 +127,8 @@ absl::StatusOr<StepMachine::Impl::Change> StepMachine::Impl::ChangeTo(const mode
       return Diverged(absl::StrCat("server '", id, "' is to hold chunk ", chunk.index, " of job '", open.spec().name(),
                                    "' and lacks it: only who has a chunk may hold it"));
     }
-    // Another group's steps after the base are void, so what the server passed over counts no more.
     const int64_t least = open.continues() ? open.base() + 1 : open.base();
-    change.unfilled[chunk.index] = known && open.continues() ? lacks->second : least;
+    change.unfilled[chunk.index] = known ? lacks->second : least;
   }
   return change;
 }

@@ -256,7 +256,8 @@ class Run {
 
 ChangeRunResult RunChanges(const ChangeRunOptions& options) {
   const v1::MomentFormat formats[] = {v1::MOMENT_FORMAT_F32, v1::MOMENT_FORMAT_BF16, v1::MOMENT_FORMAT_I8};
-  BeginWorld(formats[Mix(options.seed, 3) % std::size(formats)], /*large=*/false, /*pin_interval=*/0);
+  BeginWorld(formats[Mix(options.seed, 3) % std::size(formats)], /*large=*/false, /*pin_interval=*/0,
+             /*table=*/false);
   return Run(options).Go();
 }
 
