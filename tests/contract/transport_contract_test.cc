@@ -207,7 +207,11 @@ TEST_P(TransportContract, ErrorsCarryReasonAndMessage) {
   expect(Push(bad, BytesOf(gradient)), absl::StatusCode::kFailedPrecondition, model::kOldStep, "0");
   bad = good;
   bad.mutable_epoch()->set_nonce(6);
-  expect(Push(bad, BytesOf(gradient)), absl::StatusCode::kFailedPrecondition, model::kStaleEpoch, "epoch");
+  const absl::Status stale = Push(bad, BytesOf(gradient));
+  expect(stale, absl::StatusCode::kFailedPrecondition, model::kStaleEpoch, "epoch");
+  const model::Details promised = {{model::kPromised, absl::StrCat(good.epoch().counter(), ".", good.epoch().nonce())},
+                                   {model::kGroup, ""}};
+  EXPECT_EQ(model::DetailsOf(stale), promised);
   bad = good;
   bad.set_end(good.end() - 256);
   expect(Push(bad, BytesOf(gradient).subspan(512)), absl::StatusCode::kInvalidArgument, model::kOverlap,
