@@ -105,7 +105,6 @@ void Keeper::Run() {
     if (!needed || now < retry) continue;
     retry = now + kRetryInterval;
     const absl::Status changed = Change(sight);
-    if (model::ReasonOf(changed) == model::kStaleEpoch) return;  // the session hears of it by its own calls
     if (!changed.ok()) {
       Tell(changed, sight);
       continue;
@@ -169,6 +168,11 @@ absl::Status Keeper::Change(const Sight& sight) {
   const absl::Time deadline = absl::Now() + std::max(kChangeTimeout, 2 * options_.failover_after);
   JobKey key(any->registry(), options_.job);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
+  if (!key.has_places()) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kKeyLost,
+                        absl::StrCat("etcd has no key of this job any more. ", model::kHowToRestoreKey));
+  }
+  if (tried_ != 0 && key.value().claimed().nonce() == tried_) claimed_ = key.value().claimed();
   BALLAST_ASSIGN_OR_RETURN(const auto entries,
                            any->registry()->List(deadline, registry::Registry::OnUnreadable::kPassOver));
   std::vector<std::unique_ptr<Transport>> transports;
@@ -182,10 +186,12 @@ absl::Status Keeper::Change(const Sight& sight) {
   const std::vector<std::string> spares = members.spares(key);
   client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()});
   BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));
+  BALLAST_RETURN_IF_ERROR(key.CheckClaimed(found.answers, deadline));
   const bool unfinished = IsUnfinished();
   if (!unfinished && !change.IsNeeded()) return absl::OkStatus();
   const v1::Epoch own = unfinished ? claimed_ : routes->epoch();
   const v1::Epoch least = Fencing(&router, options_.job, Fencing::Promised(found.answers), members.peers()).epoch();
+  tried_ = least.nonce();
   BALLAST_ASSIGN_OR_RETURN(claimed_,
                            key.Claim(unfinished ? key.value().table() : routes->open().table(), least, deadline, &own));
   BALLAST_RETURN_IF_ERROR(change.Claimed(claimed_, deadline));

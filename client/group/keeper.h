@@ -31,10 +31,14 @@ class Keeper {
   class Pause {
    public:
     explicit Pause(Keeper* keeper) : keeper_(keeper) {
-      if (keeper_ != nullptr) keeper_->changing_.Lock();
+      if (keeper_ == nullptr) return;
+      keeper_->changing_.Lock();
+      keeper_->router_->PinRoutes(true);
     }
     ~Pause() {
-      if (keeper_ != nullptr) keeper_->changing_.Unlock();
+      if (keeper_ == nullptr) return;
+      keeper_->router_->PinRoutes(false);
+      keeper_->changing_.Unlock();
     }
     Pause(const Pause&) = delete;
     Pause& operator=(const Pause&) = delete;
@@ -67,8 +71,9 @@ class Keeper {
   const SessionOptions options_;
   Router* const router_;
   absl::Mutex changing_;
-  // The last claim of this group's epochs.
+  // The last claim of this group's epochs, and the nonce of the last that was tried: its answer may have been lost.
   v1::Epoch claimed_ ABSL_GUARDED_BY(changing_);
+  uint64_t tried_ ABSL_GUARDED_BY(changing_) = 0;
   mutable absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::string considered_;  // Sight::asked of the last try; the thread's

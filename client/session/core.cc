@@ -50,10 +50,20 @@ absl::Status SessionCore::StartKeeper() {
   return keeper->made();
 }
 
+absl::Status SessionCore::AskAll() {
+  v1::GetJobRequest ask;
+  ask.set_job(job.seat().job);
+  ask.set_without_open(true);
+  return job.router()
+      ->CallAll<v1::GetJobRequest, v1::GetJobResponse>(&Transport::GetJob, "GetJob", ask, job.seat().Deadline())
+      .status();
+}
+
 absl::Status SessionCore::Extend(const std::vector<TensorSpec>& added, absl::Status mine) {
   // The servers may drop working copies, and would wait.
   if (!parameters.leases().empty()) mine.Update(Precondition("give all leases back before Register"));
   parameters.Forget();
+  if (keeper != nullptr) (void)AskAll();  // so that a server that is silent is left out first
   const Keeper::Pause pause(keeper.get());
   auto open = Opening(job.router(), job.group(), job.options().split)
                   .Extend(job.router()->routes()->open(), job.seat().version, added, mine, job.options().step_timeout);

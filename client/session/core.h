@@ -31,6 +31,8 @@ struct SessionCore {
   absl::StatusOr<StepReport> CommitValues(const std::string& what, absl::Status mine, v1::StepHeader header,
                                           const std::string& blob, const Values::Source& source,
                                           absl::FunctionRef<std::vector<model::LentTensor>()> lent);
+  // Waits until all servers of the job answer.
+  absl::Status AskAll();
   // Steps::Drop.
   absl::Status Drop();
 

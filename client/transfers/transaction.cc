@@ -15,8 +15,8 @@ namespace ballast::client {
 namespace {
 
 // How long a server may hold a seal's answer back: long enough that polling costs nothing, short enough to report
-// missing ranks in time.
-constexpr uint32_t kSealWaitMs = 1000;
+// missing ranks in time, and shorter than the router's tries.
+constexpr uint32_t kSealWaitMs = 500;
 
 // The ranks that a server waits for: it names the first of them.
 std::string Unsealed(const v1::SealResponse::Pending& pending) {

@@ -99,7 +99,9 @@ absl::Status Router::Silence(const Transport* server, bool prompt, const absl::S
     first_silence_ = absl::InfiniteFuture();
     for (const auto& [one, silent_since] : silent_since_) first_silence_ = std::min(first_silence_, silent_since);
   }
-  if (now - found->second < silence_max_ || server->recovers() || routes_->may_change()) return absl::OkStatus();
+  if (now - found->second < silence_max_ || server->recovers() || (routes_->may_change() && !pinned_)) {
+    return absl::OkStatus();
+  }
   return model::Error(
       absl::StatusCode::kAborted, model::kServerDown,
       absl::StrCat("no answer for ", absl::FormatDuration(silence_max_),
@@ -112,8 +114,8 @@ absl::Time Router::TryDeadline(const Operation& op) const {
   absl::Duration timeout = options_.try_timeout;
   {
     absl::MutexLock lock(&mutex_);
-    // Seals are answered after a second, whatever is missing.
-    const absl::Duration least = op.prompt ? absl::Seconds(1) : absl::Seconds(3);
+    // Seals are answered within half a second, whatever is missing.
+    const absl::Duration least = op.prompt ? absl::Seconds(1) : absl::Seconds(2);
     if (silent_since_.contains(op.server)) timeout = std::min(timeout, std::max(silence_max_, least));
   }
   return std::min(op.deadline, absl::Now() + timeout);
@@ -286,12 +288,10 @@ Router::Next Router::Classify(const Operation& op, const absl::Status& status) c
     const bool asks = (op.awaits_commit || hangs) && !overloaded;
     return asks && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
   }
-  if (MayBeOutdated(op, status)) return Next::kAwaitRoutes;
-  if (!absl::IsFailedPrecondition(status)) return Next::kDone;
-  const std::string reason = model::ReasonOf(status);
+  const std::string reason = absl::IsFailedPrecondition(status) ? model::ReasonOf(status) : "";
   if (reason == model::kNotOpen && open_ != nullptr) return Next::kSendOpen;
   if (reason == model::kBehind && commit_ != nullptr) return Next::kSendCommit;
-  return Next::kDone;
+  return MayBeOutdated(op, status) ? Next::kAwaitRoutes : Next::kDone;
 }
 
 absl::Duration Router::Backoff(const Operation& op) {

@@ -99,6 +99,11 @@ class Router {
   // those of EpochPlan::Make, and of Transport::Another.
   absl::Status Continue(const v1::OpenRequest& open);
   std::vector<v1::Member> Silent() const;
+  // While true, nobody changes the job's servers: then operations at silent ones end as where they never change.
+  void PinRoutes(bool pinned) {
+    absl::MutexLock lock(&mutex_);
+    pinned_ = pinned;
+  }
   // Set the requests that answer NOT_OPEN and BEHIND from now on.
   void SetOpen(std::shared_ptr<const v1::OpenRequest> open);
   void SetCommit(std::shared_ptr<const v1::CommitRequest> commit);
@@ -279,6 +284,7 @@ class Router {
   absl::Time first_silence_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();    // the least of these
   absl::Duration silence_max_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteDuration();
   std::shared_ptr<const Routes> routes_ ABSL_GUARDED_BY(mutex_);
+  bool pinned_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<Refused> refused_ ABSL_GUARDED_BY(mutex_);
   bool looking_ ABSL_GUARDED_BY(mutex_) = false;  // for a later epoch, at a server
   size_t looked_at_ ABSL_GUARDED_BY(mutex_) = 0;

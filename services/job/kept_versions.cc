@@ -76,10 +76,10 @@ absl::Status KeptVersions::CheckNewest(const v1::PinRequest& request) const {
 
 absl::Status KeptVersions::CheckMayKeepOne() const {
   if (!core_->machine->unfilled().empty()) {
-    return model::Error(absl::StatusCode::kFailedPrecondition, model::kUnsupported,
-                        absl::StrCat("server '", core_->around.server_id, "' still copies ",
-                                     core_->machine->unfilled().size(), " chunk(s) of job '", core_->name,
-                                     "': a version can be kept once it has them all; try again later"));
+    return model::Error(
+        absl::StatusCode::kUnavailable, model::kBusy,
+        absl::StrCat("server '", core_->around.server_id, "' still copies ", core_->machine->unfilled().size(),
+                     " chunk(s) of job '", core_->name, "': a version can be kept once it has them all"));
   }
   if (core_->state.store() == nullptr || !core_->state.store()->durable()) {
     return model::Error(

@@ -202,6 +202,31 @@ TEST_F(RouterRoutesTest, ARefusalIsFinalIfNobodyHasALaterEpoch) {
   EXPECT_THAT(std::string(refused.message()), HasSubstr("version 1 is gone"));
 }
 
+// As where the routes never change.
+TEST_F(RouterRoutesTest, AServerThatIsBehindOrNotOpenIsRepaired) {
+  int commits = 0, opens = 0;
+  for (const std::string& reason : {std::string(model::kBehind), std::string(model::kNotOpen)}) {
+    bool repaired = false;
+    servers_[0].on_commit = [&](const v1::CommitRequest&) {
+      repaired = ++commits > 0;
+      return absl::StatusOr<v1::CommitResponse>(v1::CommitResponse());
+    };
+    servers_[0].on_open = [&](const v1::OpenRequest&) {
+      repaired = ++opens > 0;
+      return absl::StatusOr<v1::OpenResponse>(v1::OpenResponse());
+    };
+    servers_[0].on_push = [&](const v1::PushRequest&) -> absl::StatusOr<v1::PushResponse> {
+      if (!repaired) return model::Error(absl::StatusCode::kFailedPrecondition, reason, "not yet");
+      return v1::PushResponse();
+    };
+    router().SetOpen(std::make_shared<v1::OpenRequest>());
+    router().SetCommit(std::make_shared<v1::CommitRequest>());
+    EXPECT_EQ(Push(0)->Wait(), absl::OkStatus()) << reason;
+  }
+  EXPECT_EQ(commits, 1);
+  EXPECT_EQ(opens, 1);
+}
+
 TEST_F(RouterRoutesTest, CallsToAllServersStartOverWithTheNewOnes) {
   absl::Notification asked;
   bool first = true;

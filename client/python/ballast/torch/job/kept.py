@@ -30,12 +30,15 @@ class Kept:
     def keep(self, session: _native.Session) -> _native.KeptVersion:
         """Makes the servers keep the session's current version."""
         version = session.version
-        if self._made[-1:] != [version]:
-            self._pin(session)
-            self._made = [*self._made, version][-self._count - 1:]
-        kept = {pin.version: pin for pin in session.pins()}
-        if version not in kept:
+        for _ in range(2):  # the job's servers may just have changed
+            if self._made[-1:] != [version]:
+                self._pin(session)
+                self._made = [*self._made, version][-self._count - 1:]
+            kept = {pin.version: pin for pin in session.pins()}
+            if version in kept:
+                break
             self._made.pop()
+        else:
             raise Error(f"version {version} of job '{self._job}' was given up while this state_dict() was naming it, by ballastctl or "
                         'another optimizer; call state_dict() again', 'VERSION_GONE')
         if len(self._made) > self._count:
