@@ -498,8 +498,8 @@ TEXTS = [
         12,
         DEMO,
         'Job demo has 7 chunks with too few copies.',
-        'A chunk with one copy is lost with its server. Servers have 12 chunks still to copy. If none are left, the job\'s group has to '
-        'start again.',
+        'A chunk with one copy is lost with its server. Servers have 12 chunks still to copy. Copies count once all of a change are made, '
+        'and a group trains.',
     ),
     (
         'BallastFillStuck',

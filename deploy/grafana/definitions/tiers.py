@@ -120,7 +120,7 @@ def board():
     b.series(
         'Chunks without all copies',
         'Chunks that a server still has to copy from the other servers of a job; and chunks with fewer copies than the job wants. '
-        'Copies that are made count once the group of the job has started again.',
+        'Copies count once all of a change are made, and a group trains.',
         'none',
         [
             (f'sum by (training_job, instance) (ballast_job_unfilled_chunks{{{JOBS}}})', '{{training_job}} {{instance}} to copy'),
