@@ -241,7 +241,8 @@ absl::Status Run(const WishCommand& command, registry::Registry* registry) {
   std::printf("job '%s' shall have %s\n", command.job.c_str(), model::ShowWish(table, wish).c_str());
   Preview(command, table, wish, entries);
   std::printf(
-      "The group at work begins with it within seconds; if none is, the next one does when it opens the job. `ballastctl "
+      "The group at work begins with it within seconds; if none is, the next one does when it opens the job. "
+      "`ballastctl "
       "members --job %s` shows how far copies are.\n",
       command.job.c_str());
   return absl::OkStatus();

@@ -73,9 +73,8 @@ TEST_F(ChangeLines, AnAddedServerJoinsCopiesAndHolds) {
   const auto four = Servers({"a", "b", "c", "d"});
   const model::Found all = FoundBy(first, {0, 1, 2});
   const v1::Table filling = Next(first, all, four, 5);
-  EXPECT_THAT(
-      Lines(first, filling, all),
-      ElementsAre("job 'x': server 'd' joins and copies 6 of 12 shards; its copies count once all are made"));
+  EXPECT_THAT(Lines(first, filling, all),
+              ElementsAre("job 'x': server 'd' joins and copies 6 of 12 shards; its copies count once all are made"));
   const model::Found some = FoundBy(filling, {0, 1, 2, 3});
   EXPECT_THAT(Lines(filling, Next(filling, some, four, 6), some), IsEmpty()) << "it copies still";
   const model::Found filled = FoundBy(filling, {0, 1, 2, 3}, true);
