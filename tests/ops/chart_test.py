@@ -24,7 +24,8 @@ MATRIX = [
           'tolerations': [{'key': 'state', 'operator': 'Exists', 'effect': 'NoSchedule'}], 'priorityClassName': 'high',
           'image': {'repository': 'r', 'tag': 'x', 'pullSecrets': ['s']}, 'networkPolicy': {'scrapers': {'app': 'prometheus'}}}],
     [{}, {'tls': {'secret': 'servers', 'clientCaSecret': 'clients', 'serverCaSecret': 'servers', 'http': True},
-          'access': {'rightsConfigMap': 'rights', 'tokensSecret': 'tokens', 'importTokenSecret': 'import'}, 'metrics': {'tlsSecret': 'scrape'},
+          'access': {'rightsConfigMap': 'rights', 'tokensSecret': 'tokens', 'importTokenSecret': 'import'},
+          'metrics': {'tlsSecret': 'scrape'},
           'discovery': {'etcd': ['etcd-0:2379', 'etcd-1:2379'], 'prefix': 'a/b', 'caSecret': 'etcd', 'certificateSecret': 'etcd',
                         'user': 'ballast', 'passwordSecret': 'etcd-user'}}],
 ]
@@ -399,7 +400,8 @@ def test_fewer_servers_are_asked_first():
     ops.need(ops.BIN / 'ballastd', ops.BIN / 'train_bytes_lm')
     for number in range(2):
         ops.start(ops.BIN / 'ballastd', '--server_id', f'ballast-{3 + number}', '--listen', f'127.0.0.1:{7070 + number}',
-                  '--metrics_listen', f'127.0.0.1:{9070 + number}', '--data_directory', f'data{number}', '--budget.dram', '64MiB', '--budget.nvme', '256MiB', log=f'log{number}')
+                  '--metrics_listen', f'127.0.0.1:{9070 + number}', '--data_directory', f'data{number}', '--budget.dram', '64MiB',
+                  '--budget.nvme', '256MiB', log=f'log{number}')
         ops.wait_for(lambda number=number: 'ballastd ready' in open(f'log{number}').read(), 'ballastd ready')
     hook, = of_kind(cluster.upgrade({'servers': 3}), 'Job')
     local = {f'ballast-{3 + number}.ballast.train.svc:7070': f'127.0.0.1:{7070 + number}' for number in range(2)}

@@ -46,7 +46,8 @@ def cluster(count=1):
     folder = pathlib.Path('slurm').absolute()
     (folder / 'controller').mkdir(parents=True)
     names = [f'node{number}' for number in range(1, count + 1)]
-    nodes = '\n'.join(f'NodeName={name} NodeAddr=127.0.0.1 Port={17000 + i} CPUs={os.cpu_count()} State=UNKNOWN' for i, name in enumerate(names))
+    nodes = '\n'.join(f'NodeName={name} NodeAddr=127.0.0.1 Port={17000 + i} CPUs={os.cpu_count()} State=UNKNOWN'
+                      for i, name in enumerate(names))
     for name in names:
         os.mkdir(f'/run/{name}')  # paths of sockets are short
     (folder / 'slurm.conf').write_text(CONFIGURATION.format(folder=folder, nodes=nodes))
@@ -128,7 +129,8 @@ def test_spare_takes_the_place_of_a_lost_server():
     """A node's server and trainer are killed, and its state removed: trainers start again beside the spare, which copies what was lost."""
     ops.need('etcd')
     environment = dict(cluster(3), STATE_DISK=os.path.abspath('disk'), STATE_DRAM='64MiB', STATE_NVME='512MiB')
-    job = submit(environment, '--ntasks-per-node', '1', '--job-name', 'slurm', script=SPARE, options=('--replicas', '2', '--failover-after', '1'))
+    job = submit(environment, '--ntasks-per-node', '1', '--job-name', 'slurm', script=SPARE,
+                 options=('--replicas', '2', '--failover-after', '1'))
     port = 20000 + int(job) % 100 * 100
     registry = f'etcd://node1:{port}/ballast-slurm'
     try:
