@@ -72,6 +72,7 @@ class Schedule {
     GroupIntent intent;
     intent.seed = options_.seed;
     intent.group = static_cast<uint32_t>(groups_.size());
+    intent.family = intent.group;
     intent.world_size = 1 + static_cast<uint32_t>(random_.Below(kWorldSizeMax));
     if (!groups_.empty() && random_.Percent(30)) intent.world_size = groups_.back()->intent().world_size;
     intent.salted = random_.Percent(15);
