@@ -80,6 +80,7 @@ std::shared_ptr<LentMemory> Updates::TakeLent(const v1::PreparedRecord& prepared
 
 std::shared_ptr<StepWork> Updates::Prepare(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
   const std::shared_ptr<LentMemory> lent = TakeLent(prepared);
+  if (core_->state.recovering() && !decision.verdict().skip()) VoidGivenUp(prepared);
   auto work = std::make_shared<StepWork>(WorkOf({.chunks = core_->state.chunks(),
                                                  .layout = &core_->state.store()->layout(),
                                                  .seed = core_->state.plan()->open().spec().seed(),
@@ -91,6 +92,15 @@ std::shared_ptr<StepWork> Updates::Prepare(const v1::PreparedRecord& prepared, c
   if (core_->state.recovering()) work->incomplete = CheckAllHeld(*work, prepared);
   room_->Expect(Commit(*work, core_->state.chunks(), !core_->around.working_copies && !core_->recoverable()));
   return work;
+}
+
+void Updates::VoidGivenUp(const v1::PreparedRecord& prepared) {
+  if (!core_->state.plan()->open().has_table()) return;
+  for (const auto& chunk : core_->state.chunks()) {
+    const bool has_state = chunk->came_back().has_value() || *chunk->version() >= prepared.step();
+    if (has_state || chunk->intake.Holds(prepared.header(), prepared.attempt())) continue;
+    chunk->Void(*chunk->version());
+  }
 }
 
 absl::Status Updates::CheckAllHeld(const StepWork& work, const v1::PreparedRecord& prepared) const {

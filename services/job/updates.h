@@ -61,6 +61,9 @@ class Updates {
  private:
   // The memory lent for this decided step; null if there is none.
   std::shared_ptr<LentMemory> TakeLent(const v1::PreparedRecord& prepared) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // In a replay: a chunk without a state on the disk whose slices the log does not hold any more is void. A later Open
+  // of the log may have taken it away; ChunkChanges::EndReplay judges.
+  void VoidGivenUp(const v1::PreparedRecord& prepared) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // In a replay: CheckHeld for all chunks that the step changes.
   absl::Status CheckAllHeld(const StepWork& work, const v1::PreparedRecord& prepared) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
