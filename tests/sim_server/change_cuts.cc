@@ -52,7 +52,8 @@ std::vector<uint64_t> Chosen(const ChangeCutsOptions& options, uint64_t places) 
 }  // namespace
 
 std::string SearchCuts(const ChangeCutsOptions& options, ChangeCutsTally* tally) {
-  ChangeRunOptions run{.seed = options.seed, .cut = {}, .directory = options.directory};
+  TakenByFresh taken;
+  ChangeRunOptions run{.seed = options.seed, .cut = {}, .taken = &taken, .directory = options.directory};
   const ChangeRunResult undisturbed = RunChanges(run);
   if (!undisturbed.violation.empty()) return absl::StrCat("seed ", options.seed, ", no cut: ", undisturbed.violation);
   const std::vector<ChangeCut> places = PlacesOf(undisturbed);

@@ -222,21 +222,26 @@ class Run {
       return checks_.Broken(absl::StrCat("a shard of the last table: ", shard.ShortDebugString()));
     }
     for (const int server : group_.members()) {
-      checks_.Holds(server, &machines_.of(server), group_.plan(), group_.step(), TakenByFresh(server));
+      checks_.Holds(server, &machines_.of(server), group_.plan(), group_.step(), TakenBy(server));
     }
   }
-  // What a server takes that begins with the chunks that this one has in the last table.
-  ChangeChecks::Taken TakenByFresh(int server) {
+  ChangeChecks::Taken TakenBy(int server) {
+    std::vector<uint64_t> chunks;
+    for (const model::Chunk& chunk : group_.plan().layout().chunks()) {
+      if (group_.plan().Has(*group_.plan().FindMember(ServerName(server)), chunk.index)) chunks.push_back(chunk.index);
+    }
+    const auto [taken, first] = options_.taken->try_emplace({server, chunks});
+    if (!first) return taken->second;
     Machine fresh(server, options_.seed, options_.directory);
     if (const absl::Status started = fresh.Start(machines_.OptionsOf(server)); !started.ok()) {
       checks_.Broken(absl::StrCat("a fresh server does not start: ", started.ToString()));
       return {};
     }
     group_.OpenOn(&fresh);
-    ChangeChecks::Taken taken = ChangeChecks::TakenBy(fresh.server());
+    taken->second = ChangeChecks::TakenBy(fresh.server());
     // Where DRAM is short, more or less of the state lies there, as places were free.
-    if (machines_.little_dram()) taken.erase("dram");
-    return taken;
+    if (machines_.little_dram()) taken->second.erase("dram");
+    return taken->second;
   }
 
   const ChangeRunOptions options_;

@@ -10,7 +10,10 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace ballast::sim {
 
@@ -22,10 +25,14 @@ struct ChangeCut {
   uint64_t n = 0;  // counted from 1
 };
 
+// What a server takes that begins with these chunks: bytes by tier.
+using TakenByFresh = std::map<std::pair<int, std::vector<uint64_t>>, std::map<std::string, uint64_t>>;
+
 struct ChangeRunOptions {
   uint64_t seed = 1;
   ChangeCut cut;
-  std::string directory;  // must exist
+  TakenByFresh* taken = nullptr;  // borrowed; kept over the runs of a seed, which all need the same
+  std::string directory;          // must exist
 };
 
 struct ChangeRunResult {
