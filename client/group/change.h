@@ -1,6 +1,7 @@
-// How a group that opens a job with a table changes its servers: rules 19 to 24, 29 and 31 of services/step/README.md.
-// Who lost what it had, or does not answer, is left out; servers that are wanted and are no members join, and copy
-// chunks while steps go on; who has copied them counts from the next opening on.
+// How a group changes the servers of a job with a table, when it opens the job or while it trains: rules 19 to 24, 29
+// and 31 of services/step/README.md. Who lost what it had, or does not answer, is left out; servers that are wanted and
+// are no members join, and copy chunks while steps go on; who has copied all of its chunks holds them in the next
+// epoch.
 #pragma once
 
 #include <cstdint>

@@ -76,10 +76,11 @@ void ShowGone(const std::string& job, const v1::Table& was, const v1::Table& nex
     }
   }
   if (missing.empty()) return;
-  lines->push_back(absl::StrCat("job '", job, "' goes on without ", ShowMissing(missing),
-                                ", which did not answer within ", absl::FormatDuration(patience),
-                                " or lost its memory: the job has forgotten them; ", model::ShortShards(next), " of ",
-                                next.shards_size(), " shards now have fewer than ", next.replicas(), " copies"));
+  lines->push_back(absl::StrCat("job '", job, "' goes on without ", ShowMissing(missing), ", which did not answer for ",
+                                absl::FormatDuration(patience),
+                                " (failover_after), or lost what it had: the job has forgotten them; ",
+                                model::ShortShards(next), " of ", next.shards_size(), " shards now have fewer than ",
+                                next.replicas(), " copies"));
 }
 
 }  // namespace

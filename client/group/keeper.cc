@@ -104,12 +104,13 @@ void Keeper::Run() {
                         (now >= reconsider && model::ShortShards(router_->routes()->open().table()) > 0);
     if (!needed || now < retry) continue;
     retry = now + kRetryInterval;
-    const absl::Status changed = Change(sight);
+    const absl::StatusOr<bool> changed = Change(sight);
     if (!changed.ok()) {
-      Tell(changed, sight);
+      if (!stopping()) Tell(changed.status(), sight);
       continue;
     }
-    considered_ = sight.asked;
+    // A change may be what a later wish waits for.
+    considered_ = *changed ? "" : sight.asked;
     reconsider = absl::Now() + kReconsiderInterval;
     sight.copied = false;
     ask = absl::Now() + kAskInterval;
@@ -162,7 +163,7 @@ bool Keeper::HaveCopied(const Routes& routes) const {
 
 bool Keeper::IsUnfinished() const { return model::Compare(claimed_, router_->routes()->epoch()) > 0; }
 
-absl::Status Keeper::Change(const Sight& sight) {
+absl::StatusOr<bool> Keeper::Change(const Sight& sight) {
   const std::shared_ptr<const Routes> routes = router_->routes();
   Transport* const any = routes->servers.front();
   const absl::Time deadline = absl::Now() + std::max(kChangeTimeout, 2 * options_.failover_after);
@@ -188,7 +189,7 @@ absl::Status Keeper::Change(const Sight& sight) {
   BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(found.answers, deadline));
   const bool unfinished = IsUnfinished();
-  if (!unfinished && !change.IsNeeded()) return absl::OkStatus();
+  if (!unfinished && !change.IsNeeded()) return false;
   const v1::Epoch own = unfinished ? claimed_ : routes->epoch();
   const v1::Epoch least = Fencing(&router, options_.job, Fencing::Promised(found.answers), members.peers()).epoch();
   tried_ = least.nonce();
@@ -202,7 +203,7 @@ absl::Status Keeper::Change(const Sight& sight) {
   BALLAST_RETURN_IF_ERROR(OpenNext(&router, &members, &key, &change, options_, deadline, &open));
   BALLAST_RETURN_IF_ERROR(router_->Continue(open));
   change.DropLeft(open.table());
-  return absl::OkStatus();
+  return !model::SameTable(open.table(), routes->open().table());
 }
 
 }  // namespace ballast::client

@@ -11,6 +11,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "ballast/client/session_types.h"
@@ -64,8 +65,8 @@ class Keeper {
   bool HaveCopied(const Routes& routes) const;
   // Whether the key has an epoch of this group that is not open yet: a change failed amid its writes.
   bool IsUnfinished() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
-  // Changes the servers if that is needed.
-  absl::Status Change(const Sight& sight) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
+  // Changes the servers if that is needed. Whether the table is another one now.
+  absl::StatusOr<bool> Change(const Sight& sight) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
   void Tell(const absl::Status& failed, const Sight& sight);
 
   const SessionOptions options_;
@@ -76,7 +77,7 @@ class Keeper {
   uint64_t tried_ ABSL_GUARDED_BY(changing_) = 0;
   mutable absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::string considered_;  // Sight::asked of the last try; the thread's
+  std::string considered_;  // Sight::asked for which there was nothing more to change; the thread's
   std::thread thread_;
   absl::Status made_;
 };

@@ -309,6 +309,7 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
     if (absl::IsCancelled(status) && !stopped_.ok()) status = stopped_;
     next = Classify(*op, status);
     absl::Status silence = Silence(op->server, op->prompt, status, op->tried);
+    if (silence.ok() && IsRetryable(status)) silence = superseded_;
     if (!silence.ok() && next != Next::kDone) {
       status = std::move(silence);
       next = Next::kDone;

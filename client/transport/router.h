@@ -253,6 +253,8 @@ class Router {
   // Then asks one. On the router's thread.
   void LookForRoutes();
   void OnLook(Transport* asked, const absl::StatusOr<v1::GetJobResponse>& answer);
+  // Another group has the job: what waits for a server that does not answer ends.
+  void Supersede() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FetchOpen(Transport* asked);
   void Follow(const v1::OpenRequest& open);
   absl::StatusOr<std::vector<std::unique_ptr<Transport>>> ConnectToNew(const v1::Table& table);
@@ -285,6 +287,7 @@ class Router {
   absl::Duration silence_max_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteDuration();
   std::shared_ptr<const Routes> routes_ ABSL_GUARDED_BY(mutex_);
   bool pinned_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status superseded_ ABSL_GUARDED_BY(mutex_);
   std::vector<Refused> refused_ ABSL_GUARDED_BY(mutex_);
   bool looking_ ABSL_GUARDED_BY(mutex_) = false;  // for a later epoch, at a server
   size_t looked_at_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -200,11 +200,19 @@ void Router::OnLook(Transport* asked, const absl::StatusOr<v1::GetJobResponse>& 
   }
   const bool later = model::Compare(answer->promised(), now.epoch()) > 0;
   if (later && now.IsOwn(answer->promised_group())) return;
+  if (later) Supersede();
   std::erase_if(refused_, [&](Refused& one) {
     if (!later && --one.looks_left > 0) return false;
     timers_.emplace(absl::Now(), [this, op = one.op] { Finish(op, op->last); });
     return true;
   });
+}
+
+// Servers that answer refuse calls themselves.
+void Router::Supersede() {
+  superseded_ = model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                             "another group has opened the job since; end this one, and open the job again with "
+                             "resume=auto");
 }
 
 void Router::FetchOpen(Transport* asked) {
@@ -214,16 +222,17 @@ void Router::FetchOpen(Transport* asked) {
     absl::MutexLock lock(&mutex_);
     looking_ = false;
     if (!stopped_.ok() || !answer.ok()) return;
-    // Another group's is told by the next refusal.
     const bool later = model::Compare(answer->open().epoch(), routes_->epoch()) > 0;
-    if (!later || answer->open().group() != routes_->open().group()) return;
+    if (!later) return;
+    if (answer->open().group() != routes_->open().group()) return Supersede();
     timers_.emplace(absl::Now(), [this, open = std::move(*answer->mutable_open())] { Follow(open); });
   });
 }
 
 void Router::Follow(const v1::OpenRequest& open) {
   const absl::Status followed = Continue(open);
-  if (!followed.ok()) Report(absl::StrCat("cannot follow the job's servers: ", followed.message()));
+  if (!followed.ok() && !absl::IsCancelled(followed))
+    Report(absl::StrCat("cannot follow the job's servers: ", followed.message()));
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> Router::ConnectToNew(const v1::Table& table) {

@@ -103,11 +103,11 @@ TEST_F(ChangeLines, AWipedServerIsForgottenAndJoins) {
   std::vector<v1::Member> servers = Servers({"a", "b", "c"});
   servers[1].set_disk(7);
   const model::Found found = FoundBy(first, {0, 2});
-  EXPECT_THAT(
-      Lines(first, Next(first, found, servers, 5), found),
-      ElementsAre("job 'x' goes on without 'b' (last seen at b:7070), which did not answer within 5s or lost its "
-                  "memory: the job has forgotten them; 8 of 12 shards now have fewer than 2 copies",
-                  "job 'x': server 'b' joins and copies 8 of 12 shards; its copies count once all are made"));
+  EXPECT_THAT(Lines(first, Next(first, found, servers, 5), found),
+              ElementsAre("job 'x' goes on without 'b' (last seen at b:7070), which did not answer for 5s "
+                          "(failover_after), or lost what it had: the job has forgotten them; 8 of 12 shards now have "
+                          "fewer than 2 copies",
+                          "job 'x': server 'b' joins and copies 8 of 12 shards; its copies count once all are made"));
 }
 
 }  // namespace
