@@ -76,9 +76,8 @@ void ShowWish(const MembersCommand& command, const v1::Table& table, registry::R
   const uint32_t wanted = model::WantedServers(
       table, wish.ok() && wish->has_value() && (*wish)->value.life() == table.life() ? (*wish)->value : v1::Wish());
   if (static_cast<uint32_t>(table.members_size()) < wanted) {
-    std::printf(
-        "it wants %u servers, and has %d: its group takes further ones that are registered\n",
-        wanted, table.members_size());
+    std::printf("it wants %u servers, and has %d: its group takes further ones that are registered\n", wanted,
+                table.members_size());
   }
 }
 
