@@ -29,8 +29,10 @@ constexpr absl::Duration kTick = absl::Milliseconds(50), kAskInterval = absl::Se
 constexpr absl::Duration kReconsiderInterval = absl::Seconds(60);
 // For etcd and servers to say whether there is something to do; meanwhile nobody looks for silent servers.
 constexpr absl::Duration kAskTimeout = absl::Milliseconds(500);
-// For a change, which is begun again later: a server that dies meanwhile must not hold it up for long.
-constexpr absl::Duration kChangeTimeout = absl::Seconds(5);
+// For all servers to say who they are and what they have, before a change claims anything.
+constexpr absl::Duration kPatience = absl::Seconds(1);
+// The least for the calls of a change. One that takes longer is given up and begun again: somebody may have died.
+constexpr absl::Duration kChangeTimeout = absl::Seconds(2);
 
 bool IsAmong(const std::vector<v1::Member>& servers, const v1::Member& server) {
   return std::any_of(servers.begin(), servers.end(), [&](const v1::Member& one) {
@@ -58,6 +60,21 @@ std::vector<v1::Member> ServersToAsk(const v1::Table& table, const std::vector<v
   return servers;
 }
 
+// Only who was silent for failover_after may be left out.
+absl::Status CheckOthersAnswer(const v1::Table& table, const std::vector<v1::Member>& silent,
+                               const std::vector<v1::GetJobResponse>& answers) {
+  for (const v1::Member& member : table.members()) {
+    const bool answered = std::any_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& answer) {
+      return answer.server_id() == member.server_id();
+    });
+    if (answered || IsAmong(silent, member)) continue;
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                        absl::StrCat("server '", member.server_id(), "' did not answer within ",
+                                     absl::FormatDuration(kPatience), ", and is waited for"));
+  }
+  return absl::OkStatus();
+}
+
 bool HasFillers(const v1::Table& table) {
   return std::any_of(table.shards().begin(), table.shards().end(),
                      [](const v1::Shard& shard) { return shard.fillers_size() > 0; });
@@ -66,6 +83,7 @@ bool HasFillers(const v1::Table& table) {
 }  // namespace
 
 Keeper::Keeper(const SessionOptions& options, Router* router) : options_(options), router_(router) {
+  options_.open_timeout = std::max(kChangeTimeout, options.failover_after);
   absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
   made_ = thread.status();
   if (thread.ok()) thread_ = *std::move(thread);
@@ -166,7 +184,7 @@ bool Keeper::IsUnfinished() const { return model::Compare(claimed_, router_->rou
 absl::StatusOr<bool> Keeper::Change(const Sight& sight) {
   const std::shared_ptr<const Routes> routes = router_->routes();
   Transport* const any = routes->servers.front();
-  const absl::Time deadline = absl::Now() + std::max(kChangeTimeout, 2 * options_.failover_after);
+  absl::Time deadline = absl::Now() + 2 * kPatience;
   JobKey key(any->registry(), options_.job);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
   if (!key.has_places()) {
@@ -183,16 +201,18 @@ absl::StatusOr<bool> Keeper::Change(const Sight& sight) {
   Router router(std::move(transports), {.interrupted = [this] { return stopping(); }});
   BALLAST_RETURN_IF_ERROR(router.made());
   Members members(&router);
-  BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, options_.failover_after, deadline));
+  BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, kPatience, deadline));
   const std::vector<std::string> spares = members.spares(key);
   client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()});
   BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));
+  BALLAST_RETURN_IF_ERROR(CheckOthersAnswer(key.value().table(), sight.silent, found.answers));
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(found.answers, deadline));
   const bool unfinished = IsUnfinished();
   if (!unfinished && !change.IsNeeded()) return false;
   const v1::Epoch own = unfinished ? claimed_ : routes->epoch();
   const v1::Epoch least = Fencing(&router, options_.job, Fencing::Promised(found.answers), members.peers()).epoch();
   tried_ = least.nonce();
+  deadline = absl::Now() + options_.open_timeout;
   BALLAST_ASSIGN_OR_RETURN(claimed_,
                            key.Claim(unfinished ? key.value().table() : routes->open().table(), least, deadline, &own));
   BALLAST_RETURN_IF_ERROR(change.Claimed(claimed_, deadline));

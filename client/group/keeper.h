@@ -69,7 +69,7 @@ class Keeper {
   absl::StatusOr<bool> Change(const Sight& sight) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
   void Tell(const absl::Status& failed, const Sight& sight);
 
-  const SessionOptions options_;
+  SessionOptions options_;
   Router* const router_;
   absl::Mutex changing_;
   // The last claim of this group's epochs, and the nonce of the last that was tried: its answer may have been lost.
