@@ -27,12 +27,14 @@ constexpr absl::Duration kTick = absl::Milliseconds(50), kAskInterval = absl::Se
                          kRetryInterval = absl::Milliseconds(500);
 // ... and whether copies that could not be made then can be made now: of a server that had no room, or kept versions.
 constexpr absl::Duration kReconsiderInterval = absl::Seconds(60);
+// ... and whether a server that is registered and did not answer does so now.
+constexpr absl::Duration kConsiderInterval = absl::Seconds(3);
 // For etcd and servers to say whether there is something to do; meanwhile nobody looks for silent servers.
 constexpr absl::Duration kAskTimeout = absl::Milliseconds(500);
-// For all servers to say who they are and what they have, before a change claims anything.
-constexpr absl::Duration kPatience = absl::Seconds(1);
-// The least for the calls of a change. One that takes longer is given up and begun again: somebody may have died.
-constexpr absl::Duration kChangeTimeout = absl::Seconds(2);
+// For all servers to say who they are and what they have, before a change claims anything, and the least for the calls
+// of the change. One that takes longer is given up and begun again, with twice the time: somebody may have died, or the
+// machines are busy.
+constexpr absl::Duration kPatience = absl::Seconds(1), kPatienceMax = absl::Seconds(16);
 
 bool IsAmong(const std::vector<v1::Member>& servers, const v1::Member& server) {
   return std::any_of(servers.begin(), servers.end(), [&](const v1::Member& one) {
@@ -62,7 +64,7 @@ std::vector<v1::Member> ServersToAsk(const v1::Table& table, const std::vector<v
 
 // Only who was silent for failover_after may be left out.
 absl::Status CheckOthersAnswer(const v1::Table& table, const std::vector<v1::Member>& silent,
-                               const std::vector<v1::GetJobResponse>& answers) {
+                               const std::vector<v1::GetJobResponse>& answers, absl::Duration patience) {
   for (const v1::Member& member : table.members()) {
     const bool answered = std::any_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& answer) {
       return answer.server_id() == member.server_id();
@@ -70,9 +72,14 @@ absl::Status CheckOthersAnswer(const v1::Table& table, const std::vector<v1::Mem
     if (answered || IsAmong(silent, member)) continue;
     return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
                         absl::StrCat("server '", member.server_id(), "' did not answer within ",
-                                     absl::FormatDuration(kPatience), ", and is waited for"));
+                                     absl::FormatDuration(patience), ", and is waited for"));
   }
   return absl::OkStatus();
+}
+
+// Copies are missing, or members.
+bool LacksServers(const v1::Table& table) {
+  return model::ShortShards(table) > 0 || table.members_size() < static_cast<int>(table.wanted_servers());
 }
 
 bool HasFillers(const v1::Table& table) {
@@ -83,7 +90,6 @@ bool HasFillers(const v1::Table& table) {
 }  // namespace
 
 Keeper::Keeper(const SessionOptions& options, Router* router) : options_(options), router_(router) {
-  options_.open_timeout = std::max(kChangeTimeout, options.failover_after);
   absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
   made_ = thread.status();
   if (thread.ok()) thread_ = *std::move(thread);
@@ -109,6 +115,8 @@ bool Keeper::Rest(absl::Duration time) {
 
 void Keeper::Run() {
   absl::Time ask = absl::InfinitePast(), retry = absl::InfinitePast(), reconsider = absl::InfiniteFuture();
+  absl::Time consider = absl::InfinitePast();
+  absl::Duration patience = kPatience;
   Sight sight;
   while (Rest(kTick)) {
     const absl::Time now = absl::Now();
@@ -118,17 +126,20 @@ void Keeper::Run() {
       LookAround(&sight);
     }
     const absl::MutexLock lock(&changing_);
-    const bool needed = !sight.silent.empty() || sight.copied || sight.asked != considered_ || IsUnfinished() ||
-                        (now >= reconsider && model::ShortShards(router_->routes()->open().table()) > 0);
+    const bool needed = !sight.silent.empty() || sight.copied || IsUnfinished() ||
+                        (now >= consider && sight.asked != considered_) ||
+                        (now >= reconsider && LacksServers(router_->routes()->open().table()));
     if (!needed || now < retry) continue;
     retry = now + kRetryInterval;
-    const absl::StatusOr<bool> changed = Change(sight);
+    const absl::StatusOr<Outcome> changed = Change(sight, patience);
+    patience = changed.ok() ? kPatience : std::min(2 * patience, kPatienceMax);
     if (!changed.ok()) {
       if (!stopping()) Tell(changed.status(), sight);
       continue;
     }
-    // A change may be what a later wish waits for.
-    considered_ = *changed ? "" : sight.asked;
+    // A change may be what a later wish waits for, and so may a server that did not answer.
+    considered_ = changed->changed || !changed->complete ? "" : sight.asked;
+    consider = changed->complete ? absl::InfinitePast() : absl::Now() + kConsiderInterval;
     reconsider = absl::Now() + kReconsiderInterval;
     sight.copied = false;
     ask = absl::Now() + kAskInterval;
@@ -181,10 +192,20 @@ bool Keeper::HaveCopied(const Routes& routes) const {
 
 bool Keeper::IsUnfinished() const { return model::Compare(claimed_, router_->routes()->epoch()) > 0; }
 
-absl::StatusOr<bool> Keeper::Change(const Sight& sight) {
+void Keeper::LockFinished() {
+  const absl::Time deadline = absl::Now() + options_.step_timeout;
+  changing_.Lock();
+  while (IsUnfinished() && absl::Now() < deadline) {
+    changing_.Unlock();
+    absl::SleepFor(kTick);
+    changing_.Lock();
+  }
+}
+
+absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duration patience) {
   const std::shared_ptr<const Routes> routes = router_->routes();
   Transport* const any = routes->servers.front();
-  absl::Time deadline = absl::Now() + 2 * kPatience;
+  absl::Time deadline = absl::Now() + 2 * patience;
   JobKey key(any->registry(), options_.job);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
   if (!key.has_places()) {
@@ -201,18 +222,24 @@ absl::StatusOr<bool> Keeper::Change(const Sight& sight) {
   Router router(std::move(transports), {.interrupted = [this] { return stopping(); }});
   BALLAST_RETURN_IF_ERROR(router.made());
   Members members(&router);
-  BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, kPatience, deadline));
+  BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, patience, deadline));
+  Outcome outcome;
+  outcome.complete = std::all_of(entries.begin(), entries.end(), [&](const v1::ServerEntry& entry) {
+    return members.Has(entry.server_id()) || IsAmong(sight.silent, ServerOf(entry));
+  });
   const std::vector<std::string> spares = members.spares(key);
   client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()});
   BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));
-  BALLAST_RETURN_IF_ERROR(CheckOthersAnswer(key.value().table(), sight.silent, found.answers));
+  BALLAST_RETURN_IF_ERROR(CheckOthersAnswer(key.value().table(), sight.silent, found.answers, patience));
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(found.answers, deadline));
   const bool unfinished = IsUnfinished();
-  if (!unfinished && !change.IsNeeded()) return false;
+  if (!unfinished && !change.IsNeeded()) return outcome;
   const v1::Epoch own = unfinished ? claimed_ : routes->epoch();
   const v1::Epoch least = Fencing(&router, options_.job, Fencing::Promised(found.answers), members.peers()).epoch();
   tried_ = least.nonce();
-  deadline = absl::Now() + options_.open_timeout;
+  SessionOptions options = options_;
+  options.open_timeout = std::max(2 * patience, options_.failover_after);
+  deadline = absl::Now() + options.open_timeout;
   BALLAST_ASSIGN_OR_RETURN(claimed_,
                            key.Claim(unfinished ? key.value().table() : routes->open().table(), least, deadline, &own));
   BALLAST_RETURN_IF_ERROR(change.Claimed(claimed_, deadline));
@@ -220,10 +247,11 @@ absl::StatusOr<bool> Keeper::Change(const Sight& sight) {
   v1::OpenRequest open = routes->open();
   *open.mutable_epoch() = claimed_;
   open.set_continues(true);
-  BALLAST_RETURN_IF_ERROR(OpenNext(&router, &members, &key, &change, options_, deadline, &open));
+  BALLAST_RETURN_IF_ERROR(OpenNext(&router, &members, &key, &change, options, deadline, &open));
   BALLAST_RETURN_IF_ERROR(router_->Continue(open));
   change.DropLeft(open.table());
-  return !model::SameTable(open.table(), routes->open().table());
+  outcome.changed = !model::SameTable(open.table(), routes->open().table());
+  return outcome;
 }
 
 }  // namespace ballast::client

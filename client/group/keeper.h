@@ -28,12 +28,13 @@ class Keeper {
   // Ends a change under way, which the next group then finishes.
   ~Keeper();
 
-  // While one lives, the keeper begins no change. Waits for one under way.
+  // While one lives, the keeper begins no change. Waits for one under way, at most step_timeout for one that has to be
+  // begun again.
   class Pause {
    public:
     explicit Pause(Keeper* keeper) : keeper_(keeper) {
       if (keeper_ == nullptr) return;
-      keeper_->changing_.Lock();
+      keeper_->LockFinished();
       keeper_->router_->PinRoutes(true);
     }
     ~Pause() {
@@ -65,11 +66,17 @@ class Keeper {
   bool HaveCopied(const Routes& routes) const;
   // Whether the key has an epoch of this group that is not open yet: a change failed amid its writes.
   bool IsUnfinished() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
-  // Changes the servers if that is needed. Whether the table is another one now.
-  absl::StatusOr<bool> Change(const Sight& sight) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
+  void LockFinished() ABSL_EXCLUSIVE_LOCK_FUNCTION(changing_);
+  // What a try found.
+  struct Outcome {
+    bool changed = false;   // the table is another one now
+    bool complete = false;  // all servers that are registered have answered
+  };
+  // Changes the servers if that is needed. `patience`: for all servers to answer before anything is claimed.
+  absl::StatusOr<Outcome> Change(const Sight& sight, absl::Duration patience) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
   void Tell(const absl::Status& failed, const Sight& sight);
 
-  SessionOptions options_;
+  const SessionOptions options_;
   Router* const router_;
   absl::Mutex changing_;
   // The last claim of this group's epochs, and the nonce of the last that was tried: its answer may have been lost.
