@@ -207,7 +207,9 @@ void Change::ExcludeOtherJobs() {
     server.set_server_id(answer.server_id());
     server.set_disk(answer.disk());
     if (IsMember(server)) continue;
-    const bool other = answer.exists() && answer.life() != 0 && answer.life() != now_.life();
+    // One that was fenced alone, by an opening that failed, has a life of its own until its first Open.
+    const bool opened = answer.opened().counter() != 0 || answer.has_open();
+    const bool other = opened && answer.life() != 0 && answer.life() != now_.life();
     const bool later = model::Compare(answer.promised(), epoch_) >= 0;
     if (!other && !later) continue;
     if (excluded_.insert(answer.server_id()).second) {
