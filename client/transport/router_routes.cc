@@ -202,6 +202,7 @@ void Router::OnLook(Transport* asked, const absl::StatusOr<v1::GetJobResponse>& 
   if (later && now.IsOwn(answer->promised_group())) return;
   if (later) Supersede();
   std::erase_if(refused_, [&](Refused& one) {
+    mutex_.AssertHeld();
     if (!later && --one.looks_left > 0) return false;
     timers_.emplace(absl::Now(), [this, op = one.op] { Finish(op, op->last); });
     return true;
