@@ -439,17 +439,21 @@ std::string Router::LongestWait(absl::Time now) {
   return absl::StrCat(line, ", ", absl::ToInt64Seconds(now - since), " s");
 }
 
+absl::Time Router::NextWake(bool watching) const {
+  absl::Time wake = watching ? absl::Now() + absl::Milliseconds(500) : absl::InfiniteFuture();
+  if (!timers_.empty()) wake = std::min(wake, timers_.begin()->first);
+  return LooksForRoutes() ? std::min(wake, look_after_) : wake;
+}
+
 // Fires retries, admits what waits for bytes in flight, shows long waits.
 void Router::Run() {
   mutex_.Lock();
   while (stopped_.ok()) {
     const bool watching = !active_.empty() || !watches_.empty();
-    absl::Time wake = watching ? absl::Now() + absl::Milliseconds(500) : absl::InfiniteFuture();
-    if (!timers_.empty()) wake = std::min(wake, timers_.begin()->first);
-    if (LooksForRoutes()) wake = std::min(wake, look_after_);
+    const absl::Time wake = NextWake(watching);
     const auto changed = [this, wake, watching]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-      return !stopped_.ok() || pump_wanted_ || (!timers_.empty() && timers_.begin()->first < wake) ||
-             (LooksForRoutes() && look_after_ < wake) || (!watching && (!active_.empty() || !watches_.empty()));
+      return !stopped_.ok() || pump_wanted_ || NextWake(watching) < wake ||
+             (!watching && (!active_.empty() || !watches_.empty()));
     };
     mutex_.AwaitWithDeadline(absl::Condition(&changed), wake);
     if (!stopped_.ok()) break;

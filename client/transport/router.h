@@ -272,6 +272,8 @@ class Router {
   // Sends what waits and has room, at most so many. Returns whether there is more that has.
   bool Pump(Direction direction, int operations_max = std::numeric_limits<int>::max());
   bool CanAdmit(const Lane& lane) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // When the router's thread has something to do at the latest.
+  absl::Time NextWake(bool watching) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::string LongestWait(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run();
 
