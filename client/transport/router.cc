@@ -1,7 +1,6 @@
 #include "ballast/client/transport/router.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -14,10 +13,6 @@ namespace {
 
 // How long a wait may last before a line says what is waited for, and how often.
 constexpr absl::Duration kReportAfter = absl::Seconds(2);
-constexpr absl::Duration kBackoffMin = absl::Milliseconds(5);
-constexpr absl::Duration kBackoffMax = absl::Seconds(1);
-
-bool IsRetryable(const absl::Status& status) { return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status); }
 
 }  // namespace
 
@@ -85,40 +80,6 @@ void Router::Reorder(absl::Span<const uint32_t> order) {
 
 bool Router::Left(const Transport* server) const {
   return std::any_of(left_.begin(), left_.end(), [server](const auto& one) { return one.get() == server; });
-}
-
-absl::Status Router::Silence(const Transport* server, bool prompt, const absl::Status& status, absl::Time since) {
-  const auto found = silent_since_.find(server);
-  if (found == silent_since_.end()) return absl::OkStatus();
-  const bool down = absl::IsUnavailable(status) && model::ReasonOf(status) != model::kBusy;
-  const bool hangs = absl::IsDeadlineExceeded(status);
-  const absl::Time now = absl::Now(), was = found->second;
-  if (down || (hangs && prompt)) found->second = std::min(found->second, down ? now : since);
-  if (!down && !hangs) found->second = absl::InfiniteFuture();
-  if (found->second != was) {
-    first_silence_ = absl::InfiniteFuture();
-    for (const auto& [one, silent_since] : silent_since_) first_silence_ = std::min(first_silence_, silent_since);
-  }
-  if (now - found->second < silence_max_ || server->recovers() || (routes_->may_change() && !pinned_)) {
-    return absl::OkStatus();
-  }
-  return model::Error(
-      absl::StatusCode::kAborted, model::kServerDown,
-      absl::StrCat("no answer for ", absl::FormatDuration(silence_max_),
-                   " (failover_after), and other servers have all its chunks: start the group again ",
-                   "with resume=auto, and it goes on without this server. The last answer: ", status.message()));
-}
-
-// A server that hangs is asked again as soon as the group could go on without it.
-absl::Time Router::TryDeadline(const Operation& op) const {
-  absl::Duration timeout = options_.try_timeout;
-  {
-    absl::MutexLock lock(&mutex_);
-    // Seals are answered within half a second, whatever is missing.
-    const absl::Duration least = op.prompt ? absl::Seconds(1) : absl::Seconds(2);
-    if (silent_since_.contains(op.server)) timeout = std::min(timeout, std::max(silence_max_, least));
-  }
-  return std::min(op.deadline, absl::Now() + timeout);
 }
 
 void Router::SetOpen(std::shared_ptr<const v1::OpenRequest> open) {
@@ -273,126 +234,6 @@ void Router::Send(const OperationPtr& op) {
   if (op->direction == kNone) return send();
   const auto ends_in = op->direction == kPulls ? Transport::Moves::kPull : Transport::Moves::kPush;
   op->server->Schedule(ends_in, std::move(send));
-}
-
-Router::Next Router::Classify(const Operation& op, const absl::Status& status) const {
-  if (status.ok() || !stopped_.ok()) return Next::kDone;
-  if (Left(op.server)) return routes_ == nullptr ? Next::kDone : Next::kReroute;
-  if (absl::Now() >= op.deadline) return Next::kDone;
-  if (IsRetryable(status)) {
-    // A server that answers BUSY at once has too much to do, and Commits with their blobs would add to that. Had the
-    // server lost the Commit, a later try waits there until its deadline.
-    const bool overloaded = absl::IsUnavailable(status) && model::ReasonOf(status) == model::kBusy;
-    // Of a server that hangs, a Commit tells whether it lives.
-    const bool hangs = absl::IsDeadlineExceeded(status) && silent_since_.contains(op.server);
-    const bool asks = (op.awaits_commit || hangs) && !overloaded;
-    return asks && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
-  }
-  const std::string reason = absl::IsFailedPrecondition(status) ? model::ReasonOf(status) : "";
-  if (reason == model::kNotOpen && open_ != nullptr) return Next::kSendOpen;
-  if (reason == model::kBehind && commit_ != nullptr) return Next::kSendCommit;
-  return MayBeOutdated(op, status) ? Next::kAwaitRoutes : Next::kDone;
-}
-
-absl::Duration Router::Backoff(const Operation& op) {
-  // A single try that ran out of its time has waited long enough.
-  if (absl::IsDeadlineExceeded(op.last)) return absl::ZeroDuration();
-  const absl::Duration full = std::min(kBackoffMax, kBackoffMin * std::pow(1.7, std::min(op.tries - 1, 30)));
-  return full * absl::Uniform(random_, 0.5, 1.0);
-}
-
-// Runs on a transport's thread, maybe deep inside it: nothing is sent from here.
-void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
-  Next next = Next::kDone;
-  {
-    absl::MutexLock lock(&mutex_);
-    if (absl::IsCancelled(status) && !stopped_.ok()) status = stopped_;
-    next = Classify(*op, status);
-    absl::Status silence = Silence(op->server, op->prompt, status, op->tried);
-    if (silence.ok() && IsRetryable(status)) silence = superseded_;
-    if (!silence.ok() && next != Next::kDone) {
-      status = std::move(silence);
-      next = Next::kDone;
-    }
-    if (next == Next::kAwaitRoutes) {
-      op->last = status;
-      AwaitRoutes(op);
-    } else if (next != Next::kDone) {
-      op->last = status;
-      const absl::Duration delay = Backoff(*op);
-      auto task = [this, op, next] { Repair(op, next); };
-      // The first repair goes out at once, later ones after a pause.
-      const bool at_once = next == Next::kReroute || (!IsRetryable(op->last) && op->tries == 1);
-      timers_.emplace(absl::Now() + (at_once ? absl::ZeroDuration() : delay), std::move(task));
-    }
-  }
-  if (next == Next::kDone) Finish(op, std::move(status));
-}
-
-void Router::Repair(const OperationPtr& op, Next how) {
-  std::shared_ptr<const v1::OpenRequest> open;
-  std::shared_ptr<const v1::CommitRequest> commit;
-  absl::Status stopped;
-  {
-    absl::MutexLock lock(&mutex_);
-    stopped = stopped_;
-    if (stopped.ok() && Left(op->server)) {
-      how = Next::kReroute;
-      if (routes_ == nullptr) stopped = absl::CancelledError("the session uses this server no longer");
-    }
-    if (how == Next::kSendOpen) open = open_;
-    if (how == Next::kSendCommit) commit = commit_;
-  }
-  if (!stopped.ok()) return Finish(op, stopped);
-  if (how == Next::kReroute) return Reroute(op);
-  const auto then = [this, op](const absl::Status& repaired) {
-    absl::Status ends;
-    {
-      absl::MutexLock lock(&mutex_);
-      ends = stopped_;
-      // If the Commit was sent unasked, before a retry, the call's own error says more than the Commit's.
-      const bool failed = !repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last) && !Left(op->server);
-      if (ends.ok() && failed && MayBeOutdated(*op, repaired)) {
-        op->last = repaired;
-        return AwaitRoutes(op);
-      }
-      if (ends.ok() && failed) ends = repaired;
-      if (ends.ok()) timers_.emplace(absl::Now(), [this, op] { Repair(op, Next::kRetry); });
-    }
-    if (!ends.ok()) Finish(op, ends);
-  };
-  const absl::Time try_deadline = TryDeadline(*op);
-  Transport* const server = op->server;
-  if (open != nullptr) {
-    server->Open(*open, try_deadline, [then](absl::StatusOr<v1::OpenResponse> r) { then(r.status()); });
-  } else if (commit != nullptr) {
-    server->Commit(*commit, try_deadline,
-                   [this, server, then, since = absl::Now()](absl::StatusOr<v1::CommitResponse> r) {
-                     {
-                       absl::MutexLock lock(&mutex_);
-                       (void)Silence(server, /*prompt=*/true, r.status(), since);  // the operation's next answer tells
-                     }
-                     then(r.status());
-                   });
-  } else {
-    Send(op);
-  }
-}
-
-absl::Status Router::Explain(const Operation& op, const absl::Status& status) const {
-  const std::string context = absl::StrCat("server ", op.server->name(), ": ", op.what);
-  if (!IsRetryable(status)) return model::Annotate(status, context);
-  // The last try may have been cut short by the deadline: then what earlier ones met says more.
-  const absl::Status& telling = absl::IsDeadlineExceeded(status) && !op.last.ok() ? op.last : status;
-  std::string reason = model::ReasonOf(telling);
-  if (reason.empty()) reason = model::kServerDown;
-  const absl::Duration waited = absl::Trunc(absl::Now() - op.started, absl::Milliseconds(1));
-  return model::Error(
-      telling.code(), reason,
-      absl::StrCat(context, reason == model::kServerDown ? ": no answer within " : ": no success within ",
-                   absl::FormatDuration(waited), " and ", op.tries, op.tries == 1 ? " try" : " tries",
-                   reason == model::kServerDown ? "; is the server running?" : ".",
-                   " The last answer: ", telling.message()));
 }
 
 void Router::Finish(const OperationPtr& op, absl::Status status) {
