@@ -59,22 +59,16 @@ def test_machines_die_with_their_disks(etcd, folder, bits):
     servers = several(etcd, 'lose', folder)
     a, b, c = servers
     url = etcd.url('lose') + '?servers=3'
-    training = Training(url, 'lose', folder, '--replicas', '2', '--failover-after', '3')
-    training.step(12)
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, '--servers', url, '--job', 'lose', '--replicas', '2', '--stop-at', '12')
+    assert code == 0, text
     b.end(signal.SIGKILL)
     shutil.rmtree(folder / 'b')
-    assert training.process.wait(300) == 1
-    text = training.log.read_text()
-    assert 'no answer for 3s (failover_after), and other servers have all its chunks' in text and 'SERVER_DOWN' in text, text
-    # The group is started again, as its launcher would.
     code, text = open_again(url, 'lose', '--failover-after', '3', '--stop-at', '24')
     assert code == 0 and "job 'lose' goes on without 'b' (last seen at" in text, text
     lost = int(re.search(r'the job has forgotten them; (\d+) of 1024 shards now have fewer than 2 copies', text)[1])
     assert 600 < lost < 750, 'two thirds had a copy on b'
     table = job_key(etcd, 'lose', 'lose')['table']
     assert [one['server_id'] for one in table['members']] == ['a', 'c'] and table['replicas'] == 2, table
-    code, text = run(BIN / 'ballastctl', 'members', '--job', 'lose', '--servers', etcd.url('lose'))
-    assert code == 0 and f'{lost} of 1024 shards have fewer than 2 copies' in text, text
     # b is back under its name, without the job; nobody takes it for the member that it was.
     b.start()
     # Chunks that are nowhere else are waited for, by name.
@@ -119,10 +113,8 @@ def test_a_server_that_hangs(etcd, folder, bits):
     training = Training(url, 'hang', folder, '--replicas', '2', '--failover-after', '3')
     training.step(8)
     servers[1].process.send_signal(signal.SIGSTOP)
-    assert training.process.wait(300) == 1
-    assert 'no answer for 3s (failover_after)' in training.log.read_text(), training.log.read_text()
-    code, text = open_again(url, 'hang', '--failover-after', '3')
-    assert code == 0 and "goes on without 'b'" in text and digest_of(text) == bits, text
+    assert training.digest() == bits
+    assert "goes on without 'b'" in training.log.read_text(), training.log.read_text()
     servers[1].process.send_signal(signal.SIGCONT)
     assert digest_of(open_again(url, 'hang')[1]) == bits
 

@@ -117,7 +117,7 @@ bool ChangeGroup::SendOpens(const model::Found& found) {
   request.set_base(found.base);
   if (found.decision.has_value()) *request.mutable_base_decision() = *found.decision;
   *request.mutable_table() = table_;
-  request.set_group("the group");
+  request.set_group(absl::StrCat("group ", epoch_.counter()));  // each opening is another group's
   request.mutable_tensor_steps()->Add(found.tensor_steps.begin(), found.tensor_steps.end());
   absl::StatusOr<model::EpochPlan> plan = model::EpochPlan::Make(request);
   if (!plan.ok()) {
