@@ -43,8 +43,6 @@ class ChunkHistory {
     begins_ = updated_in_;
     void_ = false;
   }
-  // Has it ever been imported?
-  bool imported() const { return begins_ > 0; }
   // Does the chunk exist under a pin that was made after `runs` runs?
   bool Exists(uint64_t runs) const { return !void_ && runs >= begins_; }
 

@@ -193,11 +193,24 @@ class ChunkStore {
   // RESOURCE_EXHAUSTED (BUDGET, DISK_FULL); DATA_LOSS (IO) if the NVMe tier did not keep the extent.
   absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept, bool automatic = false);
   // Reads all state that the pin keeps: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written.
-  // FAILED_PRECONDITION (VERSION_GONE) if there is no such pin. Blocks. Not while Run runs.
+  // FAILED_PRECONDITION (VERSION_GONE) if there is no such pin, or it lacks a chunk. Blocks. Not while Run runs.
   // `interrupt`: asked before each chunk.
   absl::Status VerifyPin(int64_t version, Interrupt interrupt);
   // Drops the pin and frees what nothing else needs. REQUIRES: the pin is not recorded any more.
   void UnpinDurably(int64_t version);
+
+  // What the pin keeps of the chunk, for another server's copy of both. On the store's thread, between runs; blocks for
+  // one read. FAILED_PRECONDITION (VERSION_GONE): there is no such pin, or it lacks the chunk; DATA_LOSS (CHECKSUM);
+  // else as ReadWhole.
+  absl::StatusOr<KeptState> ReadKept(int64_t version, uint64_t chunk) const;
+  // The pin, which is made if it is not there, keeps this state of the chunk, which another server kept. Written, not
+  // synced: SyncKept, then record KeptBy, before the chunk is imported. On the store's thread, between runs.
+  // RESOURCE_EXHAUSTED (BUDGET, DISK_FULL), or `admit`'s error; INVALID_ARGUMENT and DATA_LOSS as an imported state:
+  // then nothing has changed. INTERNAL (IO): as in Run.
+  absl::Status ImportKept(int64_t version, uint64_t chunk, const KeptState& kept, Admit admit = Admitted);
+  absl::Status SyncKept(int64_t version);
+  // The entries of what the pin keeps.
+  std::vector<DurableChunk> KeptBy(int64_t version) const;
 
   // Scrub, on the store's thread, between runs. Reads at most `buffer`, aligned to 4096, of the states on the disk.
   ScrubPiece ScrubNext(absl::Span<std::byte> buffer);

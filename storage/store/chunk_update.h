@@ -83,8 +83,9 @@ struct ChunkUpdate {
   std::optional<int64_t> restored;
   // Replaces the chunk's whole state by this one, of another server's copy of the chunk; the working copy is rounded
   // from its master. Nothing else is done. A durable store always writes it to a fresh extent, whatever `flush` says:
-  // no log leads from the state before to this one. Pins that were made before do not have the chunk any more.
-  // Borrowed until Run returns.
+  // no log leads from the state before to this one. Pins for reading that were made before do not have the chunk any
+  // more; durable ones lack it, unless they keep it or ImportKept brought what belongs to them. Borrowed until Run
+  // returns.
   const WholeState* imported = nullptr;
 
   // Replaces the whole state, whatever it was.

@@ -41,7 +41,7 @@ bool KeptExtents::NeedsBytes(uint64_t chunk, bool automatic) const {
 uint64_t KeptExtents::AsideBytes(int64_t pin) const {
   uint64_t bytes = 0;
   if (const auto found = pins_.find(pin); found != pins_.end()) {
-    for (const auto& [chunk, kept] : found->second) bytes += kept->aside ? kept->entry.bytes : 0;
+    for (const auto& [chunk, kept] : found->second.chunks) bytes += kept->aside ? kept->entry.bytes : 0;
   }
   return bytes;
 }
@@ -62,24 +62,24 @@ void KeptExtents::Keep(int64_t pin, uint64_t chunk, const DurableChunk& entry, N
   } else if (!automatic) {
     Pay(kept.get(), reserve);
   }
-  pins_[pin][chunk] = std::move(kept);
+  pins_[pin].chunks[chunk] = std::move(kept);
 }
 
 void KeptExtents::Adopt(int64_t pin, NvmeRoom reserve) {
-  for (auto& [chunk, kept] : pins_[pin]) Pay(kept.get(), &reserve);
+  for (auto& [chunk, kept] : pins_[pin].chunks) Pay(kept.get(), &reserve);
 }
 
 absl::Status KeptExtents::TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry, bool automatic) {
   // Two pins between which the chunk did not change share its extent.
-  for (const auto& [other, chunks] : pins_) {
-    const auto found = chunks.find(chunk);
-    if (found == chunks.end() || found->second->entry.offset != entry.offset ||
+  for (const auto& [other, there] : pins_) {
+    const auto found = there.chunks.find(chunk);
+    if (found == there.chunks.end() || found->second->entry.offset != entry.offset ||
         found->second->entry.file != entry.file) {
       continue;
     }
     if (found->second->aside && !automatic) shares_[chunk] -= entry.bytes;
     found->second->aside = found->second->aside && automatic;
-    pins_[pin][chunk] = found->second;
+    pins_[pin].chunks[chunk] = found->second;
     return absl::OkStatus();
   }
   absl::StatusOr<NvmeExtent> extent = nvme_->TakeKept(entry.offset, entry.file);
@@ -91,20 +91,55 @@ absl::Status KeptExtents::TakeBack(int64_t pin, uint64_t chunk, const DurableChu
   kept->extent.Charge(account_);
   kept->aside = automatic;
   if (automatic) AddShare(chunk, entry.bytes);
-  pins_[pin][chunk] = std::move(kept);
+  pins_[pin].chunks[chunk] = std::move(kept);
   return absl::OkStatus();
 }
 
-void KeptExtents::Forget(uint64_t chunk) {
-  for (auto& [pin, chunks] : pins_) {
-    if (const auto kept = chunks.find(chunk); kept != chunks.end()) kept->second->forgotten = true;
+void KeptExtents::Add(int64_t pin, uint64_t chunk, const DurableChunk& entry, NvmeExtent extent) {
+  const auto kept = std::make_shared<Kept>();
+  kept->entry = entry;
+  kept->extent = std::move(extent);
+  kept->extent.Mark(TierPart::kPins);
+  kept->extent.Charge(account_);
+  pins_[pin].chunks[chunk] = kept;
+}
+
+bool KeptExtents::Share(int64_t pin, uint64_t chunk, int64_t version, const ArrayDigests& digests) {
+  for (const auto& [other, there] : pins_) {
+    const auto found = there.chunks.find(chunk);
+    if (found == there.chunks.end() || found->second->aside) continue;
+    const DurableChunk& entry = found->second->entry;
+    if (entry.version != version || entry.digests != digests) continue;
+    const std::shared_ptr<Kept> same = found->second;
+    pins_[pin].chunks[chunk] = same;
+    return true;
   }
+  return false;
+}
+
+void KeptExtents::AddZero(int64_t pin, uint64_t chunk) { pins_[pin].zero.insert(chunk); }
+
+void KeptExtents::Imported(uint64_t chunk) {
+  for (auto& [pin, there] : pins_) {
+    if (!there.chunks.contains(chunk) && !there.zero.contains(chunk)) there.lacked.insert(chunk);
+  }
+}
+
+bool KeptExtents::Lacks(int64_t pin, uint64_t chunk) const {
+  const auto found = pins_.find(pin);
+  return found == pins_.end() || found->second.lacked.contains(chunk);
+}
+
+std::vector<uint64_t> KeptExtents::LackedBy(int64_t pin) const {
+  const auto found = pins_.find(pin);
+  if (found == pins_.end()) return {};
+  return {found->second.lacked.begin(), found->second.lacked.end()};
 }
 
 void KeptExtents::Drop(int64_t pin) {
   const auto found = pins_.find(pin);
   if (found == pins_.end()) return;
-  for (auto& [chunk, kept] : found->second) Release(std::move(kept));
+  for (auto& [chunk, kept] : found->second.chunks) Release(std::move(kept));
   pins_.erase(found);
 }
 
@@ -116,8 +151,10 @@ void KeptExtents::Release(std::shared_ptr<Kept> kept) {
 
 void KeptExtents::Remove(uint64_t chunk) {
   newest_.erase(chunk);
-  for (auto& [pin, chunks] : pins_) {
-    if (const auto kept = chunks.extract(chunk); !kept.empty()) Release(std::move(kept.mapped()));
+  for (auto& [pin, there] : pins_) {
+    if (const auto kept = there.chunks.extract(chunk); !kept.empty()) Release(std::move(kept.mapped()));
+    there.zero.erase(chunk);
+    there.lacked.erase(chunk);
   }
   if (const auto share = shares_.extract(chunk); !share.empty()) owed_ += share.mapped();
   SetAside({});
@@ -126,25 +163,23 @@ void KeptExtents::Remove(uint64_t chunk) {
 std::vector<uint64_t> KeptExtents::ChunksOf(int64_t pin) const {
   std::vector<uint64_t> chunks;
   if (const auto found = pins_.find(pin); found != pins_.end()) {
-    for (const auto& [chunk, kept] : found->second) {
-      if (!kept->forgotten) chunks.push_back(chunk);
-    }
+    for (const auto& [chunk, kept] : found->second.chunks) chunks.push_back(chunk);
   }
   return chunks;
 }
 
 const DurableChunk* KeptExtents::Find(int64_t pin, uint64_t chunk) const {
-  const auto chunks = pins_.find(pin);
-  if (chunks == pins_.end()) return nullptr;
-  const auto kept = chunks->second.find(chunk);
-  return kept == chunks->second.end() || kept->second->forgotten ? nullptr : &kept->second->entry;
+  const auto found = pins_.find(pin);
+  if (found == pins_.end()) return nullptr;
+  const auto kept = found->second.chunks.find(chunk);
+  return kept == found->second.chunks.end() ? nullptr : &kept->second->entry;
 }
 
 std::vector<DurableChunk> KeptExtents::Of(uint64_t chunk) const {
   std::vector<DurableChunk> entries;
-  for (const auto& [pin, chunks] : pins_) {
-    const auto kept = chunks.find(chunk);
-    if (kept == chunks.end() || kept->second->forgotten) continue;
+  for (const auto& [pin, there] : pins_) {
+    const auto kept = there.chunks.find(chunk);
+    if (kept == there.chunks.end()) continue;
     const DurableChunk& entry = kept->second->entry;
     const bool seen = std::any_of(entries.begin(), entries.end(), [&](const DurableChunk& other) {
       return other.offset == entry.offset && other.file == entry.file;
@@ -167,8 +202,8 @@ NvmeRoom KeptExtents::TakeOver(uint64_t chunk, NvmeExtent* old) {
 
 void KeptExtents::Leave() {
   aside_.Leave();
-  for (auto& [pin, chunks] : pins_) {
-    for (auto& [chunk, kept] : chunks) {
+  for (auto& [pin, there] : pins_) {
+    for (auto& [chunk, kept] : there.chunks) {
       kept->reserve.Leave();
       kept->extent.Leave();
     }

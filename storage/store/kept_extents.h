@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -49,10 +50,20 @@ class KeptExtents {
   // After a restart, for an `entry` that is not the chunk's newest extent. DATA_LOSS (IO) unless the NVMe tier kept the
   // extent.
   absl::Status TakeBack(int64_t pin, uint64_t chunk, const DurableChunk& entry, bool automatic = false);
+  // The pin keeps this state too, which another server kept; registers the pin.
+  void Add(int64_t pin, uint64_t chunk, const DurableChunk& entry, NvmeExtent extent);
+  // The same where a pin keeps that very state already: false if none does.
+  bool Share(int64_t pin, uint64_t chunk, int64_t version, const ArrayDigests& digests);
+  // The same of a chunk that was zero: the pin keeps nothing of it.
+  void AddZero(int64_t pin, uint64_t chunk);
   // The chunks that the pin keeps, ascending.
   std::vector<uint64_t> ChunksOf(int64_t pin) const;
-  // Null if the pin does not keep the chunk.
+  // Null if the pin does not keep the chunk: it was zero then, unless the pin lacks it.
   const DurableChunk* Find(int64_t pin, uint64_t chunk) const;
+  // A state of the chunk belongs to the pin, and is not here.
+  bool Lacks(int64_t pin, uint64_t chunk) const;
+  // The chunks that the pin lacks, ascending.
+  std::vector<uint64_t> LackedBy(int64_t pin) const;
 
   // The chunk's states that pins keep, each once.
   std::vector<DurableChunk> Of(uint64_t chunk) const;
@@ -60,9 +71,8 @@ class KeptExtents {
   // The chunk has moved on from extent `old` to a new extent. If pins keep `old`, the pins take `old` over, which
   // leaves it empty, and the chunk gets the pin's room of the same size in return.
   NvmeRoom TakeOver(uint64_t chunk, NvmeExtent* old);
-  // The chunk was imported: pins that were made before do not have it any more. Their extents stay until Drop, since
-  // the pins' entries name them after a crash.
-  void Forget(uint64_t chunk);
+  // The chunk was imported: pins that know no state of it lack it.
+  void Imported(uint64_t chunk);
   // Frees the extents that neither a further pin nor a chunk has.
   void Drop(int64_t pin);
   // The chunk has gone, and no entry of a pin names its extents any more: frees them, and its share of what is set
@@ -77,7 +87,11 @@ class KeptExtents {
     NvmeRoom reserve;    // held until the extent is taken over
     NvmeExtent extent;   // held from then on
     bool aside = false;  // its budget comes from what was set aside
-    bool forgotten = false;
+  };
+  struct Pin {
+    std::map<uint64_t, std::shared_ptr<Kept>> chunks;
+    // Of the chunks that it does not keep: those that another server told to be zero, and those that it lacks.
+    std::set<uint64_t> zero, lacked;
   };
   void Pay(Kept* kept, NvmeRoom* reserve);
   // A pin has no use of `kept` any more: if no other has, what was set aside returns there.
@@ -88,8 +102,8 @@ class KeptExtents {
   NvmeRoom aside_;
   std::map<uint64_t, uint64_t> shares_;  // of what was set aside, by chunk
   uint64_t owed_ = 0;                    // shares of removed chunks that other chunks' pins still use
-  std::map<int64_t, std::map<uint64_t, std::shared_ptr<Kept>>> pins_;  // by pin and chunk
-  std::map<uint64_t, std::weak_ptr<Kept>> newest_;                     // by chunk: its newest extent, while kept
+  std::map<int64_t, Pin> pins_;
+  std::map<uint64_t, std::weak_ptr<Kept>> newest_;  // by chunk: its newest extent, while kept
 };
 
 }  // namespace ballast::storage

@@ -10,7 +10,7 @@ absl::Status Import(StoreCore* core, StoredChunk& chunk, const WholeState& impor
                     const Compute& with) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex) {
   BALLAST_RETURN_IF_ERROR(core->EndWith(core->restore.Imported(chunk, imported, state, with)));
   chunk.history.Begin();
-  if (core->versions.has_value()) core->versions->pins.Forget(chunk.index);
+  if (core->versions.has_value()) core->versions->pins.Imported(chunk.index);
   if (!stores) return absl::OkStatus();
   ArrayDigests digests = {};
   for (size_t i = 0; i < imported.arrays.size(); ++i) digests[i] = imported.arrays[i].crc32c;
@@ -34,13 +34,10 @@ absl::Status Restore(StoreCore* core, StoredChunk& chunk, int64_t pin, std::byte
 }  // namespace
 
 absl::Status CheckReplacement(const StoreCore& core, const StoredChunk& chunk, const ChunkUpdate& update) {
-  if (!update.restored.has_value()) return absl::OkStatus();
-  const bool pinned = core.versions.has_value() && core.versions->pins.Has(*update.restored);
-  if (pinned && core.versions->pins.Find(*update.restored, chunk.index) != nullptr) return absl::OkStatus();
-  {
-    // A chunk without a copy was zero then. But another server's was not.
-    absl::ReaderMutexLock lock(&chunk.mutex);
-    if (pinned && !chunk.history.imported()) return absl::OkStatus();
+  // A chunk that the pin does not keep was zero then, unless the pin lacks it.
+  const bool replaces = update.restored.has_value();
+  if (!replaces || (core.versions.has_value() && !core.versions->pins.Lacks(*update.restored, chunk.index))) {
+    return absl::OkStatus();
   }
   return model::Error(absl::StatusCode::kDataLoss, model::kVersionGone,
                       absl::StrCat("version ", *update.restored, " of chunk ", chunk.id, " is not pinned here"));

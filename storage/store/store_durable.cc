@@ -100,6 +100,10 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
                         absl::StrCat("version ", version, " is not pinned here"));
   }
+  if (const std::vector<uint64_t> lacked = pins.LackedBy(version); !lacked.empty()) {
+    BALLAST_ASSIGN_OR_RETURN(const StoredChunk* const chunk, core.chunks.Find(lacked.front()));
+    return NotKept(version, *chunk);
+  }
   std::vector<ReadAhead> reads;
   std::vector<const StoredChunk*> chunks;
   uint64_t largest = 0;

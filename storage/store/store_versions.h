@@ -55,12 +55,13 @@ class StoreVersions {
       ABSL_SHARED_LOCKS_REQUIRED(chunk.reading) ABSL_LOCKS_EXCLUDED(chunk.mutex);
   // As VersionedExtents::Harden.
   absl::Status Harden();
+  // The entry of the chunk's `version` in `extent`, without digests.
+  DurableChunk EntryOf(const StoredChunk& chunk, int64_t version, const NvmeExtent& extent) const;
 
   VersionedExtents extents;
   KeptExtents pins;
 
  private:
-  DurableChunk EntryOf(const StoredChunk& chunk, int64_t version, const NvmeExtent& extent) const;
   void Expect(const StoredChunk& chunk, int64_t version);
   // The chunk moves on to the version `entry`.
   void Take(StoredChunk& chunk, const DurableChunk& entry, NvmeExtent fresh) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);

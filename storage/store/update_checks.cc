@@ -135,18 +135,12 @@ absl::Status CheckArrays(const StoredChunk& chunk, const WholeState& imported) {
 
 // An imported state comes alone, and is whole.
 absl::Status CheckImported(const StoredChunk& chunk, const ChunkUpdate& update) {
-  BALLAST_RETURN_IF_ERROR(CheckWhole(chunk));
   const bool values = !update.values.empty() || !update.logged_values.empty();
   const bool gradient = !update.segments.empty() || !update.gradient.empty() || update.logged_gradient.has_value();
   if (values || gradient || update.restored.has_value()) {
     return Bad(model::kBadRequest, absl::StrCat("chunk ", chunk.id, " is given an imported state and more"));
   }
-  if (update.imported->arrays.size() != static_cast<size_t>(chunk.layout.array_count())) {
-    return Bad(model::kBadLength,
-               absl::StrCat("an imported state of chunk ", chunk.id, " has ", update.imported->arrays.size(),
-                            " arrays, expected ", chunk.layout.array_count()));
-  }
-  return CheckArrays(chunk, *update.imported);
+  return CheckWholeState(chunk, *update.imported);
 }
 
 }  // namespace
@@ -156,6 +150,20 @@ absl::Status CheckWhole(const StoredChunk& chunk) {
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
                       absl::StrCat("the state of chunk ", chunk.id, " is not whole: a part of its master is ",
                                    chunk.layout.lends_master() ? "in the trainer's memory" : "its working copy"));
+}
+
+absl::Status NotKept(int64_t version, const StoredChunk& chunk) {
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                      absl::StrCat("version ", version, " of chunk ", chunk.id, " is not kept here"));
+}
+
+absl::Status CheckWholeState(const StoredChunk& chunk, const WholeState& imported) {
+  BALLAST_RETURN_IF_ERROR(CheckWhole(chunk));
+  if (imported.arrays.size() != static_cast<size_t>(chunk.layout.array_count())) {
+    return Bad(model::kBadLength, absl::StrCat("an imported state of chunk ", chunk.id, " has ", imported.arrays.size(),
+                                               " arrays, expected ", chunk.layout.array_count()));
+  }
+  return CheckArrays(chunk, imported);
 }
 
 absl::Status CheckNotVoid(const StoredChunk& chunk) {

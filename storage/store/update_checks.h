@@ -28,6 +28,12 @@ absl::Status CheckWhole(const StoredChunk& chunk);
 // Has the chunk a state? INVALID_ARGUMENT (BAD_REQUEST).
 absl::Status CheckNotVoid(const StoredChunk& chunk);
 
+// FAILED_PRECONDITION (VERSION_GONE): no durable pin of the version keeps the chunk.
+absl::Status NotKept(int64_t version, const StoredChunk& chunk);
+
+// Is another server's state one of the chunk's, and did it arrive whole? As CheckUpdate of an imported state.
+absl::Status CheckWholeState(const StoredChunk& chunk, const WholeState& imported);
+
 // INVALID_ARGUMENT: (BAD_RANGE) elements outside the chunk, or a segment or coded values that begin within a block;
 // (BAD_LENGTH) a gradient that does not cover its segments; (BAD_REQUEST) an update of another kind than the chunk
 // takes. Of an imported state: UNIMPLEMENTED as CheckWhole; INVALID_ARGUMENT (BAD_LENGTH) other arrays than the chunk's

@@ -1,4 +1,4 @@
-// A chunk's whole state as a store keeps it, on its way to another server's copy of the chunk.
+// A chunk's whole state as a store keeps it, or as a pin keeps it, on its way to another server's copy of the chunk.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +15,12 @@ struct WholeState {
     uint32_t crc32c = 0;           // of `bytes`
   };
   std::vector<Array> arrays;  // StateLayout::array_count() of them, by StateArray
+};
+
+// What a durable pin keeps of a chunk.
+struct KeptState {
+  int64_t version = -1;  // of the chunk: transactions 0..version are applied
+  WholeState state;      // without arrays: the chunk had no state yet, and is zero
 };
 
 }  // namespace ballast::storage

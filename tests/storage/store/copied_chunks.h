@@ -45,12 +45,13 @@ class CopyingServer {
     Restart();
   }
 
-  // As after a crash: what was recorded comes back.
-  void Restart() {
+  // As after a crash: what was recorded comes back. `pinned`: extents that pins name besides.
+  void Restart(absl::Span<const DurableChunk> pinned = {}) {
     store_.reset();
     tiers_.reset();
     std::vector<ExtentPlace> kept;
     for (const auto& [id, entry] : recorded_) kept.push_back({entry.offset, entry.bytes, entry.file});
+    for (const DurableChunk& entry : pinned) kept.push_back({entry.offset, entry.bytes, entry.file});
     tiers_ = *Tiers::Open({.budget = {.hbm = gpu_ ? 256 * kMiB : 0, .dram = 256 * kMiB, .nvme = 256 * kMiB},
                            .directory = directory_.path(),
                            .staging_bytes = kMiB + 3 * StateLayout(spec_).StateBytes(kElements),

@@ -157,25 +157,42 @@ TEST_F(KeptExtentsTest, AnAdoptedPinIsPaidForAndStays) {
   EXPECT_EQ(used(), before - kStateBytes) << "its room was its own";
 }
 
-TEST_F(KeptExtentsTest, AForgottenChunkStaysOnTheDiskUntilItsPinIsDropped) {
+TEST_F(KeptExtentsTest, APinLacksAnImportedChunkOfWhichItKnowsNoState) {
   Pin(1);
-  Move(0, 2);
-  Pin(2);
+  Move(1, 2);
+  kept_.Expect(2);
+  kept_.AddZero(2, 1);
+  kept_.Imported(0);
+  kept_.Imported(1);
+  EXPECT_FALSE(kept_.Lacks(1, 0)) << "what it keeps is as it was";
+  EXPECT_TRUE(kept_.Lacks(1, 1));
+  EXPECT_EQ(kept_.LackedBy(1), std::vector<uint64_t>{1});
+  EXPECT_TRUE(kept_.Lacks(2, 0));
+  EXPECT_FALSE(kept_.Lacks(2, 1)) << "it was zero";
+  EXPECT_TRUE(kept_.Lacks(3, 0)) << "there is no such pin";
+  kept_.Remove(1);
+  EXPECT_FALSE(kept_.Lacks(1, 1)) << "the chunk is gone";
+}
+
+TEST_F(KeptExtentsTest, AnotherServersStateIsSharedByThePinsThatHaveIt) {
   const uint64_t before = used();
-  kept_.Forget(0);
-  EXPECT_EQ(used(), before);
-  for (const int64_t pin : {1, 2}) {
-    EXPECT_TRUE(kept_.Has(pin));
-    EXPECT_EQ(kept_.Find(pin, 0), nullptr);
-    EXPECT_TRUE(kept_.ChunksOf(pin).empty());
-  }
-  EXPECT_TRUE(kept_.Of(0).empty());
-  Move(0, 3);
-  Pin(3);
-  EXPECT_EQ(kept_.Find(3, 0)->version, 3) << "a later pin has it";
+  const ArrayDigests digests = {1, 2, 3};
+  EXPECT_FALSE(kept_.Share(1, 0, 4, digests));
+  NvmeExtent extent = *nvme()->Allocate(kStateBytes, "a test");
+  const DurableChunk entry{
+      .version = 4, .offset = extent.offset(), .bytes = kStateBytes, .digests = digests, .file = extent.file_id()};
+  kept_.Add(1, 0, entry, std::move(extent));
+  EXPECT_FALSE(kept_.Share(2, 0, 5, digests)) << "another version";
+  EXPECT_FALSE(kept_.Share(2, 0, 4, {1, 2, 4})) << "other bytes";
+  EXPECT_FALSE(kept_.Share(2, 1, 4, digests)) << "another chunk";
+  EXPECT_TRUE(kept_.Share(2, 0, 4, digests));
+  EXPECT_EQ(kept_.Find(2, 0)->offset, entry.offset);
+  EXPECT_EQ(kept_.Of(0).size(), 1);
+  EXPECT_EQ(tiers_->taken(*account_)[static_cast<size_t>(TierPart::kPins)].nvme, kStateBytes);
   kept_.Drop(1);
+  EXPECT_EQ(used(), before + kStateBytes);
   kept_.Drop(2);
-  EXPECT_EQ(used(), 2 * kStateBytes) << "the chunk's own, and the third pin's room";
+  EXPECT_EQ(used(), before);
 }
 
 TEST_F(KeptExtentsTest, ARemovedChunkLeavesNothingBehind) {
