@@ -354,16 +354,6 @@ void Change::Tell(const v1::Table& next) const {
   for (const std::string& line : ShowChange(options_.job, now_, next, found_, options_.failover_after)) {
     options_.progress(line);
   }
-  // Copies have no state of versions that were kept before they began.
-  if (next.last_fill().SerializeAsString() == now_.last_fill().SerializeAsString()) return;
-  std::set<int64_t> kept;
-  for (const v1::GetJobResponse& answer : answers_) {
-    kept.insert(answer.durable_versions().begin(), answer.durable_versions().end());
-  }
-  if (!kept.empty()) {
-    Report(absl::StrCat("version(s) ", absl::StrJoin(kept, ", "), ", which servers keep, can no longer be restored: ",
-                        "servers that begin to copy chunks lack them"));
-  }
 }
 
 void Change::DropLeft(const v1::Table& next) {

@@ -53,6 +53,7 @@ Pins PinsOf(absl::Span<const v1::GetJobResponse> answers) {
 }
 
 bool IsBeforeFill(const KeptVersion& kept, const v1::Table& table) {
+  // An epoch that is not told may be older.
   return table.has_last_fill() &&
          (kept.decided_by.counter() == 0 || model::Compare(kept.decided_by, table.last_fill()) < 0);
 }

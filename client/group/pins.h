@@ -28,12 +28,12 @@ struct Pins {
 Pins PinsOf(absl::Span<const v1::GetJobResponse> answers);
 absl::StatusOr<Pins> AskPins(Router* router, const std::string& job, absl::Time deadline);
 
-// Whether a server that is a member by now has none, or not all, of its chunks of the version: it began to copy them
-// later. Such a version stays, and cannot be restored.
+// Whether a server may lack the version because it is still to copy it: the version is older than the last table that
+// let a server begin.
 bool IsBeforeFill(const KeptVersion& kept, const v1::Table& table);
 
-// Drops kept versions that some server lacks, because a rank died amid its pin: no restore can use them. For rank 0 of
-// a group that opens the job, before any rank pins.
+// Drops kept versions that some server lacks, because a rank died amid its pin: no restore can use them. Not those that
+// servers may still copy. For rank 0 of a group that opens the job, before any rank pins.
 absl::Status DropPartialPins(Router* router, const v1::OpenRequest& open, absl::Time deadline);
 
 }  // namespace ballast::client

@@ -71,8 +71,8 @@ absl::StatusOr<Pins> AskCommonPins(OpenJob& job) {
   auto pins = AskPins(job.router(), job.seat().job, job.seat().Deadline());
   if (!pins.ok()) return job.Conclude(pins.status());
   std::erase_if(pins->versions, [&](const PinnedOn& pin) {
-    return pin.differs || pin.servers < job.router()->server_count() ||
-           IsBeforeFill(pin.kept, job.router()->routes()->open().table());
+    const bool everywhere = pin.servers >= job.router()->server_count();
+    return pin.differs || (!everywhere && !IsBeforeFill(pin.kept, job.router()->routes()->open().table()));
   });
   return pins;
 }

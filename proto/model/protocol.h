@@ -12,7 +12,7 @@
 namespace ballast::model {
 
 // The version of the calls and of their meaning. proto/README.md says when it rises.
-inline constexpr uint32_t kProtocolVersion = 6;
+inline constexpr uint32_t kProtocolVersion = 7;
 
 // Metadata of each call of a trainer: its kProtocolVersion, and the server that the call is meant for (TargetOf).
 inline constexpr char kVersionMetadata[] = "ballast-protocol";

@@ -47,11 +47,7 @@ grpc::Slice ArrayHeadOf(const storage::WholeState::Array& array) {
 }  // namespace
 
 grpc::ByteBuffer EncodeExport(ExportedChunk chunk) {
-  v1::ExportResponse head;
-  head.set_version(chunk.version);
-  head.set_changed(chunk.changed);
-  head.set_elements(chunk.elements);
-  std::vector<grpc::Slice> slices = {grpc::Slice(head.SerializeAsString())};
+  std::vector<grpc::Slice> slices = {grpc::Slice(chunk.head.SerializeAsString())};
   for (storage::WholeState::Array& array : chunk.state.arrays) {
     slices.push_back(ArrayHeadOf(array));
     if (!array.bytes.empty()) slices.push_back(ArraySliceOf(std::move(array.bytes)));

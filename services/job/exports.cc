@@ -14,6 +14,7 @@ Exports::Exports(JobCore* core) : core_(core), room_(core->around.answer_room, c
 void Exports::Export(const v1::ExportRequest& request, const CallLimit& limit, Reply<ExportedChunk> reply) {
   const auto wanted = std::make_shared<Request>(
       Request{.least = request.least(), .bytes = request.ByteSizeLong(), .limit = limit, .reply = reply});
+  if (request.has_kept_version()) wanted->kept_version = request.kept_version();
   core_->EnterAnew(
       wanted->bytes,
       [this, request, wanted](Replies* replies) {
@@ -23,7 +24,7 @@ void Exports::Export(const v1::ExportRequest& request, const CallLimit& limit, R
       reply);
 }
 
-absl::StatusOr<std::shared_ptr<HeldChunk>> Exports::Find(const v1::ExportRequest& request) const {
+absl::Status Exports::CheckJob(const v1::ExportRequest& request) const {
   BALLAST_RETURN_IF_ERROR(core_->Refusal());
   const std::string who = absl::StrCat("job '", core_->name, "' on server '", core_->around.server_id, "'");
   const model::EpochPlan* const plan = core_->state.plan().get();
@@ -42,10 +43,28 @@ absl::StatusOr<std::shared_ptr<HeldChunk>> Exports::Find(const v1::ExportRequest
                         absl::StrCat(who, " has not opened the spec of the asking server's epoch, or has a later one: ",
                                      "ask again once the job's group has opened both"));
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<HeldChunk>> Exports::Find(const v1::ExportRequest& request) const {
+  BALLAST_RETURN_IF_ERROR(CheckJob(request));
   if (std::shared_ptr<HeldChunk> chunk = core_->state.Find(request.chunk()); chunk != nullptr) return chunk;
   return model::Error(
       absl::StatusCode::kInvalidArgument, model::kBadRequest,
-      absl::StrCat(who, " does not have chunk ", request.chunk(), " of ", plan->layout().chunks().size()));
+      absl::StrCat("job '", core_->name, "' on server '", core_->around.server_id, "' does not have chunk ",
+                   request.chunk(), " of ", core_->state.plan()->layout().chunks().size()));
+}
+
+absl::StatusOr<ExportedChunk> Exports::TellKept(const v1::ExportRequest& request) const {
+  BALLAST_RETURN_IF_ERROR(CheckJob(request));
+  ExportedChunk told;
+  for (const auto& [version, pin] : core_->machine->pins()) {
+    v1::ExportResponse::Kept* const kept = told.head.add_kept();
+    *kept->mutable_decision() = pin.decision();
+    *kept->mutable_tensor_steps() = pin.tensor_steps();
+    kept->set_registration_count(pin.registration_count());
+  }
+  return told;
 }
 
 absl::Status Exports::CheckHas(const std::shared_ptr<HeldChunk>& chunk) const {
@@ -58,6 +77,9 @@ absl::Status Exports::CheckHas(const std::shared_ptr<HeldChunk>& chunk) const {
 }
 
 void Exports::Begin(const v1::ExportRequest& request, const RequestPtr& wanted, Replies* replies) {
+  if (request.tell_kept()) {
+    return replies->push_back([reply = wanted->reply, told = TellKept(request)]() mutable { reply(std::move(told)); });
+  }
   const absl::StatusOr<std::shared_ptr<HeldChunk>> chunk = Find(request);
   if (!chunk.ok()) return replies->push_back([reply = wanted->reply, status = chunk.status()] { reply(status); });
   wanted->chunk = *chunk;
@@ -85,7 +107,8 @@ void Exports::Park(const RequestPtr& wanted, std::function<bool(Replies*)> ready
 
 bool Exports::Try(const RequestPtr& wanted, Replies* replies) {
   absl::Status status = CheckHas(wanted->chunk);
-  if (status.ok() && *wanted->chunk->version() < wanted->least) return false;
+  const bool newest = !wanted->kept_version.has_value();
+  if (status.ok() && newest && *wanted->chunk->version() < wanted->least) return false;
   if (status.ok() && wanted->room == nullptr) wanted->room = room_.Take(wanted->state_bytes);
   if (status.ok() && wanted->room == nullptr) {
     replies->push_back([this, job = core_->owner().lock(), wanted] { AwaitRoom(wanted); });
@@ -134,23 +157,40 @@ absl::Status Exports::PostRead(const RequestPtr& wanted) {
   return absl::OkStatus();
 }
 
+absl::Status Exports::Describe(const Request& wanted, v1::ExportResponse* head) const {
+  BALLAST_RETURN_IF_ERROR(CheckHas(wanted.chunk));
+  head->set_elements(wanted.chunk->elements);
+  if (!wanted.kept_version.has_value()) {
+    head->set_version(*wanted.chunk->version());
+    head->set_changed(wanted.chunk->changed());
+    return absl::OkStatus();
+  }
+  if (core_->machine->FindPin(*wanted.kept_version) != nullptr) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                      absl::StrCat("server '", core_->around.server_id, "' does not keep version ",
+                                   *wanted.kept_version, " of job '", core_->name, "'"));
+}
+
 // No update runs meanwhile: the worker is here.
 absl::StatusOr<ExportedChunk> Exports::Read(const RequestPtr& wanted) {
   if (wanted->limit.caller != nullptr && wanted->limit.caller->gone()) {
     return absl::CancelledError("the asking server is gone");
   }
   ExportedChunk exported{.room = std::move(wanted->room)};
-  const HeldChunk& chunk = *wanted->chunk;
+  const uint64_t index = wanted->chunk->store_index;
   std::shared_ptr<storage::ChunkStore> store;
   {
     JobMutexLock lock(&core_->mu);
-    BALLAST_RETURN_IF_ERROR(CheckHas(wanted->chunk));
-    exported.version = *chunk.version();
-    exported.changed = chunk.changed();
-    exported.elements = chunk.elements;
+    BALLAST_RETURN_IF_ERROR(Describe(*wanted, &exported.head));
     store = core_->state.store();
   }
-  BALLAST_ASSIGN_OR_RETURN(exported.state, store->ReadWhole(chunk.store_index));
+  if (wanted->kept_version.has_value()) {
+    BALLAST_ASSIGN_OR_RETURN(storage::KeptState kept, store->ReadKept(*wanted->kept_version, index));
+    exported.head.set_version(kept.version);
+    exported.state = std::move(kept.state);
+  } else {
+    BALLAST_ASSIGN_OR_RETURN(exported.state, store->ReadWhole(index));
+  }
   for (const storage::WholeState::Array& array : exported.state.arrays) {
     core_->counters.exported_bytes.fetch_add(array.bytes.size(), std::memory_order_relaxed);
   }

@@ -1,10 +1,12 @@
 // Hands whole chunks to other servers of the job, which copy them: finds the chunk, waits until it is at the wanted
-// version, then until there is room for the answer, and has the worker read the state between two of its tasks.
+// version, then until there is room for the answer, and has the worker read the state between two of its tasks. The
+// same with what durable pins keep of the chunk.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -33,6 +35,7 @@ class Exports {
   struct Request {
     std::shared_ptr<HeldChunk> chunk;
     int64_t least = 0;
+    std::optional<int64_t> kept_version;  // as v1::ExportRequest
     uint64_t state_bytes = 0;
     uint64_t bytes = 0;  // of the request's message
     CallLimit limit;
@@ -44,7 +47,11 @@ class Exports {
 
   void Begin(const v1::ExportRequest& request, const RequestPtr& wanted, Replies* replies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // The chunk that is asked for, if the job is the one that is meant.
+  // The job is the one that is meant.
+  absl::Status CheckJob(const v1::ExportRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  absl::StatusOr<ExportedChunk> TellKept(const v1::ExportRequest& request) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The chunk that is asked for.
   absl::StatusOr<std::shared_ptr<HeldChunk>> Find(const v1::ExportRequest& request) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The chunk is still this server's to give.
@@ -59,6 +66,8 @@ class Exports {
   absl::Status PostRead(const RequestPtr& wanted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // On the worker.
   absl::StatusOr<ExportedChunk> Read(const RequestPtr& wanted) ABSL_LOCKS_EXCLUDED(job_lock);
+  // All of the answer but the state.
+  absl::Status Describe(const Request& wanted, v1::ExportResponse* head) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   JobCore* const core_;
   AnswerRoom::ForJob room_;

@@ -12,6 +12,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/kept_copies.h"
+#include "ballast/services/job/kept_versions.h"
 #include "ballast/services/job_state/import_pace.h"
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/threads/chunk_source.h"
@@ -35,13 +37,13 @@ absl::Status TooLate(int64_t version, int64_t applied) {
       absl::StrCat("the copy is of version ", version, ", and step ", applied, " has been applied without the chunk"));
 }
 
-// Nothing has changed in the store: the copy is at fault.
-bool IsBadCopy(const absl::Status& status) {
+}  // namespace
+
+bool Filling::IsBadCopy(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || model::ReasonOf(status) == model::kChecksum;
 }
 
-// Its bytes, which the message then lacks.
-storage::WholeState TakeState(v1::ExportResponse* message) {
+storage::WholeState Filling::TakeState(v1::ExportResponse* message) {
   storage::WholeState state;
   for (v1::ExportResponse::Array& array : *message->mutable_arrays()) {
     const std::string bytes = std::move(*array.mutable_payload());
@@ -50,8 +52,6 @@ storage::WholeState TakeState(v1::ExportResponse* message) {
   }
   return state;
 }
-
-}  // namespace
 
 Filling::~Filling() {
   JobMutexLock lock(&core_->mu);
@@ -83,18 +83,27 @@ uint64_t Filling::BytesOf(const HeldChunk& chunk) const {
   return core_->state.store()->layout().Of(chunk.form).StateBytes(chunk.elements);
 }
 
+v1::ExportRequest Filling::RequestTo(const model::EpochPlan& plan) const {
+  v1::ExportRequest request;
+  request.set_job(core_->name);
+  request.set_life(plan.open().table().life());
+  request.set_spec_digest(plan.open().spec_digest());
+  return request;
+}
+
 Filling::CopyPtr Filling::MakeCopy(const HeldChunk& chunk, int64_t least, uint32_t from) const {
-  const v1::OpenRequest& open = core_->state.plan()->open();
   const auto copy = std::make_shared<Copy>();
   copy->chunk = chunk.layout().index;
   copy->plan = core_->state.plan();
   copy->from = core_->state.plan()->members()[static_cast<int>(from)];
-  copy->request.set_job(core_->name);
-  copy->request.set_life(open.table().life());
-  copy->request.set_spec_digest(open.spec_digest());
+  copy->request = RequestTo(*copy->plan);
   copy->request.set_chunk(copy->chunk);
   copy->request.set_least(std::max(least, *chunk.version()));
   return copy;
+}
+
+bool Filling::CopiesNewest() const {
+  return std::any_of(copies_.begin(), copies_.end(), [](const auto& copy) { return !copy.second->kept.has_value(); });
 }
 
 bool Filling::Lacks(const model::EpochPlan* plan) const {
@@ -106,7 +115,12 @@ std::vector<Filling::CopyPtr> Filling::Choose(absl::Time now) {
   const std::shared_ptr<const model::EpochPlan> plan = core_->state.plan();
   if (!core_->Refusal().ok() || core_->state.recovering() || !core_->machine->may_import()) return begun;
   std::erase_if(copies_, [&](const auto& copy) { return copy.second->plan != plan; });
-  if (copies_.empty() || now >= held_until_) EndHold();
+  if (!CopiesNewest() || now >= held_until_) EndHold();
+  kept_copies_->Advance([this] {
+    core_->mu.AssertHeld();
+    Resume();
+  });
+  AskForKept(plan, &begun);
   if (!Lacks(plan.get())) {
     told_begin_ = false;  // another table may have taken the last missing chunks away
     return begun;
@@ -114,17 +128,17 @@ std::vector<Filling::CopyPtr> Filling::Choose(absl::Time now) {
   TellBegin();
   TellProgress(now);
   // Copies that hold steps back begin together.
-  if (late_ >= kLateMax && !copies_.empty()) {
-    if (HoldsSteps()) RunAt(held_until_);
-    return begun;
-  }
+  const bool wait = late_ >= kLateMax && CopiesNewest();
   const uint32_t self = *plan->FindMember(core_->around.server_id);
-  const bool holds = BeginHold(now);
-  absl::Time again = holds ? held_until_ : absl::InfiniteFuture();
+  absl::Time again = HoldsSteps() ? held_until_ : absl::InfiniteFuture();
+  std::optional<bool> holds;
   for (const auto& [index, least] : core_->machine->unfilled()) {
     if (copies_.size() == kCopiesAtOnce) break;
     const std::shared_ptr<HeldChunk> chunk = core_->state.Find(index);
-    if (copies_.contains(index) || chunk == nullptr || chunk->filled()) continue;
+    if (chunk == nullptr || chunk->filled()) continue;
+    const KeptCopies::Next next = kept_copies_->NextOf(*chunk);
+    if ((!next.newest && !next.version.has_value()) || (next.newest && wait)) continue;
+    if (copies_.contains({index, next.version})) continue;
     const std::optional<uint32_t> from = sources_.Choose(*plan, index, self, now, &again);
     if (!from.has_value()) continue;
     ImportPace* const pace = core_->around.import_pace;
@@ -132,10 +146,17 @@ std::vector<Filling::CopyPtr> Filling::Choose(absl::Time now) {
       again = std::min(again, free);
       break;
     }
-    begun.push_back(copies_[index] = MakeCopy(*chunk, least, *from));
-    begun.back()->holds_steps = holds;
+    const CopyPtr copy = MakeCopy(*chunk, least, *from);
+    if (next.newest) {
+      if (!holds.has_value()) holds = BeginHold(now);
+      copy->holds_steps = *holds;
+    } else {
+      copy->kept = *next.version;
+      copy->request.set_kept_version(*next.version);
+    }
+    begun.push_back(copies_[KeyOf(*copy)] = copy);
   }
-  if (begun.empty()) EndHold();
+  if (holds.value_or(false)) again = std::min(again, held_until_);
   RunAt(again);
   return begun;
 }
@@ -174,16 +195,16 @@ void Filling::RunAt(absl::Time when) {
 }
 
 std::shared_ptr<HeldChunk> Filling::ChunkOf(const CopyPtr& copy) const {
-  const auto current = copies_.find(copy->chunk);
+  const auto current = copies_.find(KeyOf(*copy));
   if (current == copies_.end() || current->second != copy || copy->plan != core_->state.plan()) return nullptr;
   std::shared_ptr<HeldChunk> chunk = core_->state.Find(copy->chunk);
   return chunk == nullptr || chunk->filled() ? nullptr : chunk;
 }
 
 void Filling::End(const CopyPtr& copy) {
-  const auto current = copies_.find(copy->chunk);
+  const auto current = copies_.find(KeyOf(*copy));
   if (current != copies_.end() && current->second == copy) copies_.erase(current);
-  if (copies_.empty()) EndHold();
+  if (!CopiesNewest()) EndHold();
   Resume();
 }
 
@@ -205,15 +226,17 @@ void Filling::Arrive(const CopyPtr& copy, absl::StatusOr<v1::ExportResponse> sta
   if (state.ok()) copy->state = *std::move(state);
   core_->Enter([this, copy, status = state.status()](Replies* replies) {
     core_->mu.AssertHeld();
+    if (copy->request.tell_kept()) return TakeKept(copy, status);
     const std::shared_ptr<HeldChunk> chunk = ChunkOf(copy);
     if (chunk == nullptr) return End(copy);
-    if (!status.ok()) return Fail(copy, status);
+    if (!status.ok()) return copy->kept.has_value() ? FailKept(copy, *chunk, status) : Fail(copy, status);
     if (copy->state.elements() != chunk->elements) {
       return Fail(copy, model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
                                      absl::StrCat("it has ", copy->state.elements(), " elements there, and ",
                                                   chunk->elements, " here")));
     }
     sources_.Answered(copy->from.server_id());
+    if (copy->kept.has_value()) return core_->worker->Post([this, copy] { InstallKept(copy); });
     AwaitMachine(copy, replies);
   });
 }
@@ -240,6 +263,7 @@ absl::Status Filling::Check(const CopyPtr& copy, const HeldChunk& chunk) {
   BALLAST_RETURN_IF_ERROR(core_->Refusal());
   const int64_t version = copy->state.version();
   if (version < *chunk.version()) return TooLate(version, *chunk.version());
+  if (!kept_copies_->NextOf(chunk).newest) return absl::CancelledError("what kept versions have of it comes first");
   return core_->machine->CheckImport(copy->chunk, version);
 }
 

@@ -4,12 +4,15 @@
 // until the machine says that its version may become durable here. Then the worker puts it into the store between two
 // steps: the chunk's updates of steps up to that version have been passed over, and later ones follow. A copy that
 // comes too late, after a step that was applied without the chunk, is asked for again. If that happens again and again,
-// since steps take less time than copies, some copies hold the next step back until they are there.
+// since steps take less time than copies, some copies hold the next step back until they are there. What kept versions
+// have of the chunk is copied first (KeptCopies).
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -17,6 +20,7 @@
 #include "ballast/services/job/fill_sources.h"
 #include "ballast/services/job_state/job_mutex.h"
 #include "ballast/services/threads/waiting.h"
+#include "ballast/storage/store/whole_state.h"
 #include "ballast/v1/admin_service.pb.h"
 #include "ballast/v1/state_service.pb.h"
 
@@ -24,6 +28,8 @@ namespace ballast::services {
 
 class HeldChunk;
 class JobCore;
+class KeptCopies;
+class KeptVersions;
 
 // Threads: guarded by the job's lock, unless a method says otherwise.
 class Filling {
@@ -31,7 +37,8 @@ class Filling {
   // Copies on their way to this job, each with its memory of up to 16 MiB.
   static constexpr size_t kCopiesAtOnce = 2;
 
-  explicit Filling(JobCore* core) : core_(core) {}
+  Filling(JobCore* core, KeptCopies* kept_copies, KeptVersions* kept)
+      : core_(core), kept_copies_(kept_copies), kept_(kept) {}
   ~Filling();
 
   // Has the clerk begin further copies, if chunks are missing and may be imported. Asks nothing of the step machine, so
@@ -43,9 +50,14 @@ class Filling {
   void Describe(v1::JobStatus* status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
  private:
-  // A chunk on its way.
+  // A copy that could not be stored is at fault itself: nothing has changed in the store.
+  static bool IsBadCopy(const absl::Status& status);
+  // The state that came, which the message then lacks.
+  static storage::WholeState TakeState(v1::ExportResponse* message);
+  // A chunk on its way: its newest state, or what a kept version has of it. Or the question which versions are kept.
   struct Copy {
     uint64_t chunk = 0;  // index in the layout
+    std::optional<int64_t> kept;
     std::shared_ptr<const model::EpochPlan> plan;
     v1::Member from;
     v1::ExportRequest request;
@@ -53,6 +65,8 @@ class Filling {
     v1::ExportResponse state;  // once it has come
   };
   using CopyPtr = std::shared_ptr<Copy>;
+  using Key = std::pair<uint64_t, std::optional<int64_t>>;  // chunk, kept version
+  static Key KeyOf(const Copy& copy) { return {copy.chunk, copy.kept}; }
 
   // On the clerk.
   void Begin() ABSL_LOCKS_EXCLUDED(job_lock);
@@ -63,6 +77,13 @@ class Filling {
   // Whether copies that begin now hold the next step back: not twice the same step.
   bool BeginHold(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void EndHold() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  v1::ExportRequest RequestTo(const model::EpochPlan& plan) const;
+  // Which versions does another member keep? Asks once under each plan, until one has answered.
+  void AskForKept(const std::shared_ptr<const model::EpochPlan>& plan, std::vector<CopyPtr>* begun)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void TakeKept(const CopyPtr& ask, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Copies of newest states are on their way.
+  bool CopiesNewest() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   CopyPtr MakeCopy(const HeldChunk& chunk, int64_t least, uint32_t from) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   uint64_t BytesOf(const HeldChunk& chunk) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void RunAt(absl::Time when) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -82,9 +103,13 @@ class Filling {
   // The copy is over: another one may begin.
   void End(const CopyPtr& copy) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void Fail(const CopyPtr& copy, const absl::Status& cause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // As Fail; the version is given up if no holder of the chunk keeps it.
+  void FailKept(const CopyPtr& copy, const HeldChunk& chunk, const absl::Status& cause)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // On the worker.
   void Install(const CopyPtr& copy) ABSL_LOCKS_EXCLUDED(job_lock);
+  void InstallKept(const CopyPtr& copy) ABSL_LOCKS_EXCLUDED(job_lock);
   // The store has the copy, or says why not. False: what the store has of the chunk does not count.
   bool Installed(const CopyPtr& copy, const absl::Status& status, Replies* replies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -94,9 +119,14 @@ class Filling {
   void TellProgress(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   JobCore* const core_;
+  KeptCopies* const kept_copies_;
+  KeptVersions* const kept_;
   bool posted_ ABSL_GUARDED_BY(job_lock) = false;
-  std::map<uint64_t, CopyPtr> copies_ ABSL_GUARDED_BY(job_lock);  // by chunk
+  std::map<Key, CopyPtr> copies_ ABSL_GUARDED_BY(job_lock);
   FillSources sources_ ABSL_GUARDED_BY(job_lock);
+  std::shared_ptr<const model::EpochPlan> asking_
+      ABSL_GUARDED_BY(job_lock);  // a member under this plan is or was asked
+  uint32_t asks_failed_ ABSL_GUARDED_BY(job_lock) = 0;
   int late_ ABSL_GUARDED_BY(job_lock) = 0;  // copies that came too late, since one came in time
   absl::Time held_until_ ABSL_GUARDED_BY(job_lock) = absl::InfinitePast();
   int64_t held_after_ ABSL_GUARDED_BY(job_lock) = -1;  // the last decided step when copies last held back the next

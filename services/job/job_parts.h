@@ -8,6 +8,7 @@
 #include "ballast/services/job/exports.h"
 #include "ballast/services/job/filling.h"
 #include "ballast/services/job/job.h"
+#include "ballast/services/job/kept_copies.h"
 #include "ballast/services/job/kept_versions.h"
 #include "ballast/services/job/loans.h"
 #include "ballast/services/job/peers.h"
@@ -43,6 +44,7 @@ struct Job::Parts {
   SliceRoom room;
   ReadPins read_pins;
   Flushes flushes;
+  KeptCopies kept_copies;
   KeptVersions kept;
   EarlierExtents earlier;
   Prediction prediction;

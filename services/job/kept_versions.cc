@@ -1,5 +1,7 @@
 #include "ballast/services/job/kept_versions.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -9,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/verdict.h"
+#include "ballast/services/job/kept_copies.h"
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/job_state/job_entry.h"
 #include "ballast/services/journal/flushes.h"
@@ -59,6 +62,7 @@ Outcome<v1::PinResponse> KeptVersions::TryPin(const v1::PinRequest& request, std
     return std::nullopt;
   }
   BALLAST_RETURN_IF_ERROR(core_->machine->StateStatus());
+  if (pin == nullptr && request.only_tell() && copies_->waits()) return std::nullopt;
   if (pin == nullptr) BALLAST_RETURN_IF_ERROR(CheckNewest(request));
   BALLAST_RETURN_IF_ERROR(CheckMayKeepOne());
   *waiting_for = pin != nullptr ? BeginAdoption(version, request.epoch()) : Begin(request.epoch());
@@ -81,7 +85,7 @@ absl::Status KeptVersions::CheckMayKeepOne() const {
         absl::StrCat("server '", core_->around.server_id, "' still copies ", core_->machine->unfilled().size(),
                      " chunk(s) of job '", core_->name, "': a version can be kept once it has them all"));
   }
-  if (core_->state.store() == nullptr || !core_->state.store()->durable()) {
+  if (core_->state.plan()->open().spec().durability() == v1::DURABILITY_NONE) {
     return model::Error(
         absl::StatusCode::kFailedPrecondition, model::kUnsupported,
         absl::StrCat("job '", core_->name, "' keeps nothing on the disk (durability none); a durable pin ",
@@ -142,7 +146,9 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
   if (status.ok()) {
     std::shared_ptr<void> lease;
     const auto admit = [&](uint64_t bytes) { return core_->MayGrow(storage::TierKind::kNvme, bytes, &lease); };
-    auto kept = store->PinDurably(pin.version(), pin.automatic(), interrupt, admit);
+    // Without chunks there is nothing to keep.
+    absl::StatusOr<std::vector<storage::DurableChunk>> kept = std::vector<storage::DurableChunk>();
+    if (store != nullptr) kept = store->PinDurably(pin.version(), pin.automatic(), interrupt, admit);
     status =
         model::Annotate(kept.status(), absl::StrCat("version ", pin.version(), " of job '", core_->name,
                                                     "' cannot be pinned on server '", core_->around.server_id, "'"));
@@ -150,11 +156,9 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
     overtaken = overtaken && model::ReasonOf(status) == model::kVersionGone;
     harmless = kept.ok() || overtaken || (absl::IsResourceExhausted(status) && !pin.automatic());
     if (kept.ok()) {
-      flushes_->Cut(*store);
-      for (const storage::DurableChunk& chunk : *kept) pin.add_chunks(chunk.Encode());
+      if (store != nullptr) flushes_->Cut(*store);
       // After an error nobody knows whether the entry is there: the extents stay.
-      const CatalogPair pair = PinPair(core_->name, pin);
-      status = core_->around.catalog->Replace(PinPrefixes(core_->name, pin.version()), {&pair, 1});
+      status = WritePin(core_->around.catalog, core_->name, pin, *kept);
       harmless = status.ok();
       remedy = kCatalogRemedy;
     }
@@ -200,7 +204,11 @@ Outcome<v1::UnpinResponse> KeptVersions::TryUnpin(int64_t version) {
     response.set_stays_automatic(core_->machine->FindPin(version) != nullptr);
     return response;
   }
-  if (core_->machine->FindPin(version) == nullptr) return v1::UnpinResponse();
+  if (core_->machine->FindPin(version) == nullptr) {
+    if (!copies_->Forget(version)) return v1::UnpinResponse();
+    PostUnpin(version);
+    return std::nullopt;
+  }
   const auto check = checks_.find(version);
   const bool unreadable =
       check != checks_.end() && check->second.done &&
@@ -219,10 +227,22 @@ absl::StatusOr<bool> KeptVersions::GiveUp(int64_t version, bool unreadable) {
     PinChanged(*pin);
     return true;
   }
-  unpinning_.insert(version);
-  // Behind a decided restore of the version.
-  core_->worker->Post([this, version] { RunUnpin(version); });
+  PostUnpin(version);
   return false;
+}
+
+void KeptVersions::PostUnpin(int64_t version) {
+  (void)copies_->Forget(version);
+  unpinning_.insert(version);
+  core_->worker->Post([this, version] { RunUnpin(version); });
+}
+
+void KeptVersions::GiveUpIncomplete(int64_t version, uint64_t chunk) {
+  const bool pinned = core_->machine->FindPin(version) != nullptr;
+  if (pinned ? !GiveUp(version, /*unreadable=*/false).ok() : !copies_->Forget(version)) return;
+  if (!pinned) PostUnpin(version);
+  spdlog::warn("job '{}': version {} can be restored no more: no server that has chunk {} keeps it", core_->name,
+               version, chunk);
 }
 
 void KeptVersions::RunUnpin(int64_t version) {
@@ -234,9 +254,9 @@ void KeptVersions::RunUnpin(int64_t version) {
     store = core_->state.store();
   }
   // A restore of the version may have stored chunks without recording them yet: until then a replay needs the pin.
-  absl::Status erased = store->Harden();
+  absl::Status erased = store == nullptr ? absl::OkStatus() : store->Harden();
   if (erased.ok()) erased = core_->around.catalog->Replace(PinPrefixes(core_->name, version), {});
-  if (erased.ok()) store->UnpinDurably(version);
+  if (erased.ok() && store != nullptr) store->UnpinDurably(version);
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
     unpinning_.erase(version);
@@ -281,7 +301,9 @@ void KeptVersions::RunCheck(int64_t version) {
     store = core_->state.store();
     lost = core_->machine->state_lost();
   }
-  const absl::Status status = store->VerifyPin(version, [this] { return core_->Interrupted(); });
+  // Without chunks there is nothing to read.
+  const absl::Status status =
+      store == nullptr ? absl::OkStatus() : store->VerifyPin(version, [this] { return core_->Interrupted(); });
   core_->LockedOnWorker([&](Replies*) {
     core_->mu.AssertHeld();
     const auto check = checks_.find(version);
@@ -356,11 +378,7 @@ absl::Status KeptVersions::WriteWants(const v1::PinnedVersion& pin) {
 
 void KeptVersions::PinChanged(const v1::PinnedVersion& pin) {
   const int64_t version = pin.version();
-  if (!pin.automatic() && !pin.requested()) {
-    unpinning_.insert(version);
-    core_->worker->Post([this, version] { RunUnpin(version); });
-    return;
-  }
+  if (!pin.automatic() && !pin.requested()) return PostUnpin(version);
   core_->worker->Post([this, version] {
     v1::PinnedVersion pin;
     {

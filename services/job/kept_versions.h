@@ -31,12 +31,13 @@ namespace ballast::services {
 class Flushes;
 class JobCore;
 class JobJournal;
+class KeptCopies;
 
 // Guarded by the job's lock, unless a method says otherwise. The blocking work is the worker's.
 class KeptVersions {
  public:
-  KeptVersions(JobCore* core, const JobJournal* journal, Flushes* flushes)
-      : core_(core), journal_(journal), flushes_(flushes) {}
+  KeptVersions(JobCore* core, const JobJournal* journal, Flushes* flushes, KeptCopies* copies)
+      : core_(core), journal_(journal), flushes_(flushes), copies_(copies) {}
 
   // As the methods of StateServer, for durable pins. No lock held.
   void Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply)
@@ -46,6 +47,9 @@ class KeptVersions {
   // Reads and verifies a pin as a whole, once per epoch, before its restore may be prepared. False while the reading
   // goes on.
   absl::StatusOr<bool> Checked(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // No other server keeps the version of a chunk that this one has to copy: it can be restored no more.
+  void GiveUpIncomplete(int64_t version, uint64_t chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // As StepHost.
   void PinDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { (void)Begin(std::nullopt); }
@@ -79,6 +83,8 @@ class KeptVersions {
   // No request asks for the version any more. Returns whether the server keeps it all the same, as its automatic pin;
   // otherwise the version is taken off the disk by the worker. Errors as StepMachine::Unpin.
   absl::StatusOr<bool> GiveUp(int64_t version, bool unreadable) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Has the worker take the version off the disk, behind a decided restore of it.
+  void PostUnpin(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Posts a pin of the machine's current version: for the group of this epoch, or an automatic pin.
   std::shared_ptr<Pinning> Begin(const std::optional<v1::Epoch>& epoch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // For a request that asks for an automatic pin: posts work that takes space for the pin outside the automatic pins'
@@ -101,6 +107,7 @@ class KeptVersions {
   JobCore* const core_;
   const JobJournal* const journal_;
   Flushes* const flushes_;
+  KeptCopies* const copies_;
   // Pins being made, and versions being unpinned; the machine knows the existing pins.
   std::map<int64_t, std::shared_ptr<Pinning>> pinning_ ABSL_GUARDED_BY(job_lock);
   std::set<int64_t> unpinning_ ABSL_GUARDED_BY(job_lock);

@@ -194,6 +194,14 @@ std::vector<std::string> PinPrefixes(absl::string_view job, int64_t version) {
   return {prefix + CatalogPin(version), prefix + CatalogWanted(version)};
 }
 
+absl::Status WritePin(storage::Catalog* catalog, absl::string_view job, v1::PinnedVersion pin,
+                      absl::Span<const storage::DurableChunk> chunks) {
+  pin.clear_chunks();
+  for (const storage::DurableChunk& chunk : chunks) pin.add_chunks(chunk.Encode());
+  const CatalogPair pair = PinPair(job, pin);
+  return catalog->Replace(PinPrefixes(job, pin.version()), {&pair, 1});
+}
+
 std::vector<storage::DurableChunk> PinnedChunks(const v1::PinnedVersion& pin) {
   std::vector<storage::DurableChunk> chunks;
   for (const std::string& bytes : pin.chunks()) chunks.emplace_back().Decode(bytes);

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "ballast/storage/catalog/catalog.h"
 #include "ballast/storage/store/extent_label.h"
 #include "ballast/v1/log.pb.h"
@@ -90,6 +91,9 @@ CatalogPair CommittedPair(absl::string_view job, int64_t committed);
 // Key of a chunk's entry.
 std::string ChunkKey(absl::string_view job, uint64_t chunk);
 CatalogPair ChunkPair(absl::string_view job, const storage::DurableChunk& chunk);
+// Writes all that the catalog has of the pin, at once: it keeps these `chunks`.
+absl::Status WritePin(storage::Catalog* catalog, absl::string_view job, v1::PinnedVersion pin,
+                      absl::Span<const storage::DurableChunk> chunks);
 CatalogPair PinPair(absl::string_view job, const v1::PinnedVersion& pin);
 CatalogPair WantedPair(absl::string_view job, const v1::PinnedVersion& pin);
 // Prefixes of all that the catalog has of a pin.

@@ -21,29 +21,6 @@
 
 namespace ballast::services {
 
-absl::Status ChunkChanges::Check(const model::EpochPlan& plan) const {
-  const model::EpochPlan* const now = core_->machine->plan();
-  if (now == nullptr || !plan.open().has_table() || core_->machine->pins().empty()) return absl::OkStatus();
-  if (core_->machine->Forgets(plan.open())) return absl::OkStatus();
-  const std::vector<uint64_t> next = ChunksOf(plan, core_->around.server_id);
-  const auto gives_up = [&](const auto& chunk) { return !std::binary_search(next.begin(), next.end(), chunk->id); };
-  const auto adds = [&](uint64_t id) {
-    core_->mu.AssertHeld();
-    return id < now->layout().chunks().size() && core_->state.Find(id) == nullptr;
-  };
-  if (std::none_of(core_->state.chunks().begin(), core_->state.chunks().end(), gives_up) &&
-      std::none_of(next.begin(), next.end(), adds)) {
-    return absl::OkStatus();
-  }
-  return model::Error(
-      absl::StatusCode::kUnimplemented, model::kUnsupported,
-      absl::StrCat("server '", core_->around.server_id, "' keeps ", core_->machine->pins().size(),
-                   " version(s) of job '", core_->name, "', the first is version ",
-                   core_->machine->pins().begin()->first,
-                   ", and this Open would give it other chunks, of which it would lack these versions: give them up "
-                   "first (`ballastctl unpin`), or keep the table"));
-}
-
 // A state that a restart found counts if it is of the least version or later. Which step changed it last, the log does
 // not say, but for those that it replays.
 void ChunkChanges::Opened() {
@@ -144,23 +121,53 @@ absl::Status ChunkChanges::Forget(storage::ChunkStore* store, const HeldChunks& 
   }
   store->Void(voided);
   if (leaving.empty()) return absl::OkStatus();
+  if (store->records()) BALLAST_RETURN_IF_ERROR(LeavePins(*store, gone));
   BALLAST_RETURN_IF_ERROR(store->Remove(gone));
   Unreserve(*store, leaving);
   spdlog::info("job '{}': gave up {} chunks, which other servers have", core_->name, leaving.size());
   return absl::OkStatus();
 }
 
-absl::Status ChunkChanges::FreeEarlier() {
+std::vector<v1::PinnedVersion> ChunkChanges::Pins() const {
+  std::vector<v1::PinnedVersion> pins;
+  JobMutexLock lock(&core_->mu);
+  for (const auto& [version, pin] : core_->machine->pins()) pins.push_back(pin);
+  return pins;
+}
+
+absl::Status ChunkChanges::LeavePins(const storage::ChunkStore& store, absl::Span<const uint64_t> chunks) {
+  if (chunks.empty()) return absl::OkStatus();
+  for (const v1::PinnedVersion& pin : Pins()) {
+    const std::vector<storage::DurableChunk> left = store.KeptBy(pin.version(), chunks);
+    if (left.size() == store.KeptBy(pin.version()).size()) continue;
+    BALLAST_RETURN_IF_ERROR(WritePin(core_->around.catalog, core_->name, pin, left));
+  }
+  return absl::OkStatus();
+}
+
+// The extent is freed at once. Two entries may have named it.
+void ChunkChanges::FreeExtent(const storage::DurableChunk& extent) const {
+  if (core_->around.tiers->nvme() != nullptr) (void)core_->around.tiers->nvme()->TakeKept(extent.offset, extent.file);
+}
+
+absl::Status ChunkChanges::FreeEarlier(const storage::ChunkStore* store) {
   std::vector<std::string> keys;
   const std::vector<storage::DurableChunk> left = earlier_->TakeChunks();
-  if (left.empty()) return absl::OkStatus();
   for (const storage::DurableChunk& chunk : left) keys.push_back(ChunkKey(core_->name, chunk.id));
-  BALLAST_RETURN_IF_ERROR(core_->around.catalog->Erase(keys));
-  for (const storage::DurableChunk& chunk : left) {
-    // The extent is freed at once.
-    if (core_->around.tiers->nvme() != nullptr) (void)core_->around.tiers->nvme()->TakeKept(chunk.offset, chunk.file);
+  if (!left.empty()) BALLAST_RETURN_IF_ERROR(core_->around.catalog->Erase(keys));
+  std::vector<storage::DurableChunk> kept;
+  for (const v1::PinnedVersion& pin : Pins()) {
+    const std::vector<storage::DurableChunk> left_of_pin = earlier_->TakePin(pin.version());
+    if (left_of_pin.empty()) continue;
+    const auto stays = store == nullptr ? std::vector<storage::DurableChunk>() : store->KeptBy(pin.version());
+    BALLAST_RETURN_IF_ERROR(WritePin(core_->around.catalog, core_->name, pin, stays));
+    kept.insert(kept.end(), left_of_pin.begin(), left_of_pin.end());
   }
-  spdlog::info("job '{}': freed {} chunks that the server gave up before its restart", core_->name, left.size());
+  for (const storage::DurableChunk& chunk : left) FreeExtent(chunk);
+  for (const storage::DurableChunk& chunk : kept) FreeExtent(chunk);
+  if (!left.empty()) {
+    spdlog::info("job '{}': freed {} chunks that the server gave up before its restart", core_->name, left.size());
+  }
   return absl::OkStatus();
 }
 
@@ -188,7 +195,7 @@ absl::Status ChunkChanges::EndReplay() {
     if (core_->state.plan() == nullptr || !core_->state.plan()->open().has_table()) return absl::OkStatus();
   }
   if (store != nullptr) BALLAST_RETURN_IF_ERROR(Forget(store.get(), leaving, lacked));
-  return FreeEarlier();
+  return FreeEarlier(store.get());
 }
 
 }  // namespace ballast::services

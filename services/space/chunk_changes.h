@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
@@ -11,6 +12,7 @@
 #include "ballast/services/job_state/held_chunk.h"
 #include "ballast/services/job_state/job_mutex.h"
 #include "ballast/storage/store/chunk_store.h"
+#include "ballast/v1/log.pb.h"
 
 namespace ballast::services {
 
@@ -24,9 +26,6 @@ class ChunkChanges {
   ChunkChanges(JobCore* core, SliceRoom* room, EarlierExtents* earlier, ChunkMoves* moves)
       : core_(core), room_(room), earlier_(earlier), moves_(moves) {}
 
-  // UNIMPLEMENTED (UNSUPPORTED) if `plan` gives this server other chunks of the job, and the server keeps versions of
-  // those that it has: it copies no kept versions. A server that begins anew gives them up.
-  absl::Status Check(const model::EpochPlan& plan) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // As StepHost, once the core has the plan and its chunks. In a recovery also after a snapshot that begins a log.
   void Opened() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // As StepHost: has the worker free what the server gave up.
@@ -41,12 +40,18 @@ class ChunkChanges {
   // On the worker.
   void Free() ABSL_LOCKS_EXCLUDED(job_lock);
   // What the store has of the chunks counts no more, for good: first the catalog forgets it. Those that are leaving are
-  // freed, the others keep their places. A restart takes a state of the latter that the catalog names for a copy.
+  // freed, with what pins keep of them; the others keep their places, and pins what they keep of them. A restart takes
+  // a state of the latter that the catalog names for a copy.
   absl::Status Forget(storage::ChunkStore* store, const HeldChunks& leaving, const HeldChunks& lacked)
       ABSL_LOCKS_EXCLUDED(job_lock);
   void Unreserve(const storage::ChunkStore& store, const HeldChunks& chunks) ABSL_LOCKS_EXCLUDED(job_lock);
-  // Chunks of the catalog that no chunk took.
-  absl::Status FreeEarlier() ABSL_LOCKS_EXCLUDED(job_lock);
+  // Pins keep nothing of these chunks, by their store's indices, as far as a restart looks.
+  absl::Status LeavePins(const storage::ChunkStore& store, absl::Span<const uint64_t> chunks)
+      ABSL_LOCKS_EXCLUDED(job_lock);
+  std::vector<v1::PinnedVersion> Pins() const ABSL_LOCKS_EXCLUDED(job_lock);
+  // What the catalog names of chunks, and of pins, that no chunk took. `store` may be null.
+  absl::Status FreeEarlier(const storage::ChunkStore* store) ABSL_LOCKS_EXCLUDED(job_lock);
+  void FreeExtent(const storage::DurableChunk& extent) const;
   // The plan's chunks that the server lacks.
   HeldChunks Lacked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 

@@ -46,7 +46,6 @@ void Openings::Prepare(const v1::OpenRequest& request) {
     core_->mu.AssertHeld();
     if (!plan.ok()) return Finish(plan.status(), replies);
     opening_->plan = *plan;
-    if (absl::Status may = changes_->Check(**plan); !may.ok()) return Finish(std::move(may), replies);
     std::optional<HeldChunks> held = space_->AllHeld(**plan);
     if (held.has_value()) return Finish(*std::move(held), replies);
     core_->worker->Post([this, plan = *plan] { TakeSpace(plan); });
@@ -94,15 +93,12 @@ void Openings::Ask(const std::shared_ptr<DryRun>& run) {
   });
   if (!plan.ok()) return Answer(run, plan.status());
   bool first_takes_space = false, reads_store = false;
-  absl::Status may;
   {
     JobMutexLock lock(&core_->mu);
-    may = changes_->Check(**plan);
     // No Open begins to take space before this task of the clerk ends.
     first_takes_space = core_->state.plan() == nullptr && opening_ != nullptr && opening_->plan != nullptr;
     reads_store = space_->ReadsStore(**plan);
   }
-  if (!may.ok()) return Answer(run, may);
   if (first_takes_space) {
     // Its log may take minutes to write.
     v1::OpenResponse answer;

@@ -33,8 +33,7 @@ class Space;
 // Guarded by the job's lock, unless a method says otherwise.
 class Openings {
  public:
-  Openings(JobCore* core, JobJournal* journal, Space* space, const ChunkChanges* changes)
-      : core_(core), journal_(journal), space_(space), changes_(changes) {}
+  Openings(JobCore* core, JobJournal* journal, Space* space) : core_(core), journal_(journal), space_(space) {}
 
   // A dry run's request, until the request is answered or has run out of time.
   struct DryRun {
@@ -84,7 +83,6 @@ class Openings {
   JobCore* const core_;
   JobJournal* const journal_;
   Space* const space_;
-  const ChunkChanges* const changes_;
   std::unique_ptr<Opening> opening_ ABSL_GUARDED_BY(job_lock);
   // Dry runs waiting for the clerk, by identity, and the identity served last.
   std::map<std::string, std::deque<std::weak_ptr<DryRun>>> asking_ ABSL_GUARDED_BY(job_lock);

@@ -176,6 +176,7 @@ v1::PinnedVersion StepMachine::DescribeVersion() const {
   const Impl& m = *impl_;
   v1::PinnedVersion pin;
   pin.set_version(m.committed);
+  *pin.mutable_since() = m.plan->open().epoch();
   *pin.mutable_decision() = *m.decision;
   pin.mutable_tensor_steps()->Add(m.tensor_steps.begin(), m.tensor_steps.end());
   // Tensors registered at this very version get their values in the next transaction.

@@ -21,8 +21,10 @@ absl::Status StepMachine::Impl::ReplayOpen(const v1::OpenRequest& open) {
   BALLAST_ASSIGN_OR_RETURN(Change change, ChangeTo(next, index, forgets, /*replays=*/true));
   if (forgets) {
     Forget(open);
-    // The host takes their entries off the disk after the last record. Later ones were made since.
-    std::erase_if(pins, [&](const auto& pin) { return pin.first < open.base(); });
+    // The host takes their entries off the disk after the last record. Others were made, or copied, since.
+    std::erase_if(pins, [&](const auto& pin) {
+      return pin.second.has_since() ? model::Compare(pin.second.since(), open.epoch()) < 0 : pin.first < open.base();
+    });
   }
   Adopt(std::make_shared<const model::EpochPlan>(std::move(next)), index, std::move(change));
   to_give_up.reset();  // the host compares its disk with the plan after the last record

@@ -209,8 +209,8 @@ class ChunkStore {
   // then nothing has changed. INTERNAL (IO): as in Run.
   absl::Status ImportKept(int64_t version, uint64_t chunk, const KeptState& kept, Admit admit = Admitted);
   absl::Status SyncKept(int64_t version);
-  // The entries of what the pin keeps.
-  std::vector<DurableChunk> KeptBy(int64_t version) const;
+  // The entries of what the pin keeps, but for chunks `without`.
+  std::vector<DurableChunk> KeptBy(int64_t version, absl::Span<const uint64_t> without = {}) const;
 
   // Scrub, on the store's thread, between runs. Reads at most `buffer`, aligned to 4096, of the states on the disk.
   ScrubPiece ScrubNext(absl::Span<std::byte> buffer);

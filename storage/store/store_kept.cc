@@ -1,6 +1,7 @@
 // How class ChunkStore hands what its durable pins keep to another server, and takes it from one.
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -85,10 +86,13 @@ absl::Status ChunkStore::SyncKept(int64_t version) {
   return core_->EndWith(core_->tiers->nvme()->Sync(std::move(files)));
 }
 
-std::vector<DurableChunk> ChunkStore::KeptBy(int64_t version) const {
+std::vector<DurableChunk> ChunkStore::KeptBy(int64_t version, absl::Span<const uint64_t> without) const {
+  const std::set<uint64_t> left_out(without.begin(), without.end());
   std::vector<DurableChunk> kept;
   const KeptExtents& pins = core_->versions->pins;
-  for (const uint64_t chunk : pins.ChunksOf(version)) kept.push_back(*pins.Find(version, chunk));
+  for (const uint64_t chunk : pins.ChunksOf(version)) {
+    if (!left_out.contains(chunk)) kept.push_back(*pins.Find(version, chunk));
+  }
   return kept;
 }
 

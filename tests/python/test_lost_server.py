@@ -1,10 +1,16 @@
-"""replicas=2 and shard(): a server is lost with its disk amid a backward pass whose gradients the trainers have let go."""
+"""replicas=2: servers are lost with their disks, amid a backward pass whose gradients the trainers have let go, and with named states."""
 import shutil
+import subprocess
+import time
 
 import pytest
 import torch
-from test_discovery import Server, asking_for, url  # noqa: F401
+from models import mlp
+from test_discovery import Server, asking_for, train, url  # noqa: F401
 from test_shard import run
+
+import ballast.torch as bt
+from ballast import programs
 
 if shutil.which('etcd') is None:
     pytest.skip('no etcd here: apt-get install etcd-server', allow_module_level=True)
@@ -22,3 +28,50 @@ def test_a_server_is_lost_amid_backward(url, tmp_path):  # noqa: F811
             assert torch.equal(ours, theirs)
     for server in servers:
         server.kill()
+
+
+def test_a_named_state_survives_all_the_servers_that_kept_it(url, tmp_path):  # noqa: F811
+    """Two of three machines are lost with their disks; others have copied what the state needs, and the third one leaves."""
+    servers = {name: Server(tmp_path, name, url) for name in 'abc'}
+    torch.manual_seed(1)
+    model = mlp()
+    optimizer = bt.AdamW(model.parameters(), lr=1e-2, name='kept', servers=asking_for(3, url), replicas=2, failover_after=1.0)
+    step = 0
+
+    def parameters():
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def lose(name):
+        servers[name].kill()
+        shutil.rmtree(servers[name].folder)
+
+    def until_settled(*names):
+        nonlocal step
+        end, text = time.monotonic() + 90, ''
+        while time.monotonic() < end:
+            train(optimizer, model, step, step + 1)
+            step += 1
+            text = subprocess.run([programs.path('ballastctl'), 'members', '--job', 'kept', '--servers', url], capture_output=True,
+                                  text=True, check=False).stdout
+            if all(f'{name} ' in text for name in names) and 'fills' not in text and 'leaves' not in text:
+                return
+        raise AssertionError(text)
+    train(optimizer, model, 0, 3)
+    saved, at_saved = optimizer.state_dict(), parameters()
+    train(optimizer, model, 3, 6)
+    after, step = parameters(), 6
+    lose('a')
+    servers['d'] = Server(tmp_path, 'd', url)
+    until_settled('b', 'c', 'd')
+    lose('b')
+    servers['e'] = Server(tmp_path, 'e', url)
+    until_settled('c', 'd', 'e')
+    subprocess.run([programs.path('ballastctl'), 'drain', '--job', 'kept', '--server', 'c', '--servers', url], check=True)
+    until_settled('d', 'e')
+    optimizer.load_state_dict(saved)
+    assert all(torch.equal(ours, kept) for ours, kept in zip(parameters(), at_saved))
+    train(optimizer, model, 3, 6)
+    assert all(torch.equal(ours, first) for ours, first in zip(parameters(), after))
+    optimizer.close()
+    for name in 'cde':
+        servers[name].kill()

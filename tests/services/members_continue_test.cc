@@ -78,7 +78,7 @@ class MembersContinueTest : public MembersFixture {
   void RestartAll() {
     std::vector<StateServer*> members;
     for (const v1::Member& member : table_.members()) {
-      servers_.at(member.server_id())->Restart();
+      Restart(member.server_id());
       EXPECT_FALSE(StatusOf(member.server_id()).state_lost()) << member.server_id();
       members.push_back(servers_.at(member.server_id())->get());
     }
@@ -117,7 +117,7 @@ TEST_P(MembersContinueTest, AnotherMemberIsLeftOutAndOneJoins) {
   Begin({"a", "b"}, 2);
   Steps(2);
   PushHalf(0);
-  servers_["b"]->End();
+  End("b");
   ASSERT_EQ(Continue({"a"}, 2, {"b"}), absl::OkStatus());
   EXPECT_EQ(Missing("a"), 3u);
   source_.opens = false;
@@ -167,7 +167,7 @@ TEST_P(MembersContinueTest, ChunksComeAndGo) {
   AwaitFilled("a");
   Steps(1);
   ASSERT_EQ(Reconfigure({"a"}, 1), absl::OkStatus());
-  servers_["b"]->End();
+  End("b");
   ExpectSameBits();
 }
 
@@ -245,7 +245,7 @@ TEST_P(MembersContinueTest, ARestartFindsThePreparedStep) {
     ExpectSameBits();
   }
   for (const char* name : {"a", "b"}) {
-    servers_[name]->End();
+    End(name);
     const auto report = Verify(servers_[name]->directory(), nullptr);
     ASSERT_TRUE(report.ok()) << report.status();
     EXPECT_THAT(report->findings, IsEmpty()) << report->findings[0].what << ": " << report->findings[0].found;
@@ -266,7 +266,7 @@ TEST_P(MembersContinueTest, ARestartBetweenPushes) {
   for (const char* name : {"a", "b"}) AwaitLogged(name, 5);
   RestartAll();
   // Another table is synced before its Open is answered, so a restart brings the epoch back.
-  servers_["b"]->End();
+  End("b");
   ASSERT_EQ(Continue({"a"}, 2, {"b"}), absl::OkStatus());
   EXPECT_EQ(Missing("a"), 2u);
   RestartAll();

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/members.h"
@@ -60,13 +61,19 @@ class MembersFixture : public ::testing::TestWithParam<MembersCase> {
   struct Source : ChunkSource {
     void Fetch(const v1::ExportRequest& request, const v1::Member& from, absl::Time deadline,
                Reply<v1::ExportResponse> reply) override {
-      if (!opens) return reply(absl::UnavailableError("the test keeps copies back"));
+      // A server that restarts answers nobody.
+      if (!swapping.ReaderTryLock()) return reply(absl::UnavailableError("a server restarts"));
+      Ask(request, from, deadline, std::move(reply));
+      swapping.ReaderUnlock();
+    }
+    void Ask(const v1::ExportRequest& request, const v1::Member& from, absl::Time deadline,
+             Reply<v1::ExportResponse> reply) {
+      if (servers.at(from.server_id())->get() == nullptr) return reply(absl::UnavailableError("it has ended"));
+      if (!opens || fetches == 0) return reply(absl::UnavailableError("the test keeps copies back"));
+      if (fetches > 0) --fetches;
       (*servers.at(from.server_id()))->Export(request, deadline, [reply](absl::StatusOr<ExportedChunk> chunk) {
         if (!chunk.ok()) return reply(chunk.status());
-        v1::ExportResponse response;
-        response.set_version(chunk->version);
-        response.set_changed(chunk->changed);
-        response.set_elements(chunk->elements);
+        v1::ExportResponse response = chunk->head;
         for (const storage::WholeState::Array& array : chunk->state.arrays) {
           v1::ExportResponse::Array* const sent = response.add_arrays();
           sent->set_payload(std::string(reinterpret_cast<const char*>(array.bytes.data()), array.bytes.size()));
@@ -76,8 +83,22 @@ class MembersFixture : public ::testing::TestWithParam<MembersCase> {
       });
     }
     std::map<std::string, TestServer*> servers;
+    absl::Mutex swapping;
     std::atomic<bool> opens{true};
+    std::atomic<int> fetches{-1};  // how many more are answered; -1: all
   };
+
+  ~MembersFixture() override {
+    for (const auto& [name, server] : servers_) End(name);
+  }
+  void Restart(const std::string& name) {
+    absl::MutexLock lock(&source_.swapping);
+    servers_.at(name)->Restart();
+  }
+  void End(const std::string& name) {
+    absl::MutexLock lock(&source_.swapping);
+    servers_.at(name)->End();
+  }
 
   v1::Member MemberOf(const std::string& name) {
     v1::Member member;

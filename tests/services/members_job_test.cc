@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "ballast/proto/base/status.h"
 #include "ballast/tests/services/members_fixture.h"
@@ -11,6 +12,7 @@
 namespace ballast::services {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 class MembersJobTest : public MembersFixture {};
@@ -26,7 +28,7 @@ TEST_P(MembersJobTest, AJobMovesToAnotherServer) {
   ASSERT_EQ(table_.members_size(), 1);
   EXPECT_EQ(table_.members(0).server_id(), "b");
   ExpectSameBits();
-  servers_["a"]->End();
+  End("a");
   Steps(3);
   ExpectSameBits();
 }
@@ -47,7 +49,7 @@ TEST_P(MembersJobTest, AServerSharesItsChunksWithAnother) {
   EXPECT_GT(StatusOf("b").chunks(), 0u);
   ExpectSameBits();
   if (GetParam().durability == v1::DURABILITY_NONE) return;
-  for (const char* name : {"a", "b"}) servers_[name]->Restart();
+  for (const char* name : {"a", "b"}) Restart(name);
   ASSERT_EQ(Reconfigure({"a", "b"}, 1), absl::OkStatus());
   Steps(2);
   ExpectSameBits();
@@ -70,7 +72,7 @@ TEST_P(MembersJobTest, ARestartBehindALongLog) {
   ASSERT_EQ(Reconfigure({"a", "b"}, 1), absl::OkStatus());
   AwaitIdle(servers_["a"]->get(), "job");
   for (const char* name : {"a", "b"}) {
-    servers_[name]->Restart();
+    Restart(name);
     EXPECT_FALSE(StatusOf(name).state_lost()) << name;
   }
   ASSERT_EQ(Reconfigure({"a", "b"}, 1), absl::OkStatus());
@@ -83,13 +85,13 @@ TEST_P(MembersJobTest, ARestartTakesNoOldStateForACopy) {
   if (GetParam().durability == v1::DURABILITY_NONE) return;
   Begin({"a", "b"}, 2);
   Steps(30);
-  servers_["b"]->Restart();  // all that it has is on its disk
+  Restart("b");  // all that it has is on its disk
   ASSERT_EQ(Reconfigure({"a"}, 2, {"b"}), absl::OkStatus());
   Steps(1);
   source_.opens = false;
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
   Steps(40);
-  servers_["b"]->Restart();
+  Restart("b");
   EXPECT_EQ(StatusOf("b").unfilled_chunks(), StatusOf("b").chunks());
   source_.opens = true;
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
@@ -113,7 +115,7 @@ TEST_P(MembersJobTest, AServerThatBeginsAnewGivesItsKeptVersionsUp) {
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
   ASSERT_EQ(PinDurably(servers_["b"]->get(), "job", group_->epoch(), step_), absl::OkStatus());
   Steps(1);
-  servers_["b"]->Restart();
+  Restart("b");
   const v1::JobStatus status = StatusOf("b");
   ASSERT_EQ(status.durable_versions_size(), 1);
   EXPECT_EQ(status.durable_versions(0), step_ - 1);
@@ -166,16 +168,16 @@ TEST_P(MembersJobTest, ARestartAmidTheCopying) {
     source_.opens = copied;
     if (copied) AwaitFilled("b");
     Steps(2);
-    servers_["b"]->Restart();
+    Restart("b");
     EXPECT_EQ(StatusOf("b").unfilled_chunks(), copied ? 0 : StatusOf("b").chunks());
   }
-  servers_["a"]->Restart();
+  Restart("a");
   ASSERT_EQ(Reconfigure({"b"}, 1), absl::OkStatus());
   EXPECT_EQ(table_.members_size(), 1);
-  servers_["a"]->End();
+  End("a");
   Steps(2);
   ExpectSameBits();
-  servers_["b"]->Restart();
+  Restart("b");
   ASSERT_EQ(Reconfigure({"b"}, 1), absl::OkStatus());
   ExpectSameBits();
 }
@@ -197,24 +199,174 @@ TEST_P(MembersJobTest, NobodyReadsWhatIsBeingCopied) {
   EXPECT_THAT(std::string(pulled.message()), HasSubstr("does not have chunk 0"));
 }
 
-// A server copies no kept versions, so one that has some keeps its chunks.
-TEST_P(MembersJobTest, KeptVersionsHoldTheChunks) {
-  if (GetParam().durability == v1::DURABILITY_NONE) return;
+// Versions that are kept go with the chunks: to a server that begins, and to one that keeps some of them already.
+class KeptVersionsTest : public MembersFixture {
+ protected:
+  // Two kept versions, 1 and 3; tensors are registered after the first one.
+  void Begin(const std::vector<std::string>& servers, uint32_t replicas) {
+    EXPECT_EQ(at_1_.Start(), absl::OkStatus());
+    EXPECT_EQ(at_1_.Initialise(Initial), absl::OkStatus());
+    MembersFixture::Begin(servers, replicas);
+    Steps(1);
+    ASSERT_EQ(at_1_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(1)), absl::OkStatus());
+    ASSERT_EQ(at_1_.Finish(UpdateHeader(Tensors())).status(), absl::OkStatus());
+    for (const std::string& name : servers) Pin(name);
+    Steps(2);
+    for (const std::string& name : servers) Pin(name);
+    Steps(2);
+  }
+  void Pin(const std::string& name) {
+    ASSERT_EQ(PinDurably(servers_[name]->get(), "job", group_->epoch(), step_), absl::OkStatus());
+  }
+  std::vector<int64_t> KeptBy(const std::string& name) {
+    const v1::JobStatus status = StatusOf(name);
+    return {status.durable_versions().begin(), status.durable_versions().end()};
+  }
+  // A change until its copies are made and the others have given up what they do not hold any more.
+  void Settle(const std::vector<std::string>& servers, uint32_t replicas, const std::vector<std::string>& down = {}) {
+    ASSERT_EQ(Reconfigure(servers, replicas, down), absl::OkStatus());
+    Steps(1);
+    for (const std::string& name : servers) AwaitFilled(name);
+    Steps(1);
+    ASSERT_EQ(Reconfigure(servers, replicas, down), absl::OkStatus());
+    Steps(1);
+  }
+  static v1::StepHeader RestoreOfVersion1() {
+    v1::StepHeader header;
+    header.set_kind(v1::STEP_KIND_RESTORE);
+    header.set_restored_version(1);
+    header.set_gradient_presence(std::string(1, 0));
+    header.set_value_presence(std::string(1, 0));
+    return header;
+  }
+  // The next group goes back to version 1.
+  void ExpectVersion1(const std::vector<std::string>& servers, uint32_t replicas = 1,
+                      const std::vector<std::string>& down = {}) {
+    ASSERT_EQ(Reconfigure(servers, replicas, down), absl::OkStatus());
+    const auto restored = group_->Finish(RestoreOfVersion1());
+    ASSERT_TRUE(restored.ok()) << restored.status();
+    for (uint32_t tensor = 0; tensor < Tensors(); ++tensor) {
+      for (const v1::Content content : {v1::CONTENT_MASTER, v1::CONTENT_MOMENT1, v1::CONTENT_MOMENT2}) {
+        const auto mine = group_->Read(tensor, content, step_ + 1), theirs = at_1_.Read(tensor, content, 1);
+        ASSERT_TRUE(mine.ok() && theirs.ok()) << mine.status() << theirs.status();
+        ASSERT_EQ(*mine, *theirs) << "tensor " << tensor << ", content " << content;
+      }
+    }
+  }
+
+  TestServer server_at_1_{"at_1"};
+  TrainerGroup at_1_{{server_at_1_.get()}, Spec(v1::DURABILITY_NONE), 1};
+};
+
+TEST_P(KeptVersionsTest, AServerThatBeginsHasThem) {
   Begin({"a"}, 1);
-  Steps(1);
-  ASSERT_EQ(PinDurably(servers_["a"]->get(), "job", group_->epoch(), step_), absl::OkStatus());
-  ASSERT_EQ(Reconfigure({"a", "b"}, 1), absl::OkStatus());
-  AwaitFilled("b");
-  Steps(1);
-  const absl::Status refused = Reconfigure({"a", "b"}, 1);
-  EXPECT_EQ(refused.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_THAT(std::string(refused.message()), HasSubstr("keeps 1 version(s) of job 'job', the first is version 1"));
-  ASSERT_EQ(UnpinDurably(servers_["a"]->get(), "job", group_->epoch(), 1), absl::OkStatus());
-  ASSERT_EQ(Reconfigure({"a", "b"}, 1), absl::OkStatus());
-  Steps(1);
+  Settle({"b"}, 1);
+  EXPECT_THAT(KeptBy("b"), ElementsAre(1, 3));
+  EXPECT_EQ(table_.members_size(), 1);
+  End("a");
   ExpectSameBits();
+  Restart("b");
+  EXPECT_THAT(KeptBy("b"), ElementsAre(1, 3));
+  ASSERT_EQ(Reconfigure({"b"}, 1), absl::OkStatus());
+  ExpectSameBits();
+  ExpectVersion1({"b"});
 }
 
+TEST_P(KeptVersionsTest, AServerThatKeepsSomeOfThemGetsTheRest) {
+  Begin({"a", "b"}, 1);
+  Settle({"b"}, 1);
+  End("a");
+  ExpectSameBits();
+  ExpectVersion1({"b"});
+}
+
+// What was given up is free, on the disk too; and comes back with the chunks.
+TEST_P(KeptVersionsTest, TheyLeaveWithTheChunksAndComeBack) {
+  Begin({"a"}, 1);
+  const auto pins = [&](const std::string& name) {
+    uint64_t bytes = 0;
+    const v1::JobStatus status = StatusOf(name);
+    for (const v1::TierStatus& tier : status.tiers()) {
+      for (const v1::TierPart& part : tier.parts()) bytes += part.part() == "pins" ? part.bytes() : 0;
+    }
+    return bytes;
+  };
+  const uint64_t before = pins("a");
+  Settle({"a", "b"}, 1);
+  AwaitIdle(servers_["a"]->get(), "job");
+  EXPECT_LT(pins("a"), before);
+  for (const char* name : {"a", "b"}) {
+    Restart(name);
+    EXPECT_THAT(KeptBy(name), ElementsAre(1, 3)) << name;
+  }
+  EXPECT_EQ(pins("a") + pins("b"), before);
+  Settle({"a"}, 1);
+  End("b");
+  Restart("a");
+  ASSERT_EQ(Reconfigure({"a"}, 1), absl::OkStatus());
+  ExpectSameBits();
+  ExpectVersion1({"a"});
+}
+
+// A lost machine: the copies that others make have the kept versions too.
+TEST_P(KeptVersionsTest, TheySurviveAServer) {
+  Begin({"a", "b"}, 2);
+  Settle({"a", "c"}, 2, {"b"});
+  EXPECT_THAT(KeptBy("c"), ElementsAre(1, 3));
+  Settle({"c"}, 1, {"a"});
+  ExpectSameBits();
+  ExpectVersion1({"c"});
+}
+
+TEST_P(KeptVersionsTest, ARestoreWaitsForTheCopies) {
+  Begin({"a"}, 1);
+  source_.opens = false;
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  EXPECT_EQ(model::ReasonOf(group_->Finish(RestoreOfVersion1()).status()), model::kBusy);
+  source_.opens = true;
+  AwaitFilled("b");
+  ExpectVersion1({"a", "b"}, 2);
+}
+
+TEST_P(KeptVersionsTest, AVersionThatIsGivenUpMeanwhileIsNotCopied) {
+  Begin({"a"}, 1);
+  source_.opens = false;
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  for (const char* name : {"a", "b"}) {
+    ASSERT_EQ(UnpinDurably(servers_[name]->get(), "job", group_->epoch(), 3), absl::OkStatus());
+  }
+  source_.opens = true;
+  AwaitFilled("b");
+  EXPECT_THAT(KeptBy("b"), ElementsAre(1));
+}
+
+// A version that the holder lacks can be restored no more: the copies go on without it.
+TEST_P(KeptVersionsTest, AVersionThatNobodyElseKeepsIsGivenUp) {
+  Begin({"a", "b"}, 1);
+  ASSERT_EQ(UnpinDurably(servers_["a"]->get(), "job", group_->epoch(), 3), absl::OkStatus());
+  Settle({"b"}, 1);
+  EXPECT_THAT(KeptBy("b"), ElementsAre(1));
+  ExpectSameBits();
+  ExpectVersion1({"b"});
+}
+
+TEST_P(KeptVersionsTest, ARestartAmidTheCopyingBeginsThemAgain) {
+  Begin({"a"}, 1);
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  source_.fetches = 5;  // some states of kept versions come, and the server ends
+  for (const absl::Time end = absl::Now() + absl::Minutes(1); source_.fetches > 0 && absl::Now() < end;) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  Restart("b");
+  source_.fetches = -1;
+  Settle({"b"}, 1);
+  EXPECT_THAT(KeptBy("b"), ElementsAre(1, 3));
+  ExpectSameBits();
+  ExpectVersion1({"b"});
+}
+
+INSTANTIATE_TEST_SUITE_P(Tiers, KeptVersionsTest, ::testing::Values(kMembersCases[0], kMembersCases[1]),
+                         [](const auto& info) { return info.param.name; });
 INSTANTIATE_TEST_SUITE_P(Tiers, MembersJobTest, ::testing::ValuesIn(kMembersCases),
                          [](const auto& info) { return info.param.name; });
 

@@ -64,8 +64,8 @@ void ChangeChecks::StartsFrom(const model::Found& found, int64_t acknowledged) {
 
 void ChangeChecks::Exported(const v1::ExportRequest& request, const services::ExportedChunk& chunk) {
   const uint64_t index = request.chunk();
-  if (chunk.version < request.least()) {
-    return Broken(absl::StrCat("chunk ", index, " is exported as of version ", chunk.version, ", wanted ",
+  if (chunk.head.version() < request.least()) {
+    return Broken(absl::StrCat("chunk ", index, " is exported as of version ", chunk.head.version(), ", wanted ",
                                request.least(), " or later"));
   }
   // Other formats of moments are compared once the copy has arrived.
@@ -73,14 +73,14 @@ void ChangeChecks::Exported(const v1::ExportRequest& request, const services::Ex
   const int arrays = f32 ? reference_.contents() - 1 : 1;
   for (int i = 0; i < arrays; ++i) {
     const absl::Span<const std::byte> expected =
-        reference_.Bits(chunk.version, index, static_cast<v1::Content>(v1::CONTENT_MASTER + i));
+        reference_.Bits(chunk.head.version(), index, static_cast<v1::Content>(v1::CONTENT_MASTER + i));
     const auto& bytes = chunk.state.arrays[static_cast<size_t>(i)].bytes;
     if (!expected.empty() && bytes.size() >= expected.size() &&
         EqualBits(absl::MakeConstSpan(bytes).first(expected.size()), expected)) {
       continue;
     }
     Broken(
-        absl::StrCat("chunk ", index, " is exported as of version ", chunk.version, " with wrong bits in array ", i));
+        absl::StrCat("chunk ", index, " is exported as of version ", chunk.head.version(), " with wrong bits in array ", i));
   }
 }
 

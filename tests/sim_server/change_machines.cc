@@ -123,10 +123,7 @@ void ChangeMachines::Ask(const std::shared_ptr<Copy>& copy) {
       return;
     }
     exported_(copy->request, *chunk);
-    v1::ExportResponse& response = copy->answer.emplace();
-    response.set_version(chunk->version);
-    response.set_changed(chunk->changed);
-    response.set_elements(chunk->elements);
+    v1::ExportResponse& response = copy->answer.emplace(chunk->head);
     for (const storage::WholeState::Array& array : chunk->state.arrays) {
       v1::ExportResponse::Array* const sent = response.add_arrays();
       sent->set_payload(std::string(reinterpret_cast<const char*>(array.bytes.data()), array.bytes.size()));

@@ -48,7 +48,7 @@ TEST(Pins, WhatOneServerDoesNotTellIsNotKnown) {
   EXPECT_EQ(pins.versions[0].kept.decided_by.counter(), 0u);
 }
 
-TEST(Pins, AVersionFromBeforeACopyIsNotWhole) {
+TEST(Pins, AVersionFromBeforeTheCopiesMayBeOnItsWay) {
   KeptVersion kept;
   v1::Table table;
   EXPECT_FALSE(IsBeforeFill(kept, table)) << "nobody ever copied a chunk";

@@ -17,7 +17,11 @@ namespace {
 constexpr uint64_t kLife = 77;
 
 TEST(ExportMessageTest, TheWireFormIsTheMessages) {
-  ExportedChunk chunk{.version = 1000, .changed = -1, .elements = 1 << 16};
+  ExportedChunk chunk;
+  chunk.head.set_version(1000);
+  chunk.head.set_changed(-1);
+  chunk.head.set_elements(1 << 16);
+  for (const int64_t version : {3, 500}) chunk.head.add_kept()->mutable_decision()->set_step(version);
   for (const size_t bytes : {size_t{0}, size_t{1}, size_t{127}, size_t{128}, size_t{5} << 20}) {
     std::vector<std::byte> array(bytes);
     for (size_t i = 0; i < bytes; ++i) array[i] = static_cast<std::byte>(i * 7 + bytes);
@@ -32,6 +36,7 @@ TEST(ExportMessageTest, TheWireFormIsTheMessages) {
   ASSERT_TRUE(message.ParseFromArray(slice.begin(), static_cast<int>(slice.size())));
   EXPECT_EQ(message.version(), 1000);
   EXPECT_EQ(message.changed(), -1);
+  EXPECT_EQ(message.kept_size(), 2);
   EXPECT_EQ(message.elements(), 1u << 16);
   ASSERT_EQ(message.arrays_size(), 5);
   for (int i = 0; i < 5; ++i) {

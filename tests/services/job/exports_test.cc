@@ -76,9 +76,9 @@ TEST_F(ExportsTest, AChunkIsExportedAsItIs) {
   ASSERT_TRUE(answer.arrived());
   const absl::StatusOr<ExportedChunk> chunk = answer.Wait();
   ASSERT_TRUE(chunk.ok()) << chunk.status();
-  EXPECT_EQ(chunk->version, 1);
-  EXPECT_EQ(chunk->changed, 1);
-  EXPECT_EQ(chunk->elements, chunks_[1]->elements);
+  EXPECT_EQ(chunk->head.version(), 1);
+  EXPECT_EQ(chunk->head.changed(), 1);
+  EXPECT_EQ(chunk->head.elements(), chunks_[1]->elements);
   EXPECT_NE(chunk->room, nullptr);
   const storage::WholeState whole = Whole(1);
   ASSERT_EQ(chunk->state.arrays.size(), 3u) << "AdamW: masters and two moments";
@@ -100,7 +100,7 @@ TEST_F(ExportsTest, AnExportWaitsForItsVersion) {
   StepOfValues(4);
   ASSERT_TRUE(answer.arrived());
   ASSERT_TRUE(answer.Wait().ok());
-  EXPECT_EQ(answer.Wait()->version, 1);
+  EXPECT_EQ(answer.Wait()->head.version(), 1);
   float value = 0;
   std::memcpy(&value, answer.Wait()->state.arrays[0].bytes.data(), sizeof(value));
   EXPECT_EQ(value, 4);

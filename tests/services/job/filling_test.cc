@@ -10,6 +10,8 @@
 
 #include "ballast/proto/base/status.h"
 #include "ballast/services/job/fill_sources.h"
+#include "ballast/services/job/kept_copies.h"
+#include "ballast/services/job/kept_versions.h"
 #include "ballast/services/job/read_pins.h"
 #include "ballast/services/job/updates.h"
 #include "ballast/services/job_state/import_pace.h"
@@ -207,7 +209,9 @@ class FillingTest : public JobPartTest {
   Prediction prediction_{&core_};
   ChunkMoves moves_{&core_, &flushes_, &prediction_};
   Updates updates_{&core_, &journal_, &room_, &flushes_, &pins_, &moves_};
-  Filling filling_{&core_};
+  KeptCopies kept_copies_{&core_, &journal_};
+  KeptVersions kept_versions_{&core_, &journal_, &flushes_, &kept_copies_};
+  Filling filling_{&core_, &kept_copies_, &kept_versions_};
   std::optional<Holder> holder_;
   std::vector<AskedChunks::Question> kept_;
 };

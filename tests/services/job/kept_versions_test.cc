@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/kept_copies.h"
 #include "ballast/services/job_state/job_entry.h"
 #include "ballast/services/journal/flushes.h"
 #include "ballast/storage/tier/nvme_tier.h"
@@ -77,7 +78,8 @@ class KeptVersionsTest : public JobPartTest {
   uint64_t PinBytes() const { return tiers_->usage().parts[static_cast<size_t>(storage::TierPart::kPins)].nvme; }
 
   Flushes flushes_{&core_, &journal_};
-  KeptVersions kept_{&core_, &journal_, &flushes_};
+  KeptCopies copies_{&core_, &journal_};
+  KeptVersions kept_{&core_, &journal_, &flushes_, &copies_};
 };
 
 TEST_F(KeptVersionsTest, APinIsAnsweredOnceTheCatalogHasAllOfIt) {

@@ -1,0 +1,100 @@
+// How class Filling copies what kept versions have of missing chunks.
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/services/job/filling.h"
+#include "ballast/services/job/kept_copies.h"
+#include "ballast/services/job/kept_versions.h"
+#include "ballast/services/job_state/job_core.h"
+
+namespace ballast::services {
+namespace {
+
+// The next member is asked which versions it keeps.
+constexpr absl::Duration kAskAgain = absl::Milliseconds(500);
+
+}  // namespace
+
+void Filling::AskForKept(const std::shared_ptr<const model::EpochPlan>& plan, std::vector<CopyPtr>* begun) {
+  if (plan == nullptr || asking_ == plan) return;
+  const absl::StatusOr<uint32_t> self = plan->FindMember(core_->around.server_id);
+  const auto member = self.ok() ? kept_copies_->ToAsk(*plan, *self, asks_failed_) : std::nullopt;
+  if (!member.has_value()) return;
+  asking_ = plan;
+  const auto ask = std::make_shared<Copy>();
+  ask->plan = plan;
+  ask->from = plan->members()[static_cast<int>(*member)];
+  ask->request = RequestTo(*plan);
+  ask->request.set_tell_kept(true);
+  begun->push_back(ask);
+}
+
+void Filling::TakeKept(const CopyPtr& ask, const absl::Status& status) {
+  if (asking_ != ask->plan) return;
+  if (ask->plan != core_->state.plan()) {
+    asking_ = nullptr;
+    return Resume();
+  }
+  if (status.ok()) {
+    asks_failed_ = 0;
+    kept_copies_->Tell(ask->state);
+    core_->Moved();
+    return Resume();
+  }
+  ++asks_failed_;
+  asking_ = nullptr;
+  RunAt(absl::Now() + kAskAgain);
+}
+
+void Filling::FailKept(const CopyPtr& copy, const HeldChunk& chunk, const absl::Status& cause) {
+  if (model::ReasonOf(cause) != model::kVersionGone) return Fail(copy, cause);
+  std::vector<std::string> holders;
+  for (const uint32_t holder : copy->plan->holders_of(copy->chunk)) {
+    const std::string& id = copy->plan->members()[static_cast<int>(holder)].server_id();
+    if (id != core_->around.server_id) holders.push_back(id);
+  }
+  if (!kept_copies_->Lack(*copy->kept, chunk, copy->from.server_id(), holders)) return Fail(copy, cause);
+  kept_->GiveUpIncomplete(*copy->kept, copy->chunk);
+  End(copy);
+}
+
+void Filling::InstallKept(const CopyPtr& copy) {
+  std::shared_ptr<storage::ChunkStore> store;
+  uint64_t index = 0;
+  core_->LockedOnWorker([&](Replies*) {
+    core_->mu.AssertHeld();
+    const std::shared_ptr<HeldChunk> chunk = ChunkOf(copy);
+    if (chunk == nullptr || !kept_copies_->Wants(*copy->kept) || !core_->Refusal().ok()) return End(copy);
+    store = core_->state.store();
+    index = chunk->store_index;
+  });
+  if (store == nullptr) return;
+  storage::KeptState kept{.version = copy->state.version(), .state = TakeState(&copy->state)};
+  std::shared_ptr<void> lease;
+  const absl::Status status = store->ImportKept(*copy->kept, index, kept, [&](uint64_t bytes) {
+    return core_->MayGrow(storage::TierKind::kNvme, bytes, &lease);
+  });
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    if (IsBadCopy(status) || absl::IsResourceExhausted(status)) return Fail(copy, status);
+    const std::shared_ptr<HeldChunk> chunk = ChunkOf(copy);
+    if (!status.ok()) {
+      core_->Fail(model::Annotate(status, absl::StrCat("a copy of chunk ", copy->chunk, " could not be stored")),
+                  core_->Remedy(), replies);
+    } else if (chunk != nullptr) {
+      kept_copies_->Took(*copy->kept, *chunk);
+      for (const storage::WholeState::Array& array : kept.state.arrays) {
+        core_->counters.imported_bytes.fetch_add(array.bytes.size(), std::memory_order_relaxed);
+      }
+    }
+    End(copy);
+  });
+}
+
+}  // namespace ballast::services

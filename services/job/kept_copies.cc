@@ -1,0 +1,181 @@
+#include "ballast/services/job/kept_copies.h"
+
+#include <algorithm>
+
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/verdict.h"
+#include "ballast/services/job_state/job_core.h"
+#include "ballast/services/job_state/job_entry.h"
+#include "ballast/services/journal/job_journal.h"
+
+namespace ballast::services {
+namespace {
+
+// A quarter of what is missing, so that entries of 10,000 chunks are written a few times only.
+constexpr uint64_t kBatchMin = 16, kBatches = 4;
+
+}  // namespace
+
+std::vector<int64_t> KeptCopies::Wanted() const {
+  std::set<int64_t> wanted;
+  for (const auto& [version, pin] : core_->machine->pins()) wanted.insert(version);
+  for (const auto& [version, pin] : told_) wanted.insert(version);
+  return {wanted.begin(), wanted.end()};
+}
+
+bool KeptCopies::Wants(int64_t version) const {
+  return told_.contains(version) || core_->machine->FindPin(version) != nullptr;
+}
+
+KeptCopies::Next KeptCopies::NextOf(const HeldChunk& chunk) {
+  if (asked_under_ != core_->state.plan()) return {};
+  const uint64_t index = chunk.store_index;
+  std::vector<int64_t> needed = Wanted();
+  std::erase_if(needed, [&](int64_t version) {
+    core_->mu.AssertHeld();
+    return written_.contains({version, index});
+  });
+  if (needed.empty()) return {.newest = true};
+  if (writing_) return {};
+  if (batch_.empty()) batch_max_ = std::max<uint64_t>(kBatchMin, core_->machine->unfilled().size() / kBatches);
+  if (!batch_.contains(index) && batch_.size() >= batch_max_) return {};
+  batch_.insert(index);
+  for (const int64_t version : needed) {
+    if (!have_.contains({version, index})) return {.version = version};
+  }
+  return {};
+}
+
+void KeptCopies::Advance(std::function<void()> written) {
+  std::set<uint64_t> missing;
+  for (const auto& [index, least] : core_->machine->unfilled()) {
+    if (const std::shared_ptr<HeldChunk> chunk = core_->state.Find(index)) missing.insert(chunk->store_index);
+  }
+  const auto is_gone = [&](const Place& place) { return !missing.contains(place.second); };
+  std::erase_if(have_, is_gone);
+  std::erase_if(written_, is_gone);
+  std::erase_if(lack_, [&](const auto& entry) { return is_gone(entry.first); });
+  std::erase_if(batch_, [&](uint64_t index) { return !missing.contains(index); });
+  if (writing_ || (batch_.empty() && (!missing.empty() || told_.empty()))) return;
+  for (const int64_t version : Wanted()) {
+    const bool whole = std::all_of(batch_.begin(), batch_.end(), [&](uint64_t index) {
+      core_->mu.AssertHeld();
+      return have_.contains({version, index});
+    });
+    if (!whole) return;
+  }
+  writing_ = true;
+  core_->worker->Post([this, written = std::move(written)] { Write(written); });
+}
+
+bool KeptCopies::IsOf(const HeldChunk& chunk, int64_t version) const {
+  const uint32_t tensor = chunk.layout().segments.front().tensor;
+  uint32_t tensors = 0;
+  for (const v1::Registration& registration : core_->state.plan()->open().spec().registrations()) {
+    tensors += static_cast<uint32_t>(registration.tensors_size());
+    if (tensor < tensors) return registration.version() < version;
+  }
+  return false;
+}
+
+// The member that is there longest has been told of all versions.
+std::optional<uint32_t> KeptCopies::ToAsk(const model::EpochPlan& plan, uint32_t self, uint32_t failed) const {
+  if (!plan.open().has_table() || asked_under_ == core_->state.plan()) return std::nullopt;
+  std::vector<uint32_t> members;
+  for (uint32_t member = 0; member < static_cast<uint32_t>(plan.members().size()); ++member) {
+    if (member != self) members.push_back(member);
+  }
+  if (members.empty()) return std::nullopt;
+  std::stable_sort(members.begin(), members.end(), [&](uint32_t a, uint32_t b) {
+    return model::Compare(plan.members()[static_cast<int>(a)].since(), plan.members()[static_cast<int>(b)].since()) < 0;
+  });
+  return members[failed % members.size()];
+}
+
+void KeptCopies::Tell(const v1::ExportResponse& answer) {
+  asked_under_ = core_->state.plan();
+  for (const v1::ExportResponse::Kept& kept : answer.kept()) {
+    const int64_t version = kept.decision().step();
+    if (Wants(version)) continue;
+    const HeldChunks& chunks = core_->state.chunks();
+    const bool was_here = std::any_of(chunks.begin(), chunks.end(), [&](const auto& chunk) {
+      core_->mu.AssertHeld();
+      return chunk->filled() && IsOf(*chunk, version);
+    });
+    if (was_here) continue;
+    v1::PinnedVersion& pin = told_[version];
+    pin.set_version(version);
+    *pin.mutable_since() = core_->state.plan()->open().epoch();
+    *pin.mutable_decision() = kept.decision();
+    *pin.mutable_tensor_steps() = kept.tensor_steps();
+    pin.set_registration_count(kept.registration_count());
+    pin.set_requested(true);
+    pin.set_life(journal_->life());
+  }
+}
+
+bool KeptCopies::waits() const {
+  const bool others = core_->state.plan() != nullptr && core_->state.plan()->open().table().members_size() > 1;
+  return others && (asked_under_ != core_->state.plan() || !told_.empty() || !core_->machine->unfilled().empty());
+}
+
+void KeptCopies::Took(int64_t version, const HeldChunk& chunk) { have_.insert({version, chunk.store_index}); }
+
+bool KeptCopies::Lack(int64_t version, const HeldChunk& chunk, const std::string& server,
+                      const std::vector<std::string>& holders) {
+  std::set<std::string>& lacking = lack_[{version, chunk.store_index}];
+  lacking.insert(server);
+  return std::all_of(holders.begin(), holders.end(), [&](const std::string& one) { return lacking.contains(one); });
+}
+
+bool KeptCopies::Forget(int64_t version) {
+  const auto is_of = [&](const Place& place) { return place.first == version; };
+  std::erase_if(have_, is_of);
+  std::erase_if(written_, is_of);
+  std::erase_if(lack_, [&](const auto& entry) { return is_of(entry.first); });
+  return told_.erase(version) > 0;
+}
+
+std::vector<v1::PinnedVersion> KeptCopies::Described() const {
+  std::vector<v1::PinnedVersion> pins;
+  for (const auto& [version, pin] : core_->machine->pins()) pins.push_back(pin);
+  for (const auto& [version, pin] : told_) pins.push_back(pin);
+  return pins;
+}
+
+void KeptCopies::Write(const std::function<void()>& written) {
+  std::shared_ptr<storage::ChunkStore> store;
+  std::vector<v1::PinnedVersion> pins;
+  std::set<uint64_t> batch;
+  {
+    JobMutexLock lock(&core_->mu);
+    if (!core_->Refusal().ok()) return;
+    store = core_->state.store();
+    pins = Described();
+    batch = batch_;
+  }
+  absl::Status status;
+  for (const v1::PinnedVersion& pin : pins) {
+    if (store != nullptr) store->ExpectPin(pin.version());  // of a chunk that is zero there is nothing else
+    if (status.ok() && store != nullptr) status = store->SyncKept(pin.version());
+    const auto kept = store == nullptr ? std::vector<storage::DurableChunk>() : store->KeptBy(pin.version());
+    if (status.ok()) status = WritePin(core_->around.catalog, core_->name, pin, kept);
+  }
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    writing_ = false;
+    if (!status.ok()) return core_->Fail(status, kCatalogRemedy, replies);
+    for (const v1::PinnedVersion& pin : pins) {
+      if (!Wants(pin.version())) continue;  // given up meanwhile: the worker erases the entry next
+      if (told_.erase(pin.version()) > 0) core_->machine->Pinned(pin);
+      for (const uint64_t index : batch) {
+        if (have_.contains({pin.version(), index})) written_.insert({pin.version(), index});
+      }
+    }
+    batch_.clear();
+    core_->Moved();
+    written();
+  });
+}
+
+}  // namespace ballast::services
