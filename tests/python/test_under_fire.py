@@ -1,14 +1,18 @@
 """What tests/bench/peers/under_fire.py counts: events written by hand, and figures that can be checked on paper."""
 
+import json
 import os
 import sys
+from dataclasses import asdict
 
 import pytest
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'bench', 'peers'))
 
 from fire import flip  # noqa: E402
-from fire.score import score, step_seconds, sweep  # noqa: E402
+from fire.report import Row, curve, read_row, table  # noqa: E402
+from fire.run import Setting, schedule_of  # noqa: E402
+from fire.score import Return, Swept, score, step_seconds, sweep  # noqa: E402
 
 
 def run(*events):
@@ -39,6 +43,7 @@ def test_steps_that_the_next_group_does_not_have_are_lost():
                  *steps(10, 2, 4, 4), (14.5, 'fault', {'rank': -1, 'fault': 'flip'}))
     found = score(events, 15)
     assert (found.steps, found.lost_steps, found.starts_s, found.deaths) == (7, 2, 2.0, 0)
+    assert [back.lost_steps for back in found.returns] == [2, 0]
     assert found.returns[0].seconds == pytest.approx(13 - 7.5), 'step 6 is the first that was not there before'
     stages = {'noticed': 0.5, 'process start, import torch': 1, 'state': 1, 'steps until one counts': 3}
     assert found.returns[0].stages == pytest.approx(stages)
@@ -53,9 +58,24 @@ def test_a_step_after_the_end_does_not_count():
 def test_what_the_last_group_never_found_does_not_count():
     before = [BEGIN, *group(0, 1, 0), *steps(2, 1, 1, 5), (7.5, 'fault', {'rank': -1, 'fault': 'flip'}), died(7.6)]
     late = score(run(*before, *group(9.5, 2, 4)), 10)
-    assert (late.steps, late.lost_steps) == (4, 1)
+    assert (late.steps, late.lost_steps, late.returns[0].lost_steps) == (4, 1, 1)
     never = score(run(*before, (9.5, 'spawned', {'rank': -1, 'generation': 2, 'world': 1})), 10)
-    assert (never.steps, never.lost_steps) == (0, 5)
+    assert (never.steps, never.lost_steps, never.returns[0].lost_steps) == (0, 5, 5)
+
+
+def test_a_machine_is_lost_where_its_disk_is_not_all_there_is():
+    assert [fault for _, fault, _ in schedule_of(Setting('peer', checkpoints=True))].count('machine') == 1
+    assert [fault for _, fault, _ in schedule_of(Setting('two', servers=True, copies=2))].count('machine') == 1
+    assert 'machine' not in [fault for _, fault, _ in schedule_of(Setting('one', servers=True))]
+
+
+def test_a_row_is_read_as_it_was_written():
+    points = curve(run(BEGIN, *group(0, 1, 0), *steps(2, 1, 1, 2), *group(5, 2, 1)), 10, 1000)
+    assert points == ([0, 2, 2, 3, 4, 7, 7, 10], [0, 0, 0, 1, 2, 2, 1, 1]), 'it falls where work is lost'
+    row = Row('a', 'a 1', [1.0, 2.0], 1.0, 0.5, 0.6, 1, 1000, None, 0, [], 'repaired', 1, 0, [Return('flip', 1.0, None, {}, 1)], 2,
+              [Swept(2, 1.0, 0.5, 0.9)], points)
+    again = read_row(json.loads(json.dumps(asdict(row))))
+    assert again.returns == row.returns and again.sweep == row.sweep and table([again]) == table([row])
 
 
 def test_a_start_that_a_fault_cuts_off_is_a_start_no_longer():

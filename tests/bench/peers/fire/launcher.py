@@ -13,10 +13,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from collections.abc import Iterator
 
 from fire.events import Events
 
+ETCD_S = 60  # for its first answer, after its first syncs
 PARTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -57,19 +60,52 @@ class Process:
             _living.remove(self)
 
 
-class Servers:
-    """Two state servers under a supervisor: one that dies is started again at once, by the same command line."""
+class Etcd:
+    """The key-value store that knows where the servers are, and who has which copy. On machines of its own: no fault meets it."""
 
-    def __init__(self, daemon: str, directory: str, events: Events) -> None:
-        self._events, self._starting = events, set[int]()
+    def __init__(self, directory: str) -> None:
+        client, peer = (f'http://127.0.0.1:{free_port()}' for _ in range(2))
+        self._address = client.removeprefix('http://')
+        self._process = Process(['etcd', '--name', 'e', '--data-dir', os.path.join(directory, 'etcd'), '--listen-client-urls', client,
+                                 '--advertise-client-urls', client, '--listen-peer-urls', peer, '--initial-advertise-peer-urls', peer,
+                                 '--initial-cluster', f'e={peer}'], os.path.join(directory, 'etcd.log'), {})
+        end = time.monotonic() + ETCD_S
+        while not self._answers():
+            if time.monotonic() > end:
+                raise TimeoutError(f'etcd did not answer at {client} within {ETCD_S} s; see {directory}/etcd.log')
+            time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f'http://{self._address}/health', timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    @property
+    def url(self) -> str:
+        return f'etcd://{self._address}/fire'
+
+    def stop(self) -> None:
+        self._process.kill()
+
+
+class Servers:
+    """Two state servers under a supervisor: one that dies is started again at once, by the same command line. With `etcd` they are
+    found there, else by their addresses."""
+
+    def __init__(self, daemon: str, directory: str, events: Events, etcd: Etcd | None) -> None:
+        self._events, self._starting, self._etcd = events, set[int](), etcd
         self._ports = [free_port() for _ in range(2)]
         self.directories = [os.path.join(directory, f'server{i}') for i in range(2)]
+        registered = [] if etcd is None else ['--discovery', etcd.url]
         self._commands = [[daemon, '--listen', f'127.0.0.1:{port}', '--metrics_listen', '127.0.0.1:0', '--data_directory', folder,
-                           '--server_id', f'server{i}', '--budget.dram', '1GiB', '--budget.nvme', '2GiB']
+                           '--server_id', f'server{i}', '--budget.dram', '1GiB', '--budget.nvme', '2GiB', *registered]
                           for i, (port, folder) in enumerate(zip(self._ports, self.directories))]
         for folder in self.directories:
             os.makedirs(folder)
         self._processes: list[Process] = []
+        self._deletions: list[Process] = []
 
     def start(self) -> None:
         for i in range(2):
@@ -77,6 +113,8 @@ class Servers:
 
     @property
     def addresses(self) -> str:
+        if self._etcd is not None:
+            return f'{self._etcd.url}?servers={len(self._ports)}'
         return ','.join(f'127.0.0.1:{port}' for port in self._ports)
 
     def _start(self, i: int) -> Process:
@@ -99,8 +137,18 @@ class Servers:
     def signal(self, i: int, number: int) -> None:
         self._processes[i].signal(number)
 
+    def lose(self, i: int) -> None:
+        """The machine of server i is lost with its disk. An empty one takes its place, and its name, as soon as somebody supervises."""
+        self._processes[i].signal(signal.SIGKILL)
+        while self._processes[i].ended() is None:
+            time.sleep(0.001)
+        lost = self.directories[i] + '.lost'
+        os.rename(self.directories[i], lost)  # a disk is gone at once
+        os.makedirs(self.directories[i])
+        self._deletions.append(Process(['rm', '-rf', lost], lost + '.log', {}))
+
     def stop(self) -> None:
-        for process in self._processes:
+        for process in self._processes + self._deletions:
             process.kill()
 
 

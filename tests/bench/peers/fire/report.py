@@ -25,6 +25,26 @@ class Row:
     returns: list[Return]
     interval: int = 0
     sweep: list[Swept] = field(default_factory=list)
+    curve: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # of the picture: seconds, thousand tokens that count
+
+
+def read_row(fields: dict) -> Row:
+    """As dataclasses.asdict has written it."""
+    return Row(**{**fields, 'returns': [Return(**each) for each in fields['returns']], 'sweep': [Swept(**each) for each in fields['sweep']]})
+
+
+def curve(events: list[dict], seconds: float, tokens: int) -> tuple[list[float], list[float]]:
+    begin = next(event['t'] for event in events if event['what'] == 'begin')
+    times, counts = [0.0], [0.0]
+    for event in (event for event in events if event['what'] in ('step', 'opened') and event['rank'] == 0):
+        if event['t'] > begin + seconds:
+            break
+        if event['what'] == 'opened':  # what a lost step had made is gone
+            times.append(event['t'] - begin)
+            counts.append(counts[-1])
+        times.append(event['t'] - begin)
+        counts.append(event['step'] * tokens / 1000)
+    return [*times, seconds], [*counts, counts[-1]]
 
 
 def table(rows: list[Row]) -> str:
@@ -48,29 +68,20 @@ def table(rows: list[Row]) -> str:
                 lines.append(f'  at {back.at_s:5.1f} s {what}: no step counted any more')
                 continue
             stages = ', '.join(f'{stage} {seconds:.2f}' for stage, seconds in back.stages.items())
-            lines.append(f'  at {back.at_s:5.1f} s {what}: {back.seconds:.2f} s to the next step that counts ({stages})')
+            lines.append(f'  at {back.at_s:5.1f} s {what}: {back.lost_steps} steps lost, {back.seconds:.2f} s to the next step that counts '
+                         f'({stages})')
         lines += [f'  operator: {action}' for action in row.operator]
     return '\n'.join(lines)
 
 
-def draw(path: str, runs: dict[str, list[dict]], seconds: float, tokens: int, machine: str) -> None:
-    """A PNG: tokens that count over time, one line a system; faults as marks. runs: events by system."""
+def draw(path: str, rows: list[Row], seconds: float, machine: str) -> None:
+    """A PNG: tokens that count over time, one line a system; faults as marks."""
     import matplotlib
     matplotlib.use('Agg')
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(9, 4.5), dpi=110)
-    for system, events in runs.items():
-        begin = next(event['t'] for event in events if event['what'] == 'begin')
-        times, counts = [0.0], [0.0]
-        for event in (event for event in events if event['what'] in ('step', 'opened') and event['rank'] == 0):
-            if event['t'] > begin + seconds:
-                break
-            if event['what'] == 'opened':  # what a lost step had made is gone
-                times.append(event['t'] - begin)
-                counts.append(counts[-1])
-            times.append(event['t'] - begin)
-            counts.append(event['step'] * tokens / 1000)
-        axes.plot([*times, seconds], [*counts, counts[-1]], label=system, linewidth=1.6)
+    for row in rows:
+        axes.plot(*row.curve, label=row.system, linewidth=1.6)
     for at, fault, _ in SCHEDULE:
         axes.axvline(at * seconds, color='0.75', linewidth=0.8, zorder=0)
         axes.text(at * seconds, axes.get_ylim()[1], ' ' + fault, rotation=90, va='top', ha='left', fontsize=8, color='0.4')

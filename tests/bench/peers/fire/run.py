@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fire import flip
 from fire.events import Events, read
-from fire.launcher import Servers, Trainers
+from fire.launcher import Etcd, Servers, Trainers
 
 _STOP_S = 60  # a group that was asked to stop has so long for its last step and its parameters
 _ALONE_S = 300  # an undisturbed run ends by itself before
@@ -22,18 +22,31 @@ class Setting:
     """What a run needs to know of its system."""
     name: str  # a module of fire.systems
     servers: bool = False  # the state is on state servers
+    copies: int = 1  # of each chunk of it; with more than one the servers are found through etcd
+    apart: bool = False  # servers are on machines of their own; else each is on the machine of a trainer
     checkpoints: bool = False  # the state is in checkpoints of the trainers
     converts: bool = False  # another number of trainers needs a conversion by hand
     interval: int = 0  # steps between two checkpoints, or of every-K
     sweep: tuple[int, ...] = ()  # intervals to choose from
+    variant: str = ''
+
+    @property
+    def label(self) -> str:
+        return self.name + self.variant
 
 
 # When, as part of the run; what; and how it is called in tables and pictures.
-SCHEDULE = ((0.15, 'trainer', 'kill -9 of a trainer'),
-            (0.32, 'server', 'kill -9 of a state server (peers: of both trainers)'),
-            (0.48, 'shrink', 'a machine is lost: the group comes back with one trainer'),
-            (0.64, 'grow', 'the machine is back: the group comes back with two trainers'),
-            (0.82, 'flip', 'a byte flips in the newest state on disk, then everything is killed'))
+SCHEDULE = ((0.125, 'trainer', 'kill -9 of a trainer'),
+            (0.265, 'server', 'kill -9 of a state server (peers: of both trainers)'),
+            (0.4, 'shrink', 'all trainers are killed: the group comes back with one trainer'),
+            (0.535, 'grow', 'all trainers are killed: the group comes back with two trainers'),
+            (0.675, 'machine', 'a machine is lost with its disk, and an empty one takes its place'),
+            (0.85, 'flip', 'a byte flips in the newest state on disk, then everything is killed'))
+
+
+def schedule_of(setting: Setting) -> tuple:
+    """Servers with one copy of each chunk lose the job with a disk: they are not asked to."""
+    return tuple(fault for fault in SCHEDULE if fault[1] != 'machine' or not setting.servers or setting.copies > 1)
 
 
 @dataclass
@@ -50,12 +63,13 @@ class Run:
         os.makedirs(directory)
         self._path = os.path.join(directory, 'events.jsonl')
         self._events = Events(self._path, rank=-1)
-        self._servers = Servers(daemon, directory, self._events) if setting.servers else None
+        self._etcd = Etcd(directory) if setting.copies > 1 else None
+        self._servers = Servers(daemon, directory, self._events, self._etcd) if setting.servers else None
         line = ['--system', setting.name, '--directory', directory, *arguments]
         if setting.interval:
             line += ['--interval', str(setting.interval)]
         if self._servers is not None:
-            line += ['--servers', self._servers.addresses]
+            line += ['--servers', self._servers.addresses, '--copies', str(setting.copies)]
         self._trainers = Trainers(line, directory, self._events)
         self._killed = False  # the present group, by the schedule
         self._operator: list[str] = []
@@ -102,14 +116,18 @@ class Run:
             self._trainers.kill()
             if self._servers is not None:
                 self._servers.stop()
+            if self._etcd is not None:
+                self._etcd.stop()
         return Outcome(read(self._path), os.path.join(self._directory, 'parameters.pt'), self._operator)
 
     # --- faults
 
     def _strike(self, what: str) -> None:
         self._events.tell('fault', fault=what)
-        self._killed = what != 'server' or self._servers is None
-        if what == 'trainer':
+        self._killed = self._servers is None or not (what == 'server' or (what == 'machine' and self._setting.apart))
+        if what == 'machine' and self._servers is not None:
+            self._servers.lose(1)
+        if what == 'trainer' or (what == 'machine' and not self._setting.apart):
             self._trainers.signal(1, signal.SIGKILL)
         elif what == 'server' and self._servers is not None:
             self._servers.signal(0, signal.SIGKILL)

@@ -12,6 +12,7 @@ class Return:
     at_s: float  # since the beginning
     seconds: float | None = None  # None: no step counted any more
     stages: dict[str, float] = field(default_factory=dict)  # seconds of each, in order
+    lost_steps: int = 0
 
 
 @dataclass
@@ -41,18 +42,24 @@ def score(events: list[dict], seconds: float) -> Score:
     later = [event for event in events if event['t'] > begin + seconds]
     events = [event for event in events if event['t'] <= begin + seconds]
     result = Score(seconds)
+    result.returns = [_return(events, fault, begin) for fault in of_rank_0(events, 'fault')]
+
+    def lose(steps: int, at: float) -> None:
+        result.lost_steps += max(0, steps)
+        if faults := [each for each in result.returns if begin + each.at_s < at]:
+            faults[-1].lost_steps += max(0, steps)
     now = 0
     for event in events:
         if event['rank'] == 0 and event['what'] == 'step':
             now = event['step']
         elif event['rank'] == 0 and event['what'] == 'opened':
-            result.lost_steps += max(0, now - event['step'])
+            lose(now - event['step'], event['t'])
             now = event['step']
     died = max((event['t'] for event in events if event['what'] == 'ended_badly'), default=begin)
     if not any(event['t'] > died for event in of_rank_0(events, 'opened')):
         # The last group had not found its state by the end. What it then found counts, or nothing if it never did.
         found = next((event['step'] for event in of_rank_0(later, 'opened')), 0)
-        result.lost_steps += max(0, now - found)
+        lose(now - found, begin + seconds)
         now = min(now, found)
     result.steps = now
     for event in of_rank_0(events, 'spawned'):
@@ -60,7 +67,6 @@ def score(events: list[dict], seconds: float) -> Score:
         cut = [other['t'] for other in events if other['what'] in ('fault', 'ended_badly') and other['t'] > event['t']]
         result.starts_s += (max(ended) if len(ended) == event['world'] else min([*cut, begin + seconds])) - event['t']
     result.deaths = sum(event['what'] == 'ended_badly' and event['by_itself'] for event in events)
-    result.returns = [_return(events, fault, begin) for fault in of_rank_0(events, 'fault')]
     return result
 
 

@@ -1,7 +1,8 @@
 """One rank of a training job, the same loop for every system. Started by the launcher, with torchrun's variables in the environment.
 
-Usage: python -m fire.trainer --system NAME --directory DIR [--servers A,B] [--steps N] [--interval K] [--sweep K,K,K]
+Usage: python -m fire.trainer --system NAME --directory DIR [--servers A,B] [--copies N] [--steps N] [--interval K] [--sweep K,K,K]
   --directory DIR   events.jsonl, and whatever the system keeps; a file named stop there ends the run after the step at hand
+  --copies N        of each chunk of the state, on so many servers
   --steps N         ends after N steps
   --interval K      steps between two checkpoints, of systems that make them; 0: none
   --sweep K,K,K     after --alone N steps measures what a checkpoint costs every K steps, then ends
@@ -29,6 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument('--system', required=True)
     parser.add_argument('--directory', required=True)
     parser.add_argument('--servers', default='')
+    parser.add_argument('--copies', type=int, default=1)
     parser.add_argument('--steps', type=int, default=1 << 30)
     parser.add_argument('--interval', type=int, default=0)
     parser.add_argument('--sweep', default='')

@@ -1,4 +1,5 @@
-"""Ballast: whole parameters on each rank, optimizer state on two state servers, every decided step durable before step() returns.
+"""Ballast: whole parameters on each rank, optimizer state on two state servers, every decided step durable before step() returns. With
+two copies each server has the whole state, so that one may be lost with its disk.
 
 Gradients are all-reduced by hand: with two ranks the sum is the same bits as DistributedDataParallel's, whose constructor imports
 torch's compilers for a second."""
@@ -11,6 +12,8 @@ import ballast.torch
 from fire.model import make_model
 from fire.trainer import HYPER, LR, MAX_NORM
 
+FAILOVER_AFTER_S = 1.0  # a server that is silent for so long is left out
+
 
 class System:
     saves_together = False
@@ -22,8 +25,9 @@ class System:
 
     def start(self) -> tuple[int, bytes]:
         self._model = make_model(torch.bfloat16)
+        copies = {'replicas': self._args.copies, 'failover_after': FAILOVER_AFTER_S} if self._args.copies > 1 else {}
         self.optimizer = ballast.torch.AdamW(self._model.named_parameters(), lr=LR, **HYPER, servers=self._args.servers, resume='auto',
-                                             durability=self.durability, pin_interval=self.pin_interval, max_norm=MAX_NORM)
+                                             durability=self.durability, pin_interval=self.pin_interval, max_norm=MAX_NORM, **copies)
         self._events.tell('modelled')
         return self.optimizer.resume()
 

@@ -72,7 +72,7 @@ class System:
         self._kept = [*self._kept[-1:], path]
         model, optimizer = get_state_dict(self._model, self._optimizer)
         state = {'model': model, 'optimizer': optimizer, 'cursor': torch.frombuffer(bytearray(cursor), dtype=torch.uint8), 'step': step}
-        # Without a sync: processes die here, not machines, and every save is the cheaper for it.
+        # Without a sync: the storage is no trainer's machine's, and every save is the cheaper for it.
         writer = dcp.FileSystemWriter(path, sync_files=False)
         self._saving = dcp.async_save(state, storage_writer=writer, process_group=self._beside)
         self._saving.add_done_callback(lambda _: self._events.tell('saved', step=step))
