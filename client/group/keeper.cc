@@ -29,6 +29,8 @@ constexpr absl::Duration kTick = absl::Milliseconds(50), kAskInterval = absl::Se
 constexpr absl::Duration kReconsiderInterval = absl::Seconds(60);
 // ... and whether a server that is registered and did not answer does so now.
 constexpr absl::Duration kConsiderInterval = absl::Seconds(3);
+// Between two lines about changes that failed.
+constexpr absl::Duration kTellInterval = absl::Seconds(2);
 // For etcd and servers to say whether there is something to do; meanwhile nobody looks for silent servers.
 constexpr absl::Duration kAskTimeout = absl::Milliseconds(500);
 // For all servers to say who they are and what they have, before a change claims anything, and the least for the calls
@@ -146,14 +148,18 @@ void Keeper::Run() {
   }
 }
 
+// Beside the router's lines: while a call waits, these would leave no room for the reason.
 void Keeper::Tell(const absl::Status& failed, const Sight& sight) {
+  const absl::Time now = absl::Now();
+  if (!options_.progress || now - told_ < kTellInterval) return;
+  told_ = now;
   std::vector<std::string> silent;
   for (const v1::Member& server : sight.silent) silent.push_back(absl::StrCat("'", server.server_id(), "'"));
-  router_->Report(absl::StrCat("job '", options_.job, "' ",
-                               silent.empty()
-                                   ? "cannot change its servers yet"
-                                   : absl::StrCat("cannot go on without ", absl::StrJoin(silent, ", "), " yet"),
-                               ": ", failed.message()));
+  options_.progress(absl::StrCat("job '", options_.job, "' ",
+                                 silent.empty()
+                                     ? "cannot change its servers yet"
+                                     : absl::StrCat("cannot go on without ", absl::StrJoin(silent, ", "), " yet"),
+                                 ": ", failed.message()));
 }
 
 void Keeper::LookAround(Sight* sight) const {

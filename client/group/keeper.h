@@ -84,7 +84,8 @@ class Keeper {
   uint64_t tried_ ABSL_GUARDED_BY(changing_) = 0;
   mutable absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::string considered_;  // Sight::asked for which there was nothing more to change; the thread's
+  std::string considered_;                  // Sight::asked for which there was nothing more to change; the thread's
+  absl::Time told_ = absl::InfinitePast();  // when the last failure was told; the thread's
   std::thread thread_;
   absl::Status made_;
 };
