@@ -30,7 +30,8 @@ class Row:
 
 def read_row(fields: dict) -> Row:
     """As dataclasses.asdict has written it."""
-    return Row(**{**fields, 'returns': [Return(**each) for each in fields['returns']], 'sweep': [Swept(**each) for each in fields['sweep']]})
+    returns, swept = [Return(**each) for each in fields['returns']], [Swept(**each) for each in fields['sweep']]
+    return Row(**{**fields, 'returns': returns, 'sweep': swept})
 
 
 def curve(events: list[dict], seconds: float, tokens: int) -> tuple[list[float], list[float]]:
