@@ -12,7 +12,8 @@ test=(libgtest-dev libgmock-dev prometheus python3-venv python3-dev ccache dpkg-
   etcd-server etcd-client help2man zsh fish g++-aarch64-linux-gnu qemu-user)
 package=(dpkg-dev file help2man ccache python3-venv python3-dev buildah skopeo)
 ops=("${package[@]}" debootstrap systemd util-linux iproute2 e2fsprogs podman runc catatonit lintian
-  slurmctld slurmd slurm-client munge prometheus prometheus-alertmanager chromium libatomic1 fonts-dejavu-core tmux curl)
+  slurmctld slurmd slurm-client munge prometheus prometheus-alertmanager chromium libatomic1 fonts-dejavu-core tmux curl
+  etcd-server etcd-client)
 
 case "${1:-build}" in
   build) wanted=("${build[@]}") ;;

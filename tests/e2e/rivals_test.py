@@ -51,6 +51,10 @@ def round_of(etcd, folder, number):
     return winner.steps(), loser.steps()
 
 
+def claimed(etcd):
+    return int(job_key(etcd, 'two', 'two')['claimed']['counter'])
+
+
 def claims(log):
     """Counters of the epochs that were claimed, in etcd's order, from the output of etcdctl's watch."""
     return [int(json.loads(line)['claimed']['counter']) for line in log.read_text().splitlines() if line.startswith('{')]
@@ -59,19 +63,18 @@ def claims(log):
 def test_rivals(etcd, folder, bits):
     several(etcd, 'two', folder)
     watched = folder / 'watched'
-    start('env', 'ETCDCTL_API=3', 'etcdctl', '--endpoints', etcd.url('two').split('/')[2], 'watch', '/two/jobs/two', log=watched)
+    start('env', 'ETCDCTL_API=3', 'etcdctl', '--endpoints', etcd.url('two').split('/')[2], 'watch', '--rev', '1', '/two/jobs/two', log=watched)
     decided = []
     for number in range(ROUNDS):
         winners, losers = round_of(etcd, folder, number)
         # The other may have trained before it lost the job; whose steps are the later ones is not said.
         decided += sorted([*losers, *winners])
         assert len(set(decided)) == len(decided) and decided == sorted(decided), f'round {number}: a step was decided twice: {decided}'
-        print(f'round {number}: steps {losers} and {winners}, claimed epoch {job_key(etcd, "two", "two")["claimed"]["counter"]}', flush=True)
+        print(f'round {number}: steps {losers} and {winners}, epoch {claimed(etcd)}', flush=True)
     model = [*LONG, '--stop-at', str(decided[-1] + 2)]
     code, text = run(BIN / 'train_bytes_lm', *model, '--servers', etcd.url('two'), '--job', 'two', '--resume', 'must')
     assert code == 0 and digest_of(text) == reference(model), text
-    last = int(job_key(etcd, 'two', 'two')['claimed']['counter'])
-    wait_for(lambda: claims(watched) and claims(watched)[-1] == last, 'the watch has seen the last claim')
+    wait_for(lambda: claims(watched) and claims(watched)[-1] == claimed(etcd), 'the watch has seen the last claim')
     counters = claims(watched)
     assert counters == sorted(counters), f'the claimed epoch only rises: {counters}'
     assert len(set(counters)) >= 2 * ROUNDS, f'each group claimed: {counters}'

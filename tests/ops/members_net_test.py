@@ -114,7 +114,8 @@ class Trainer:
         self._wait(lambda: step in self.steps(), f'step {step}')
 
     def goes_on(self, steps=3):
-        self.reaches(self.steps()[-1] + steps)
+        goal = len(self.steps()) + steps
+        self._wait(lambda: len(self.steps()) >= goal, f'{goal} steps')
 
     def says(self, line):
         self._wait(lambda: re.search(line, self.text()), line)
