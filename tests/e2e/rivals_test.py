@@ -63,7 +63,8 @@ def claims(log):
 def test_rivals(etcd, folder, bits):
     several(etcd, 'two', folder)
     watched = folder / 'watched'
-    start('env', 'ETCDCTL_API=3', 'etcdctl', '--endpoints', etcd.url('two').split('/')[2], 'watch', '--rev', '1', '/two/jobs/two', log=watched)
+    start('env', 'ETCDCTL_API=3', 'etcdctl', '--endpoints', etcd.url('two').split('/')[2], 'watch', '--rev', '1', '/two/jobs/two',
+          log=watched)
     decided = []
     for number in range(ROUNDS):
         winners, losers = round_of(etcd, folder, number)
