@@ -79,8 +79,8 @@ void ChangeChecks::Exported(const v1::ExportRequest& request, const services::Ex
         EqualBits(absl::MakeConstSpan(bytes).first(expected.size()), expected)) {
       continue;
     }
-    Broken(
-        absl::StrCat("chunk ", index, " is exported as of version ", chunk.head.version(), " with wrong bits in array ", i));
+    Broken(absl::StrCat("chunk ", index, " is exported as of version ", chunk.head.version(),
+                        " with wrong bits in array ", i));
   }
 }
 
