@@ -70,7 +70,7 @@ absl::Status MoveState(Tiers* tiers, const std::shared_ptr<Account>& account, Ch
   WrittenState written;
   {
     absl::ReaderMutexLock lock(&chunk.mutex);
-    zero = chunk.history.zero();
+    zero = chunk.history.zero() || chunk.history.is_void();  // nothing that counts goes along
     written = chunk.on_disk.written();
   }
   ArrayDigests digests = written.digests;

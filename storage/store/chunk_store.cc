@@ -76,8 +76,9 @@ absl::Status ChunkStore::Add(absl::Span<const uint64_t> elements, const Plan& pl
   return Add(added, plan);
 }
 
-absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& plan, Interrupt interrupt) {
-  return StoreAddition(core_.get(), added, plan).Run(interrupt);
+absl::Status ChunkStore::Add(absl::Span<const ChunkToAdd> added, const Plan& plan, Interrupt interrupt,
+                             Dispensable dispensable) {
+  return StoreAddition(core_.get(), added, plan).Run(interrupt, dispensable);
 }
 
 bool ChunkStore::durable() const { return core_->versions.has_value(); }
@@ -196,8 +197,9 @@ uint64_t ChunkStore::flush_buffer_bytes_missing() const { return core_->buffers.
 ChunkStore::Residency ChunkStore::residency() const { return core_->chunks.residency(); }
 
 absl::Status ChunkStore::Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
-                             const ReadBack& read_back, Interrupt interrupt, RunStageObserver observer) {
-  return StoreRun(core_.get(), done, observer).Run(updates, read_back, interrupt);
+                             const ReadBack& read_back, Interrupt interrupt, RunStageObserver observer,
+                             Dispensable dispensable) {
+  return StoreRun(core_.get(), done, observer, dispensable).Run(updates, read_back, interrupt);
 }
 
 absl::Status ChunkStore::Move(uint64_t index, TierKind to) {

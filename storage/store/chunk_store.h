@@ -36,6 +36,12 @@ struct ChunkToAdd {
 using Admit = absl::FunctionRef<absl::Status(uint64_t bytes)>;
 inline absl::Status Admitted(uint64_t) { return absl::OkStatus(); }
 
+// Asked of a state that the disk does not return as it was written (`found`: DATA_LOSS, CHECKSUM), of the i-th chunk of
+// a call: can the caller do without? Then the chunk is void from here on, as by ChunkStore::Void, and the call goes on.
+// Else the call ends with `found`.
+using Dispensable = absl::FunctionRef<bool(size_t i, const absl::Status& found)>;
+inline bool Needed(size_t, const absl::Status&) { return false; }
+
 class StoreCore;
 
 // Threads: Run, Add, pins and unpins from one thread at a time; reads from any thread, at any time. A read sees a chunk
@@ -62,7 +68,8 @@ class ChunkStore {
   // a durable store need is taken here and in PinDurably: a full disk refuses these two, and no run. Chunks with a
   // durable state are read back: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written, INTERNAL
   // (IO). `interrupt`: asked before each of the latter; after its error the store must not be used.
-  absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan, Interrupt interrupt = Uninterrupted);
+  absl::Status Add(absl::Span<const ChunkToAdd> chunks, const Plan& plan, Interrupt interrupt = Uninterrupted,
+                   Dispensable dispensable = Needed);
   absl::Status Add(absl::Span<const uint64_t> elements, const Plan& plan);
   uint64_t chunk_count() const;  // with gaps, so the next chunk's index
   uint64_t present_count() const;
@@ -126,10 +133,11 @@ class ChunkStore {
   // is DATA_LOSS (CHECKSUM), before its chunk changes; so is an imported state whose digests differ, before any chunk
   // changes. RESOURCE_EXHAUSTED: only where a pin's copy finds no space, see
   // Pin. `interrupt`: asked before each update; after its error the updates not announced by `done` have changed
-  // nothing, and the store goes on.
+  // nothing, and the store goes on. `dispensable`: asked, in the order of `done` and in its place, of a state on NVMe
+  // that an update has found rotten.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, absl::FunctionRef<void(size_t)> done,
                    const ReadBack& read_back = {}, Interrupt interrupt = Uninterrupted,
-                   RunStageObserver observer = UnobservedStage);
+                   RunStageObserver observer = UnobservedStage, Dispensable dispensable = Needed);
 
   // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype, of kE4m3Blocks whole
   // blocks; for a chunk without a working copy it rounds the master, and values of a frozen chunk come from its tier.
@@ -149,8 +157,8 @@ class ChunkStore {
   // writes their state, recoverable_from is none, pins do not have them, and a scrub leaves their newest extents out.
   // These stay as they are until an imported version replaces them, which makes the chunks normal again. Until then
   // every other update of them is INVALID_ARGUMENT (BAD_REQUEST), before anything changes, and so is ReadWhole; other
-  // reads return anything.
-  void Void(absl::Span<const uint64_t> chunks);
+  // reads return anything. `kept_stay`: versions that durable pins keep were this server's own, and outlive the import.
+  void Void(absl::Span<const uint64_t> chunks, bool kept_stay = false);
 
   // Gives these chunks up: their memory, their extents and those of pins, and what Add took for them besides return to
   // the tiers; staging goes when no state lies on NVMe any more, buffers for reads when no chunk is left. Working
@@ -221,6 +229,8 @@ class ChunkStore {
   // Reads the moments that a restart has left on the disk, of a chunk whose state lies in memory; its next update has
   // them then. DATA_LOSS (CHECKSUM), INTERNAL (IO): nothing has changed.
   absl::Status LoadMoments(uint64_t chunk);
+  // The same of those of `chunks` that lack them, ahead of a run. After an error some have theirs.
+  absl::Status LoadMoments(absl::Span<const uint64_t> chunks, Dispensable dispensable);
   // Rewrites the extent from the state in memory, and syncs. REQUIRES: in_memory, and neither dirty, kept nor
   // moments_unread.
   // DATA_LOSS (CHECKSUM): memory does not hold that state. INTERNAL (IO): not written; after a failed sync the store

@@ -49,7 +49,7 @@ absl::Status CheckFits(const StoredChunk& chunk, const DurableChunk& durable) {
 }
 
 absl::Status StateRestore::All(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks,
-                               Interrupt interrupt) const {
+                               Interrupt interrupt, Dispensable dispensable) const {
   enum class Part { kLabel, kMaster, kWhole };
   std::vector<ReadAhead> reads;
   std::vector<std::pair<Part, size_t>> parts;  // of the state of which of `added`, by read
@@ -86,11 +86,13 @@ absl::Status StateRestore::All(absl::Span<const ChunkToAdd> added, const std::ve
     slots.memory = bounce.bytes();
   }
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging_->Queue(tiers_->disk()));
+  std::optional<size_t> lost;  // its master comes right behind its label
   const auto take = [&](size_t i, std::byte* data, absl::FunctionRef<void()> poll) -> absl::Status {
     const auto [part, index] = parts[i];
     StoredChunk& chunk = *chunks[index];
     const DurableChunk& durable = *added[index].durable;
     const Compute with{.pool = compute_, .poll = poll};
+    if (lost == index) return absl::OkStatus();
     if (part == Part::kLabel) {
       tiers_->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
       return CheckLabel(chunk, durable, data);
@@ -108,7 +110,15 @@ absl::Status StateRestore::All(absl::Span<const ChunkToAdd> added, const std::ve
     TakeDurable(chunk, durable, reads[i].bytes, unread);
     return absl::OkStatus();
   };
-  return ForEachRead(queue, reads, slots, take);
+  const auto look = [&](size_t i, std::byte* data, absl::FunctionRef<void()> poll) -> absl::Status {
+    const absl::Status status = take(i, data, poll);
+    const size_t index = parts[i].second;
+    if (!absl::IsDataLoss(status) || !dispensable(index, status)) return status;
+    lost = index;
+    tiers_->CountRestored(added[index].durable->bytes);
+    return absl::OkStatus();
+  };
+  return ForEachRead(queue, reads, slots, look);
 }
 
 void StateRestore::TakeDurable(StoredChunk& chunk, const DurableChunk& durable, uint64_t read_bytes,
@@ -121,20 +131,22 @@ void StateRestore::TakeDurable(StoredChunk& chunk, const DurableChunk& durable, 
   tiers_->CountMove(TierKind::kNvme, chunk.memory.tier(), MoveReason::kRecovery, read_bytes);
 }
 
-absl::Status StateRestore::Moments(absl::Span<StoredChunk* const> chunks, Interrupt interrupt) const {
+absl::Status StateRestore::Moments(absl::Span<StoredChunk* const> chunks, Interrupt interrupt,
+                                   Dispensable dispensable) const {
   std::vector<ReadAhead> reads;
-  std::vector<StoredChunk*> unread;
-  for (StoredChunk* const chunk : chunks) {
-    absl::ReaderMutexLock lock(&chunk->mutex);
-    if (!chunk->on_disk.moments_unread()) continue;
-    reads.push_back(MomentsOf(*chunk));
-    unread.push_back(chunk);
+  std::vector<size_t> unread;  // of `chunks`
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    absl::ReaderMutexLock lock(&chunks[i]->mutex);
+    if (!chunks[i]->on_disk.moments_unread()) continue;
+    reads.push_back(MomentsOf(*chunks[i]));
+    unread.push_back(i);
   }
   if (reads.empty()) return absl::OkStatus();
   BALLAST_ASSIGN_OR_RETURN(IoQueue* const queue, staging_->Queue(tiers_->disk()));
   const auto take = [&](size_t i, std::byte*, absl::FunctionRef<void()> poll) {
     BALLAST_RETURN_IF_ERROR(interrupt());
-    return TakeMoments(*unread[i], reads[i].bytes, {.pool = compute_, .poll = poll});
+    const absl::Status taken = TakeMoments(*chunks[unread[i]], reads[i].bytes, {.pool = compute_, .poll = poll});
+    return absl::IsDataLoss(taken) && dispensable(unread[i], taken) ? absl::OkStatus() : taken;
   };
   return ForEachRead(queue, reads, {}, take);
 }

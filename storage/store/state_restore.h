@@ -34,12 +34,13 @@ class StateRestore {
   // Takes back the states left by an earlier run. A restart is over once trainers can pull, and pulls need the master
   // alone: the master and the label are read and checked here, moments where the first update needs them (Moments,
   // UpdatePipeline). State in HBM is read whole.
-  absl::Status All(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks,
-                   Interrupt interrupt) const;
+  absl::Status All(absl::Span<const ChunkToAdd> added, const std::vector<StoredChunk*>& chunks, Interrupt interrupt,
+                   Dispensable dispensable = Needed) const;
   // Reads and checks the moments that All left on the disk, of those chunks whose state lives in DRAM. Nothing in
   // flight on the store's queue. `interrupt`'s error, which is asked before each chunk: then the chunks that were not
   // read are as before.
-  absl::Status Moments(absl::Span<StoredChunk* const> chunks, Interrupt interrupt) const;
+  absl::Status Moments(absl::Span<StoredChunk* const> chunks, Interrupt interrupt,
+                       Dispensable dispensable = Needed) const;
   // The same of one chunk, which may have them already, with a read of its own: transfers may be in flight.
   absl::Status Moments(StoredChunk& chunk) const;
 

@@ -17,7 +17,7 @@ constexpr char kMemory[] = "chunk state and working copies";
 StoreAddition::StoreAddition(StoreCore* core, absl::Span<const ChunkToAdd> added, const Plan& plan)
     : core_(*core), added_(added), plan_(plan), own_(added.size()), extents_(added.size()) {}
 
-absl::Status StoreAddition::Run(Interrupt interrupt) {
+absl::Status StoreAddition::Run(Interrupt interrupt, Dispensable dispensable) {
   BALLAST_RETURN_IF_ERROR(core_.failed());
   BALLAST_RETURN_IF_ERROR(Check());
   BALLAST_RETURN_IF_ERROR(TakeMemory());
@@ -25,7 +25,7 @@ absl::Status StoreAddition::Run(Interrupt interrupt) {
     LeaveKept();
     return taken;
   }
-  return Restore(Append(), interrupt);
+  return Restore(Append(), interrupt, dispensable);
 }
 
 bool StoreAddition::restores() const {
@@ -184,7 +184,8 @@ ChunkMemory StoreAddition::MemoryOf(size_t i, DramBlock* shared, std::byte** nex
   return {placement, std::move(own_[i]), parts};
 }
 
-absl::Status StoreAddition::Restore(const std::vector<StoredChunk*>& chunks, Interrupt interrupt) {
+absl::Status StoreAddition::Restore(const std::vector<StoredChunk*>& chunks, Interrupt interrupt,
+                                    Dispensable dispensable) {
   std::thread settling;  // beside the reads that fill the memory
   if (restores() && !chunks.empty()) {
     const auto settle = [this, block = chunks.front()->memory.shared()] { core_.tiers->dram()->Settle(block); };
@@ -195,7 +196,12 @@ absl::Status StoreAddition::Restore(const std::vector<StoredChunk*>& chunks, Int
       settle();  // slower
     }
   }
-  const absl::Status restored = core_.restore.All(added_, chunks, interrupt);
+  const auto goes_on = [&](size_t i, const absl::Status& damage) {
+    if (!dispensable(i, damage)) return false;
+    core_.Void(*chunks[i], /*kept_stay=*/true);
+    return true;
+  };
+  const absl::Status restored = core_.restore.All(added_, chunks, interrupt, goes_on);
   if (settling.joinable()) settling.join();
   return core_.EndWith(restored);  // on an error the chunks are there, and unusable
 }

@@ -17,7 +17,7 @@ class StoreAddition {
   // Borrows all three.
   StoreAddition(StoreCore* core, absl::Span<const ChunkToAdd> added, const Plan& plan);
   // As ChunkStore::Add. Once.
-  absl::Status Run(Interrupt interrupt);
+  absl::Status Run(Interrupt interrupt, Dispensable dispensable);
 
  private:
   absl::Status Check() const;
@@ -35,7 +35,7 @@ class StoreAddition {
   std::vector<StoredChunk*> Append();
   // The new chunk's memory. `shared`: the chunks' DRAM, of which the bytes before `*next` are given out.
   ChunkMemory MemoryOf(size_t i, DramBlock* shared, std::byte** next);
-  absl::Status Restore(const std::vector<StoredChunk*>& chunks, Interrupt interrupt);
+  absl::Status Restore(const std::vector<StoredChunk*>& chunks, Interrupt interrupt, Dispensable dispensable);
 
   StateLayout LayoutOf(size_t i) const { return core_.layout.Of(added_[i].form, plan_.chunks[i]); }
   uint64_t StateBytes(size_t i) const { return LayoutOf(i).StateBytes(added_[i].elements); }

@@ -138,6 +138,18 @@ absl::Status ChunkStore::LoadMoments(uint64_t chunk) {
   BALLAST_ASSIGN_OR_RETURN(StoredChunk* const found, core_->chunks.Find(chunk));
   return core_->restore.Moments(*found);
 }
+absl::Status ChunkStore::LoadMoments(absl::Span<const uint64_t> chunks, Dispensable dispensable) {
+  BALLAST_RETURN_IF_ERROR(core_->failed());
+  std::vector<StoredChunk*> found;
+  for (const uint64_t index : chunks) {
+    BALLAST_ASSIGN_OR_RETURN(found.emplace_back(), core_->chunks.Find(index));
+  }
+  return core_->restore.Moments(found, Uninterrupted, [&](size_t i, const absl::Status& damage) {
+    const bool goes_on = dispensable(i, damage);
+    if (goes_on) core_->Void(*found[i], /*kept_stay=*/true);
+    return goes_on;
+  });
+}
 absl::Status ChunkStore::Rewrite(const ScrubbedExtent& extent) { return StoreScrub::Rewrite(core_.get(), extent); }
 
 void ChunkStore::UnpinDurably(int64_t version) {

@@ -51,14 +51,18 @@ absl::StatusOr<WholeState> ChunkStore::ReadWhole(uint64_t index) const {
   return whole;
 }
 
-void ChunkStore::Void(absl::Span<const uint64_t> chunks) {
+void ChunkStore::Void(absl::Span<const uint64_t> chunks, bool kept_stay) {
   for (const uint64_t index : chunks) {
     const absl::StatusOr<StoredChunk*> chunk = core_->chunks.Find(index);
-    if (!chunk.ok()) continue;
-    if (core_->versions.has_value()) core_->versions->Void(**chunk);
-    absl::MutexLock lock(&(*chunk)->mutex);
-    (*chunk)->history.Void();
+    if (chunk.ok()) core_->Void(**chunk, kept_stay);
   }
+}
+
+void StoreCore::Void(StoredChunk& chunk, bool kept_stay) {
+  if (versions.has_value()) versions->Void(chunk);
+  absl::MutexLock lock(&chunk.mutex);
+  chunk.history.Void(kept_stay);
+  chunk.on_disk.EndMoments();
 }
 
 absl::Status StoreCore::CheckNoneVoid() const {

@@ -15,8 +15,9 @@
 
 namespace ballast::storage {
 
-StoreRun::StoreRun(StoreCore* core, absl::FunctionRef<void(size_t)> done, RunStageObserver observer)
-    : core_(*core), done_(done), observer_(observer), caller_(core->compute) {}
+StoreRun::StoreRun(StoreCore* core, absl::FunctionRef<void(size_t)> done, RunStageObserver observer,
+                   Dispensable dispensable)
+    : core_(*core), done_(done), observer_(observer), dispensable_(dispensable), caller_(core->compute) {}
 
 absl::StatusOr<std::vector<StoredChunk*>> StoreRun::CheckUpdates(absl::Span<const ChunkUpdate> updates) const {
   std::vector<StoredChunk*> targets;
@@ -247,6 +248,10 @@ absl::Status StoreRun::FinishOldest() {
   }
   if (status.ok()) {
     status = Settle(oldest);
+    if (absl::IsDataLoss(status) && dispensable_(oldest.index, status)) {
+      Lose(oldest);
+      return absl::OkStatus();
+    }
   } else {
     absl::MutexLock lock(&oldest.chunk->mutex);
     oldest.chunk->EndChange();
@@ -281,6 +286,13 @@ absl::Status StoreRun::Settle(Begun& begun) {
   if (begun.stores) chunk.on_disk.SetDigests(digests.new_state);
   NoteVersion(begun, chunk);
   return absl::OkStatus();
+}
+
+void StoreRun::Lose(Begun& begun) {
+  if (begun.fresh.bytes() > 0) core_.versions->extents.AddRoom(begun.fresh.TakeRoom(), 0);
+  pipeline_->Release(begun.index);
+  if (begun.update->logged_gradient.has_value()) reads_->Release(begun.index);
+  core_.Void(*begun.chunk, /*kept_stay=*/true);
 }
 
 absl::Status StoreRun::VerifyOld(Begun& next) {

@@ -25,7 +25,7 @@ namespace ballast::storage {
 // runs the store.
 class StoreRun {
  public:
-  StoreRun(StoreCore* core, absl::FunctionRef<void(size_t)> done, RunStageObserver observer);
+  StoreRun(StoreCore* core, absl::FunctionRef<void(size_t)> done, RunStageObserver observer, Dispensable dispensable);
   // As ChunkStore::Run. Once.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, const ReadBack& read_back, Interrupt interrupt);
 
@@ -96,6 +96,8 @@ class StoreRun {
   void Abandon();
   // The pieces have returned: the chunk has its new version, or the old one was rotten.
   absl::Status Settle(Begun& begun);
+  // The old state was rotten, and the chunk is void from here on: nothing of the update stays.
+  void Lose(Begun& begun);
   // `chunk`: the update's.
   void NoteVersion(Begun& changed, StoredChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(chunk.mutex);
   absl::Status Conclude(const Begun& changed);
@@ -115,6 +117,7 @@ class StoreRun {
   StoreCore& core_;
   const absl::FunctionRef<void(size_t)> done_;
   const RunStageObserver observer_;
+  const Dispensable dispensable_;
   uint64_t run_ = 0;
   static constexpr uint64_t kLostShown = 16;
   uint64_t lost_for_pins_ = 0;  // chunks that CopyForPins could not copy

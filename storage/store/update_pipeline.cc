@@ -174,6 +174,10 @@ absl::Status UpdatePipeline::Flush(size_t i) {
   return failed_;
 }
 
+void UpdatePipeline::Release(size_t i) {
+  if (Slot* const slot = Find(i); slot != nullptr) slot->phase = Phase::kFree;
+}
+
 UpdatePipeline::Flushes& UpdatePipeline::FlushesOf(NvmeFile* file) {
   for (Flushes& flushes : flushes_) {
     if (flushes.file == file) return flushes;

@@ -78,6 +78,8 @@ class UpdatePipeline {
   // Writes state that lives in memory to the chunk's extent, after the flushes that are queued already. The state must
   // not change before Drain.
   absl::Status Flush(size_t i);
+  // Update i changes nothing: the slot that Load returned is free.
+  void Release(size_t i);
   // Waits until all writes of Store and Flush have ended. Returns the first error.
   absl::Status DrainStores();
   // Handles completions and starts new transfers, without blocking: kernels call Poll between pieces.
