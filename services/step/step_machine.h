@@ -182,6 +182,14 @@ class StepMachine {
   // import may have. Slices, coverage and norms pass over them. A step that is prepared without all slices of such a
   // chunk raises its least version.
   const std::map<uint64_t, int64_t>& unfilled() const;
+  // Does another server hold the chunk, by the table of the open epoch? And this one?
+  bool HasOtherHolder(uint64_t chunk) const;
+  bool IsHolder(uint64_t chunk) const;
+  // Rule 33: what this server has of the chunk is damaged, and counts no more, for good. From here on the chunk is
+  // unfilled. `version`: the last step that it had, or that was passed over. A restarted server calls this, after the
+  // last Replay, for each chunk that the log calls filled and of which its disk has no state that counts.
+  // REQUIRES: HasOtherHolder.
+  void MarkUnfilled(uint64_t chunk, int64_t version);
   // Whether imports may begin: the Open that named these chunks is durable.
   bool may_import() const;
   // May the chunk's state, imported from a holder as of `version`, become durable here? OK also if the chunk is filled.

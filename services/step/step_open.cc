@@ -123,7 +123,9 @@ absl::StatusOr<StepMachine::Impl::Change> StepMachine::Impl::ChangeTo(const mode
     const bool holds = std::find(holders.begin(), holders.end(), index) != holders.end();
     const bool filled = known ? lacks == unfilled.end() : newest[chunk.segments.front().tensor];
     if (filled || (known && holds && replays)) continue;
-    if (holds) {
+    // The fence had its answer before the damage was found.
+    const bool damaged = known && IsHolder(chunk.index) && holders.size() > 1;
+    if (holds && !damaged) {
       return Diverged(absl::StrCat("server '", id, "' is to hold chunk ", chunk.index, " of job '", open.spec().name(),
                                    "' and lacks it: only who has a chunk may hold it"));
     }
@@ -269,6 +271,33 @@ bool StepMachine::Forgets(const v1::OpenRequest& request) const {
 }
 
 const std::map<uint64_t, int64_t>& StepMachine::unfilled() const { return impl_->unfilled; }
+
+bool StepMachine::Impl::IsHolder(uint64_t chunk) const {
+  if (plan == nullptr || !plan->open().has_table() || chunk >= plan->layout().chunks().size()) return false;
+  const absl::Span<const uint32_t> holders = plan->holders_of(chunk);
+  return std::find(holders.begin(), holders.end(), member) != holders.end();
+}
+
+bool StepMachine::IsHolder(uint64_t chunk) const { return impl_->IsHolder(chunk); }
+
+bool StepMachine::HasOtherHolder(uint64_t chunk) const {
+  const Impl& m = *impl_;
+  if (m.plan == nullptr || !m.plan->open().has_table() || chunk >= m.plan->layout().chunks().size()) return false;
+  const absl::Span<const uint32_t> holders = m.plan->holders_of(chunk);
+  return std::any_of(holders.begin(), holders.end(), [&](uint32_t holder) { return holder != m.member; });
+}
+
+void StepMachine::MarkUnfilled(uint64_t chunk, int64_t version) {
+  Impl& m = *impl_;
+  std::map<uint64_t, int64_t> next = m.unfilled;
+  int64_t& least = next.try_emplace(chunk, version).first->second;
+  least = std::max(least, version);
+  m.SetUnfilled(std::move(next));
+  if (!m.prepared.has_value()) return;
+  // In a recovery: the step was prepared when the chunk was unfilled before.
+  const std::vector<uint64_t> lacking = m.Lacking(m.prepared->header(), m.prepared->attempt());
+  if (std::binary_search(lacking.begin(), lacking.end(), chunk)) m.PassOver({&chunk, 1}, m.prepared->step());
+}
 
 bool StepMachine::may_import() const { return impl_->plan != nullptr && impl_->Durable(impl_->table_lsn); }
 

@@ -117,6 +117,8 @@ struct StepMachine::Impl {
   // Rule 28: VERSION_GONE for an import of the chunk as of an older version than its least.
   absl::Status CheckLeast(uint64_t chunk, int64_t version) const;
   void SetUnfilled(std::map<uint64_t, int64_t> next);
+  // Is this server a holder of the chunk by the open epoch's table? Of an unfilled chunk: then it lost its state.
+  bool IsHolder(uint64_t chunk) const;
   v1::SealResponse Pending(uint32_t asker);
   // The answers to seals: the same message for as long as the record or the decision is the same.
   model::SealAnswer Prepared(bool with_blobs);

@@ -21,7 +21,7 @@ namespace ballast::sim_members {
 // Counts of events in a schedule, or in many.
 struct Tally {
   uint64_t groups = 0, stale = 0, steps = 0;
-  uint64_t crashes = 0, disks_lost = 0, lost = 0;
+  uint64_t crashes = 0, disks_lost = 0, damages = 0, lost = 0;
   uint64_t tables = 0;        // written
   uint64_t left_out = 0;      // ... without a member that did not answer
   uint64_t begun = 0;         // ... that let somebody fill

@@ -26,19 +26,21 @@ TEST(MembersSimulation, EveryScheduleKeepsThePromises) {
   const auto n = [](uint64_t count) { return static_cast<unsigned long long>(count); };
   std::printf(
       "%llu schedules: %llu steps, %llu groups (%llu fenced by others), %llu crashes, %llu disks lost (%llu jobs with "
-      "them), %llu tables (%llu without a silent member, %llu begin a change, %llu end one), %llu epochs of groups at "
+      "them), %llu chunks damaged, %llu tables (%llu without a silent member, %llu begin a change, %llu end one), %llu "
+      "epochs of groups at "
       "work, %llu steps adopted (%llu from some), %llu claims and %llu writes lost, %llu drops, %llu imports (%llu too "
       "late), %llu updates passed over\n",
       n(schedules), n(sum.steps), n(sum.groups), n(sum.stale), n(sum.crashes), n(sum.disks_lost), n(sum.lost),
-      n(sum.tables), n(sum.left_out), n(sum.begun), n(sum.ended), n(sum.continued), n(sum.adopted), n(sum.adopted_some),
-      n(sum.claims_lost), n(sum.writes_lost), n(sum.drops), n(sum.imports), n(sum.late_imports), n(sum.passed_over));
+      n(sum.damages), n(sum.tables), n(sum.left_out), n(sum.begun), n(sum.ended), n(sum.continued), n(sum.adopted),
+      n(sum.adopted_some), n(sum.claims_lost), n(sum.writes_lost), n(sum.drops), n(sum.imports), n(sum.late_imports),
+      n(sum.passed_over));
   if (schedules < 1000) return;
   // A search that never gets into trouble shows nothing.
   EXPECT_GT(sum.steps, 3 * schedules);
   EXPECT_LT(sum.lost, schedules / 4);
   for (const uint64_t count :
-       {sum.stale, sum.crashes, sum.disks_lost, sum.left_out, sum.begun, sum.ended, sum.continued, sum.adopted,
-        sum.adopted_some, sum.claims_lost, sum.drops, sum.imports, sum.late_imports, sum.passed_over}) {
+       {sum.stale, sum.crashes, sum.disks_lost, sum.damages, sum.left_out, sum.begun, sum.ended, sum.continued,
+        sum.adopted, sum.adopted_some, sum.claims_lost, sum.drops, sum.imports, sum.late_imports, sum.passed_over}) {
     EXPECT_GT(count, schedules / 100);
   }
 }

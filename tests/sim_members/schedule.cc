@@ -95,6 +95,8 @@ class Schedule {
       Launch();
     } else if (chance < 24) {
       ChangeWish();
+    } else if (damages_ && chance < 32) {
+      return Damage();
     } else if (random_.Percent(8)) {
       for (const auto& server : servers_) {
         if (server->up() || server->gone()) continue;
@@ -125,8 +127,25 @@ class Schedule {
     tally_.disks_lost += member;
     server.LoseDisk(/*back=*/random_.Percent(60), random_.Next());
     if (!oracle_.violation().empty() || Covered()) return;
-    if (strict_ && first && !suspected_) oracle_.Broken("one disk less, and decided steps are lost");
+    if (strict_ && first && !suspected_ && tally_.damages == 0) {
+      oracle_.Broken("one disk less, and decided steps are lost");
+    }
     tally_.lost = 1;
+  }
+
+  // Of a state of which another server has a copy.
+  bool Damage() {
+    Server& server = Some();
+    const uint64_t chunk = random_.Below(JobLayout().chunks().size());
+    if (oracle_.last() < 0 || !server.MayDamage(chunk)) return false;
+    const bool copied = std::any_of(servers_.begin(), servers_.end(), [&](const auto& other) {
+      return other.get() != &server && other->up() &&
+             other->HasCopy(chunk, oracle_.last(), &oracle_.decision(oracle_.last()));
+    });
+    if (!copied) return false;
+    ++tally_.damages;
+    server.Damage(chunk);
+    return true;
   }
 
   void ChangeWish() {
@@ -270,8 +289,9 @@ class Schedule {
   Wish wish_;
   Tally tally_;
   Around around_;
-  bool strict_ = false;     // two copies are wanted all the time
-  bool suspected_ = false;  // a member was left out that may be alive
+  const bool damages_ = options_.seed % 4 == 0;  // states of chunks rot
+  bool strict_ = false;                          // two copies are wanted all the time
+  bool suspected_ = false;                       // a member was left out that may be alive
   std::vector<std::unique_ptr<Server>> servers_;
   std::vector<std::unique_ptr<Group>> groups_;
 };

@@ -204,6 +204,7 @@ void Server::WriteImport() {
   } else {
     status = machine_->CheckImport(chunk, version);
     if (status.ok()) disk_chunks_[chunk] = chunks_.at(chunk);
+    if (status.ok()) damaged_.erase(chunk);
     if (status.ok()) import->second = true;
   }
   if (model::ReasonOf(status) != model::kVersionGone) return;
@@ -217,7 +218,7 @@ void Server::CutLog() {
   int64_t flushed = std::numeric_limits<int64_t>::max();
   for (const auto& [chunk, state] : disk_chunks_) flushed = std::min(flushed, state.version);
   for (uint64_t chunk = 0; chunk < JobLayout().chunks().size(); ++chunk) {
-    if (Lies(chunk) && !disk_chunks_.contains(chunk)) flushed = -1;
+    if (Lies(chunk) && !disk_chunks_.contains(chunk) && !damaged_.contains(chunk)) flushed = -1;
   }
   size_t start = 0;
   for (size_t i = 0; i < log_.size(); ++i) {
@@ -286,6 +287,10 @@ void Server::Reconcile() {
   for (uint64_t chunk = 0; chunk < JobLayout().chunks().size(); ++chunk) {
     if (!Lies(chunk) || machine_->unfilled().count(chunk) > 0) continue;
     const auto state = chunks_.find(chunk);
+    if (state == chunks_.end() && damaged_.contains(chunk) && machine_->HasOtherHolder(chunk)) {
+      machine_->MarkUnfilled(chunk, machine_->committed());
+      continue;
+    }
     if (state == chunks_.end() || state->second.version < machine_->committed()) {
       return oracle_->Broken(absl::StrCat(Name(), " comes back without chunk ", chunk, " at version ",
                                           machine_->committed(), ", which its log says it has"));
@@ -294,8 +299,24 @@ void Server::Reconcile() {
   }
 }
 
+bool Server::MayDamage(uint64_t chunk) const {
+  return up() && Lies(chunk) && machine_->may_import() && chunks_.contains(chunk) && !imported_.contains(chunk) &&
+         machine_->committed() >= 0 && machine_->unfilled().count(chunk) == 0 && machine_->HasOtherHolder(chunk);
+}
+
+// A crash may come before the machine hears of it.
+void Server::Damage(uint64_t chunk) {
+  const int64_t version = chunks_.at(chunk).version;
+  chunks_.erase(chunk);
+  disk_chunks_.erase(chunk);
+  damaged_.insert(chunk);
+  if (random_->Percent(20)) return Crash();
+  machine_->MarkUnfilled(chunk, version);
+}
+
 void Server::LoseDisk(bool back, uint64_t disk) {
   log_.clear();
+  damaged_.clear();
   disk_chunks_.clear();
   synced_ = 0;
   if (up()) Crash();

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,9 @@ class Server : private services::StepJournal, private services::StepHost {
   void Restart();
   // The disk is lost. `back`: an empty server has its name from now on.
   void LoseDisk(bool back, uint64_t disk);
+  // May the server give the chunk up, if what it has of it turns out to be damaged? Damage: it does so.
+  bool MayDamage(uint64_t chunk) const;
+  void Damage(uint64_t chunk);
   // Gives chunks up because a wish is without this server; only a seeded bug does.
   void FreeAll();
 
@@ -104,6 +108,7 @@ class Server : private services::StepJournal, private services::StepHost {
   // Durable.
   std::vector<services::StepRecord> log_;
   std::map<uint64_t, ChunkState> disk_chunks_;
+  std::set<uint64_t> damaged_;  // given up since the disk last had a state that counts
   // Volatile.
   std::unique_ptr<services::StepMachine> machine_;
   bool replaying_ = false;

@@ -1,4 +1,4 @@
-// Rules 25 to 28 and 30: Opens of other tables, chunks that are being filled, and slices that a group keeps.
+// Rules 25 to 28, 30 and 33: Opens of other tables, chunks that are being filled, and slices that a group keeps.
 #include <map>
 
 #include "absl/strings/escaping.h"
@@ -216,6 +216,44 @@ TEST_F(StepMembersTest, AHolderMustHaveIt) {
   EXPECT_EQ(Begin(Open(3, 1, {MakeShard({0}, {}), MakeShard({0}, {})})), absl::OkStatus());
   RestartHere();
   EXPECT_THAT(machine_->unfilled(), IsEmpty()) << "the log shows that it held it";
+}
+
+// Rule 33.
+TEST_F(StepMembersTest, AHolderThatLostAChunkIsFilledAgain) {
+  const v1::Shard both = MakeShard({0, 1}, {}), here = MakeShard({0}, {});
+  ASSERT_EQ(Begin(Open(1, -1, {both, both})), absl::OkStatus());
+  RunHere(0, Values());
+  RunHere(1, Update());
+  ASSERT_TRUE(machine_->HasOtherHolder(1));
+  machine_->MarkUnfilled(1, 1);
+  EXPECT_THAT(machine_->unfilled(), ElementsAre(Pair(1, 1)));
+  EXPECT_EQ(machine_->Describe().filled_shards(), "\x01");
+  PrepareWithoutChunk1(2);
+  EXPECT_THAT(machine_->unfilled(), ElementsAre(Pair(1, 2)));
+  Synced();
+  // The log does not know; the server finds it without a state again.
+  RestartHere();
+  EXPECT_THAT(machine_->unfilled(), IsEmpty());
+  machine_->MarkUnfilled(1, 1);
+  EXPECT_THAT(machine_->unfilled(), ElementsAre(Pair(1, 2))) << "its slices of step 2 are not there";
+  ASSERT_TRUE(Commit(DecisionOf(machine_->Describe().prepared())).ok());
+  // Who fenced before it was lost calls this server a holder still. But it may not be the only one.
+  EXPECT_EQ(Begin(Open(2, 2, {both, both})), absl::OkStatus());
+  EXPECT_THAT(machine_->unfilled(), ElementsAre(Pair(1, 2)));
+  EXPECT_THAT(Begin(Open(3, 2, {both, here})), Fails(StatusCode::kDataLoss, model::kDiverged, "chunk 1"));
+  EXPECT_EQ(Begin(Open(3, 2, {both, MakeShard({1}, {0})})), absl::OkStatus());
+  EXPECT_THAT(machine_->unfilled(), ElementsAre(Pair(1, 2)));
+  EXPECT_FALSE(machine_->IsHolder(1));
+  EXPECT_EQ(machine_->MarkFilled(1, 2), absl::OkStatus());
+}
+
+TEST_F(StepMembersTest, NobodyElseHoldsTheChunk) {
+  ASSERT_EQ(Begin(Open(1, -1, {MakeShard({0}, {}), MakeShard({1}, {})})), absl::OkStatus());
+  EXPECT_TRUE(machine_->IsHolder(0));
+  EXPECT_FALSE(machine_->HasOtherHolder(0));
+  EXPECT_TRUE(machine_->HasOtherHolder(1));
+  EXPECT_FALSE(machine_->IsHolder(1));
+  EXPECT_FALSE(machine_->HasOtherHolder(2)) << "there is no such chunk";
 }
 
 TEST_F(StepMembersTest, AFillerWithoutStateBeginsAtTheBase) {
