@@ -57,7 +57,7 @@ constexpr absl::Duration kPauseMax = absl::Milliseconds(50);
 bool Passes(const absl::Status& status) {
   const std::string reason = model::ReasonOf(status);
   return reason == model::kBehind || reason == model::kVersionGone || reason == model::kNotOpen ||
-         (reason == model::kBudget && absl::IsResourceExhausted(status));
+         reason == model::kNotFilled || (reason == model::kBudget && absl::IsResourceExhausted(status));
 }
 
 std::vector<ReadableTensor> TensorsOf(const model::Layout& layout) {

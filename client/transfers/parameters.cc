@@ -34,13 +34,13 @@ class LeaseCalls : public std::enable_shared_from_this<LeaseCalls> {
 
  private:
   void Lease(size_t i) {
-    router_->Lease(sources_[i], Request(i), deadline_,
-                   [self = shared_from_this(), i](absl::StatusOr<model::LeasedBytes> leased) {
-                     const bool moved = AreRoutesChanged(leased.status());
-                     if (!leased.ok() && !moved) return self->parts_->tally().Finish(leased.status());
-                     if (!moved && self->parts_->Come(i, *std::move(leased))) return self->parts_->tally().Finish({});
-                     self->router_->HandOver([self, i] { self->Pull(i); });
-                   });
+    router_->Lease(
+        sources_[i], Request(i), deadline_, [self = shared_from_this(), i](absl::StatusOr<model::LeasedBytes> leased) {
+          const bool moved = AreRoutesChanged(leased.status()) || model::ReasonOf(leased.status()) == model::kNotFilled;
+          if (!leased.ok() && !moved) return self->parts_->tally().Finish(leased.status());
+          if (!moved && self->parts_->Come(i, *std::move(leased))) return self->parts_->tally().Finish({});
+          self->router_->HandOver([self, i] { self->Pull(i); });
+        });
   }
   void Pull(size_t i) {
     const absl::Span<std::byte> room = parts_->RoomFor(i);

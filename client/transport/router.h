@@ -200,6 +200,7 @@ class Router {
     absl::Time started = absl::InfiniteFuture();
     absl::Time tried = absl::InfiniteFuture();  // the last time
     int tries = 0;
+    uint32_t other_holders = 0;  // that were asked since the one that the routes name
     absl::Status last;
     std::shared_ptr<const Routes> routes;  // of the last try; of a call, of all
     std::list<std::shared_ptr<Operation>>::iterator active;
@@ -211,7 +212,7 @@ class Router {
     uint64_t inflight_bytes = 0;
     bool pumping = false;
   };
-  enum class Next { kDone, kRetry, kSendOpen, kSendCommit, kReroute, kAwaitRoutes };
+  enum class Next { kDone, kRetry, kSendOpen, kSendCommit, kNextHolder, kReroute, kAwaitRoutes };
   // An operation that a server refused, perhaps because the group has gone on to a later epoch.
   struct Refused {
     OperationPtr op;
@@ -245,6 +246,10 @@ class Router {
   void Install(std::shared_ptr<const model::EpochPlan> plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether by the routes the operation's server has its chunk.
   bool Serves(const Operation& op) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether the pull can be answered by another holder of the chunk, though its server has lost or not kept the
+  // version.
+  bool MayGoToNextHolder(const Operation& op, absl::string_view reason) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void TakeNextHolder(Operation* op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Goes on with an operation whose server left, or whose refusal was of an older epoch.
   void Reroute(const OperationPtr& op);
   void AwaitRoutes(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -67,7 +67,26 @@ Router::Next Router::Classify(const Operation& op, const absl::Status& status) c
   const std::string reason = absl::IsFailedPrecondition(status) ? model::ReasonOf(status) : "";
   if (reason == model::kNotOpen && open_ != nullptr) return Next::kSendOpen;
   if (reason == model::kBehind && commit_ != nullptr) return Next::kSendCommit;
+  if (MayGoToNextHolder(op, reason)) return Next::kNextHolder;
   return MayBeOutdated(op, status) ? Next::kAwaitRoutes : Next::kDone;
+}
+
+// A holder that found its state damaged copies the chunk, and has it again soon. A version that others keep is gone
+// where the chunk was copied since.
+bool Router::MayGoToNextHolder(const Operation& op, absl::string_view reason) const {
+  if (op.direction != kPulls || !op.source.has_value() || routes_ == nullptr) return false;
+  const size_t holders = routes_->plan->holders_of(op.source->chunk).size();
+  if (reason == model::kNotFilled) return true;
+  return reason == model::kVersionGone && op.other_holders + 1 < holders;
+}
+
+void Router::TakeNextHolder(Operation* op) {
+  const absl::Span<const uint32_t> holders = routes_->plan->holders_of(op->source->chunk);
+  const auto now = std::find_if(holders.begin(), holders.end(),
+                                [&](uint32_t holder) { return routes_->servers[holder] == op->server; });
+  const bool last = now == holders.end() || now + 1 == holders.end();
+  op->server = routes_->servers[last ? holders.front() : *(now + 1)];
+  ++op->other_holders;
 }
 
 absl::Duration Router::Backoff(const Operation& op) {
@@ -116,6 +135,7 @@ void Router::Repair(const OperationPtr& op, Next how) {
       how = Next::kReroute;
       if (routes_ == nullptr) stopped = absl::CancelledError("the session uses this server no longer");
     }
+    if (how == Next::kNextHolder) TakeNextHolder(op.get());
     if (how == Next::kSendOpen) open = open_;
     if (how == Next::kSendCommit) commit = commit_;
   }

@@ -47,6 +47,7 @@ inline constexpr char kOtherServer[] = "OTHER_SERVER";
 inline constexpr char kKeyLost[] = "KEY_LOST";  // FAILED_PRECONDITION: etcd lost a job's table, or has an older one
 inline constexpr char kIncomplete[] = "INCOMPLETE";     // FAILED_PRECONDITION: norm asked before all slices came
 inline constexpr char kVersionGone[] = "VERSION_GONE";  // FAILED_PRECONDITION: the chunk is past the version
+inline constexpr char kNotFilled[] = "NOT_FILLED";      // FAILED_PRECONDITION: ask another server that holds the chunk
 inline constexpr char kChecksum[] = "CHECKSUM";         // DATA_LOSS in a tier; UNAVAILABLE on the wire
 inline constexpr char kStateLost[] = "STATE_LOST";      // DATA_LOSS, FAILED_PRECONDITION, ABORTED: says how to go on
 inline constexpr char kDiverged[] = "DIVERGED";         // DATA_LOSS: servers disagree about a decided step
@@ -87,6 +88,8 @@ inline constexpr char kUnknown[] = "unknown";
 // digits, empty if the server does not know it.
 inline constexpr char kPromised[] = "promised";
 inline constexpr char kGroup[] = "group";
+// Detail of NOT_FILLED, and of a job that ends for it: the chunk whose state the server has lost.
+inline constexpr char kLostChunk[] = "lost_chunk";
 void SetDetail(const std::string& key, absl::string_view value, absl::Status* status);
 Details DetailsOf(const absl::Status& status);
 

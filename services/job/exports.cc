@@ -4,12 +4,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/waiter.h"
 #include "ballast/services/job_state/job_core.h"
 
 namespace ballast::services {
 
-Exports::Exports(JobCore* core) : core_(core), room_(core->around.answer_room, core->around.answers) {}
+Exports::Exports(JobCore* core, DamagedChunks* damaged)
+    : core_(core), damaged_(damaged), room_(core->around.answer_room, core->around.answers) {}
 
 void Exports::Export(const v1::ExportRequest& request, const CallLimit& limit, Reply<ExportedChunk> reply) {
   const auto wanted = std::make_shared<Request>(
@@ -70,10 +72,19 @@ absl::StatusOr<ExportedChunk> Exports::TellKept(const v1::ExportRequest& request
 absl::Status Exports::CheckHas(const std::shared_ptr<HeldChunk>& chunk) const {
   BALLAST_RETURN_IF_ERROR(core_->Refusal());
   BALLAST_RETURN_IF_ERROR(core_->machine->StateStatus());
-  if (core_->state.Find(chunk->layout().index) == chunk && chunk->filled()) return absl::OkStatus();
+  const uint64_t index = chunk->layout().index;
+  const bool here = core_->state.Find(index) == chunk;
+  if (here && chunk->filled()) return absl::OkStatus();
+  if (here && core_->machine->unfilled().contains(index) && core_->machine->IsHolder(index)) {
+    absl::Status lost = model::Error(absl::StatusCode::kFailedPrecondition, model::kNotFilled,
+                                     absl::StrCat("what server '", core_->around.server_id, "' had of chunk ", index,
+                                                  " of job '", core_->name, "' is damaged, and it copies the chunk"));
+    model::SetDetail(model::kLostChunk, absl::StrCat(index), &lost);
+    return lost;
+  }
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kNotOpen,
-                      absl::StrCat("server '", core_->around.server_id, "' lacks chunk ", chunk->layout().index,
-                                   " of job '", core_->name, "': it copies the chunk itself, or gave it up"));
+                      absl::StrCat("server '", core_->around.server_id, "' lacks chunk ", index, " of job '",
+                                   core_->name, "': it copies the chunk itself, or gave it up"));
 }
 
 void Exports::Begin(const v1::ExportRequest& request, const RequestPtr& wanted, Replies* replies) {
@@ -189,7 +200,9 @@ absl::StatusOr<ExportedChunk> Exports::Read(const RequestPtr& wanted) {
     exported.head.set_version(kept.version);
     exported.state = std::move(kept.state);
   } else {
-    BALLAST_ASSIGN_OR_RETURN(exported.state, store->ReadWhole(index));
+    absl::StatusOr<storage::WholeState> state = store->ReadWhole(index);
+    BALLAST_RETURN_IF_ERROR(damaged_->Found(wanted->chunk, state.status()));
+    exported.state = *std::move(state);
   }
   for (const storage::WholeState::Array& array : exported.state.arrays) {
     core_->counters.exported_bytes.fetch_add(array.bytes.size(), std::memory_order_relaxed);

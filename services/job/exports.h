@@ -19,12 +19,13 @@
 
 namespace ballast::services {
 
+class DamagedChunks;
 class HeldChunk;
 class JobCore;
 
 class Exports {
  public:
-  explicit Exports(JobCore* core);
+  Exports(JobCore* core, DamagedChunks* damaged);
 
   // As StateServer::Export.
   void Export(const v1::ExportRequest& request, const CallLimit& limit, Reply<ExportedChunk> reply)
@@ -70,6 +71,7 @@ class Exports {
   absl::Status Describe(const Request& wanted, v1::ExportResponse* head) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   JobCore* const core_;
+  DamagedChunks* const damaged_;
   AnswerRoom::ForJob room_;
   Waiting::Queue awaiting_room_ ABSL_GUARDED_BY(job_lock);
 };

@@ -31,10 +31,21 @@ constexpr absl::Duration kTellInterval = absl::Seconds(10);
 constexpr int kLateMax = 3;
 constexpr absl::Duration kHoldMax = absl::Seconds(1);
 
+constexpr char kNothingLeft[] =
+    "Nothing is left of that part of the state: drop the job and start it from a checkpoint, or bring back a data "
+    "directory of one of these servers as it was";
+
 absl::Status TooLate(int64_t version, int64_t applied) {
   return model::Error(
       absl::StatusCode::kFailedPrecondition, model::kVersionGone,
       absl::StrCat("the copy is of version ", version, ", and step ", applied, " has been applied without the chunk"));
+}
+
+// The chunk that the holder has lost, by its answer.
+std::string LostOf(const absl::Status& status) {
+  const model::Details details = model::DetailsOf(status);
+  const auto lost = details.find(model::kLostChunk);
+  return lost == details.end() ? "" : lost->second;
 }
 
 }  // namespace
@@ -222,6 +233,25 @@ void Filling::Fail(const CopyPtr& copy, const absl::Status& cause) {
   End(copy);
 }
 
+void Filling::NoteLost(const CopyPtr& copy, Replies* replies) {
+  if (std::exchange(lost_in_, copy->plan) != copy->plan) lost_by_.clear();
+  std::set<std::string>& lost = lost_by_[copy->chunk];
+  lost.insert(copy->from.server_id());
+  const std::shared_ptr<HeldChunk> chunk = ChunkOf(copy);
+  if (!core_->Refusal().ok() || !core_->machine->IsHolder(copy->chunk)) return;
+  const model::EpochPlan& plan = *core_->state.plan();
+  for (const uint32_t holder : plan.holders_of(copy->chunk)) {
+    const std::string& server = plan.members()[static_cast<int>(holder)].server_id();
+    if (server != core_->around.server_id && !lost.contains(server)) return;
+  }
+  absl::Status nowhere =
+      model::Error(absl::StatusCode::kDataLoss, model::kStateLost,
+                   absl::StrCat("chunk ", copy->chunk, " is damaged on all servers that hold it, here and on '",
+                                absl::StrJoin(lost, "', '"), "': ", chunk->damage().message()));
+  model::SetDetail(model::kLostChunk, absl::StrCat(copy->chunk), &nowhere);
+  core_->Fail(nowhere, kNothingLeft, replies);
+}
+
 void Filling::Arrive(const CopyPtr& copy, absl::StatusOr<v1::ExportResponse> state) {
   if (state.ok()) copy->state = *std::move(state);
   core_->Enter([this, copy, status = state.status()](Replies* replies) {
@@ -229,7 +259,10 @@ void Filling::Arrive(const CopyPtr& copy, absl::StatusOr<v1::ExportResponse> sta
     if (copy->request.tell_kept()) return TakeKept(copy, status);
     const std::shared_ptr<HeldChunk> chunk = ChunkOf(copy);
     if (chunk == nullptr) return End(copy);
-    if (!status.ok()) return copy->kept.has_value() ? FailKept(copy, *chunk, status) : Fail(copy, status);
+    if (copy->kept.has_value() && !status.ok()) return FailKept(copy, *chunk, status);
+    if (LostOf(status) == absl::StrCat(copy->chunk)) NoteLost(copy, replies);
+    if (!status.ok()) return Fail(copy, status);
+    lost_by_.erase(copy->chunk);
     if (copy->state.elements() != chunk->elements) {
       return Fail(copy, model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
                                      absl::StrCat("it has ", copy->state.elements(), " elements there, and ",

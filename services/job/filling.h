@@ -12,6 +12,8 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -106,6 +108,8 @@ class Filling {
   // As Fail; the version is given up if no holder of the chunk keeps it.
   void FailKept(const CopyPtr& copy, const HeldChunk& chunk, const absl::Status& cause)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The holder has lost the chunk, too. The job ends here once all have: this server was the last.
+  void NoteLost(const CopyPtr& copy, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // On the worker.
   void Install(const CopyPtr& copy) ABSL_LOCKS_EXCLUDED(job_lock);
@@ -127,6 +131,9 @@ class Filling {
   std::shared_ptr<const model::EpochPlan> asking_
       ABSL_GUARDED_BY(job_lock);  // a member under this plan is or was asked
   uint32_t asks_failed_ ABSL_GUARDED_BY(job_lock) = 0;
+  // Holders that have lost the chunk too, by chunk, as long as the plan is the same.
+  std::map<uint64_t, std::set<std::string>> lost_by_ ABSL_GUARDED_BY(job_lock);
+  std::shared_ptr<const model::EpochPlan> lost_in_ ABSL_GUARDED_BY(job_lock);
   int late_ ABSL_GUARDED_BY(job_lock) = 0;  // copies that came too late, since one came in time
   absl::Time held_until_ ABSL_GUARDED_BY(job_lock) = absl::InfinitePast();
   int64_t held_after_ ABSL_GUARDED_BY(job_lock) = -1;  // the last decided step when copies last held back the next

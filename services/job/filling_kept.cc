@@ -53,7 +53,9 @@ void Filling::TakeKept(const CopyPtr& ask, const absl::Status& status) {
 }
 
 void Filling::FailKept(const CopyPtr& copy, const HeldChunk& chunk, const absl::Status& cause) {
-  if (model::ReasonOf(cause) != model::kVersionGone) return Fail(copy, cause);
+  // What the holder cannot read it does not keep any more.
+  const bool lacks = model::ReasonOf(cause) == model::kVersionGone || model::ReasonOf(cause) == model::kIo;
+  if (!lacks && !absl::IsDataLoss(cause)) return Fail(copy, cause);
   std::vector<std::string> holders;
   for (const uint32_t holder : copy->plan->holders_of(copy->chunk)) {
     const std::string& id = copy->plan->members()[static_cast<int>(holder)].server_id();

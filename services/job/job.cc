@@ -40,14 +40,15 @@ Job::Parts::Parts(const std::string& name, const JobSurroundings& surroundings, 
       space(&core, &journal, &room, &flushes, &earlier, &moves, &prediction),
       changes(&core, &room, &earlier, &moves),
       openings(&core, &journal, &space),
-      updates(&core, &journal, &room, &flushes, &read_pins, &moves),
       filling(&core, &kept_copies, &kept),
-      scrub(&core, &flushes),
+      damaged(&core, &filling),
+      updates(&core, &journal, &room, &flushes, &read_pins, &moves, &damaged),
+      scrub(&core, &flushes, &damaged),
       recovery(&core, &journal, &room, &flushes, &earlier, &space, &openings, &changes, &updates),
       pushes(&core, &journal, &room),
-      pulls(&core, &read_pins),
+      pulls(&core, &read_pins, &damaged),
       loans(&core),
-      exports(&core) {}
+      exports(&core, &damaged) {}
 
 Job::Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire)
     : parts_(std::make_unique<Parts>(name, surroundings, static_cast<StepHost*>(this), std::move(expire))) {}

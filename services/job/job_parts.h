@@ -5,6 +5,7 @@
 #include <functional>
 #include <string>
 
+#include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/exports.h"
 #include "ballast/services/job/filling.h"
 #include "ballast/services/job/job.h"
@@ -52,8 +53,9 @@ struct Job::Parts {
   Space space;
   ChunkChanges changes;
   Openings openings;
-  Updates updates;
   Filling filling;
+  DamagedChunks damaged;
+  Updates updates;
   Scrub scrub;
   Recovery recovery;
   Pushes pushes;

@@ -6,6 +6,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
+#include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/read_pins.h"
 #include "ballast/services/job/waiter.h"
 #include "ballast/services/job_state/job_core.h"
@@ -19,9 +20,10 @@ absl::Status BadPull(absl::string_view reason, absl::string_view message) {
 
 }  // namespace
 
-Pulls::Pulls(JobCore* core, ReadPins* pins)
+Pulls::Pulls(JobCore* core, ReadPins* pins, DamagedChunks* damaged)
     : core_(core),
       pins_(pins),
+      damaged_(damaged),
       room_(core->around.answer_room, core->around.answers),
       reads_(core->around.foundation->MakeExecutor(core->around.read_threads)) {}
 
@@ -89,6 +91,13 @@ absl::StatusOr<Pulls::Plan> Pulls::PlanOf(const v1::PullRequest& request) const 
 }
 
 absl::StatusOr<Pulls::Copy> Pulls::Locate(const HeldChunk& chunk, int64_t version) const {
+  if (!chunk.filled() && core_->machine->IsHolder(chunk.layout().index)) {
+    return model::Error(
+        absl::StatusCode::kFailedPrecondition, model::kNotFilled,
+        absl::StrCat("what server '", core_->around.server_id, "' had of chunk ", chunk.layout().index, " of unit ",
+                     chunk.layout().unit, " is damaged, and it copies the chunk; pull from ",
+                     core_->state.plan()->ShowServersOf(chunk.layout().index)));
+  }
   if (!chunk.filled()) {
     return BadPull(model::kBadRequest,
                    absl::StrCat("server '", core_->around.server_id, "' does not have chunk ", chunk.layout().index,
@@ -245,6 +254,7 @@ void Pulls::Read(const RequestPtr& pull, Copy copy) {
     pull->room.reset();  // the answer has it
   }
   absl::Status status = plan.Read(copy == Copy::kPinned, pull->to);
+  if (copy == Copy::kCurrent) status = damaged_->Found(plan.chunk, status);
   if (copy != Copy::kCurrent || !status.ok()) return Answer(pull, status);
   // The next update may have begun during the read: the bytes count only if it had not.
   core_->Enter([this, pull](Replies* replies) {

@@ -21,11 +21,12 @@ namespace ballast::services {
 
 class HeldChunk;
 class JobCore;
+class DamagedChunks;
 class ReadPins;
 
 class Pulls {
  public:
-  Pulls(JobCore* core, ReadPins* pins);
+  Pulls(JobCore* core, ReadPins* pins, DamagedChunks* damaged);
 
   // As StateServer::Pull.
   void Pull(const v1::PullRequest& request, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
@@ -91,6 +92,7 @@ class Pulls {
 
   JobCore* const core_;
   ReadPins* const pins_;
+  DamagedChunks* const damaged_;
   AnswerRoom::ForJob room_;
   Waiting::Queue awaiting_room_ ABSL_GUARDED_BY(job_lock);
   // The job's own threads for reads that may wait for a disk: a disk that hangs holds up nobody else. Tasks borrow the

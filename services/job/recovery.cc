@@ -173,6 +173,7 @@ absl::Status Recovery::Replayer::LoadUndecided() {
   BALLAST_RETURN_IF_ERROR(replay_->FinishUpdates());
   if (!prepared.has_value()) return absl::OkStatus();
   JobMutexLock lock(&core_->mu);
+  recovery_->updates_->GiveUpUnheld(*prepared);
   for (const auto& chunk : core_->state.chunks()) {
     if (chunk->filled()) BALLAST_RETURN_IF_ERROR(recovery_->updates_->CheckHeld(*chunk, *prepared));
   }

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/journal/flushes.h"
 
@@ -82,7 +83,9 @@ void Scrub::Next(absl::Span<std::byte> buffer) {
   if (piece.checked.has_value() && !piece.found.ok()) {
     storage::ScrubbedExtent extent = *piece.checked;
     mended = Mend(store.get(), &extent);
-    line = Tell(extent, piece.found, mended);
+    const bool lost = absl::IsDataLoss(piece.found) && absl::IsDataLoss(mended) && !extent.kept && !extent.dirty;
+    const bool copied = lost && damaged_->GiveUp(store.get(), extent.chunk, piece.found).ok();
+    if (!copied) line = Tell(extent, piece.found, mended);
   }
   JobMutexLock lock(&core_->mu);
   begun_ = true;

@@ -19,12 +19,13 @@
 
 namespace ballast::services {
 
+class DamagedChunks;
 class Flushes;
 class JobCore;
 
 class Scrub {
  public:
-  Scrub(JobCore* core, Flushes* flushes) : core_(core), flushes_(flushes) {}
+  Scrub(JobCore* core, Flushes* flushes, DamagedChunks* damaged) : core_(core), flushes_(flushes), damaged_(damaged) {}
 
   // On the worker: reads a piece of the job's state on the disk, and acts where a state is damaged. `buffer`: aligned
   // to 4096.
@@ -49,6 +50,7 @@ class Scrub {
 
   JobCore* const core_;
   Flushes* const flushes_;
+  DamagedChunks* const damaged_;
   bool begun_ ABSL_GUARDED_BY(job_lock) = false;
   bool over_ ABSL_GUARDED_BY(job_lock) = false;  // the last read ended a pass
   std::atomic<int64_t> last_pass_ns_ = 0;        // 0: none; read without the lock

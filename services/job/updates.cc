@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/read_pins.h"
 #include "ballast/services/job/step_work.h"
 #include "ballast/services/job_state/job_core.h"
@@ -80,7 +81,10 @@ std::shared_ptr<LentMemory> Updates::TakeLent(const v1::PreparedRecord& prepared
 
 std::shared_ptr<StepWork> Updates::Prepare(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
   const std::shared_ptr<LentMemory> lent = TakeLent(prepared);
-  if (core_->state.recovering() && !decision.verdict().skip()) VoidGivenUp(prepared);
+  if (core_->state.recovering()) {
+    if (!decision.verdict().skip()) VoidGivenUp(prepared);
+    GiveUpUnheld(prepared);
+  }
   auto work = std::make_shared<StepWork>(WorkOf({.chunks = core_->state.chunks(),
                                                  .layout = &core_->state.store()->layout(),
                                                  .seed = core_->state.plan()->open().spec().seed(),
@@ -100,6 +104,14 @@ void Updates::VoidGivenUp(const v1::PreparedRecord& prepared) {
     const bool has_state = chunk->came_back().has_value() || *chunk->version() >= prepared.step();
     if (has_state || chunk->intake.Holds(prepared.header(), prepared.attempt())) continue;
     chunk->Void(*chunk->version());
+  }
+}
+
+void Updates::GiveUpUnheld(const v1::PreparedRecord& prepared) {
+  if (prepared.header().kind() == v1::STEP_KIND_RESTORE) return;
+  for (const auto& chunk : core_->state.chunks()) {
+    if (!chunk->filled() || !core_->machine->HasOtherHolder(chunk->id)) continue;
+    if (const absl::Status held = CheckHeld(*chunk, prepared); !held.ok()) chunk->Damage(held);
   }
 }
 
@@ -221,6 +233,38 @@ absl::StatusOr<size_t> Updates::AwaitLeases(StepWork* work, size_t first) {
   return PutLeasedLast(work, first);
 }
 
+absl::Status Updates::LoadMoments(storage::ChunkStore* store, StepWork* work) {
+  std::vector<uint64_t> chunks;
+  {
+    JobMutexLock lock(&core_->mu);
+    if (!core_->state.plan()->open().has_table()) return absl::OkStatus();
+    for (size_t i = 0; i < work->updates.size(); ++i) {
+      const bool left = work->touched[i]->came_back().has_value() && !work->updates[i].replaces();
+      if (left) chunks.push_back(work->updates[i].chunk);
+    }
+  }
+  if (chunks.empty()) return absl::OkStatus();
+  std::vector<std::pair<uint64_t, absl::Status>> damaged;
+  const auto dispensable = [&](size_t i, const absl::Status& found) {
+    if (!damaged_->MayGiveUp(chunks[i])) return false;
+    damaged.emplace_back(chunks[i], found);
+    return true;
+  };
+  core_->counters.steps.clock().SetUpdate(Stage::kStateRead);
+  BALLAST_RETURN_IF_ERROR(store->LoadMoments(chunks, dispensable));
+  core_->counters.steps.clock().SetUpdate(Stage::kKernel);
+  for (const auto& [chunk, found] : damaged) BALLAST_RETURN_IF_ERROR(damaged_->GiveUp(store, chunk, found));
+  if (damaged.empty()) return absl::OkStatus();
+  core_->LockedOnWorker([&](Replies* replies) {
+    core_->mu.AssertHeld();
+    PassOverOthers(work, replies);
+    if (!work->updates.empty()) return;
+    updated_ = work->step;
+    core_->Moved();
+  });
+  return absl::OkStatus();
+}
+
 absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const storage::BlockFile* log) {
   storage::ReadBack read_back{.log = log, .memory = {}};
   if (work->read_back != nullptr) read_back.memory = {work->read_back->data(), work->read_back->bytes()};
@@ -234,6 +278,7 @@ absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const stor
     if (!changed.ok()) return changed;
     return restores ? core_->Interrupted() : absl::OkStatus();
   };
+  BALLAST_RETURN_IF_ERROR(LoadMoments(store, work));
   BALLAST_RETURN_IF_ERROR(UseLent(*work));
   size_t finished = 0;
   const auto done = [&](size_t) {
@@ -243,7 +288,15 @@ absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const stor
     // Before the next step's slices of this chunk come: the reservation holds either.
     const size_t returned = std::exchange(work->buffers[i], {}).size();
     if (finished == work->updates.size()) work->lent = nullptr;
-    Done(work, i, returned);
+    Done(work, i, returned, absl::OkStatus());
+  };
+  HeldChunks damaged;
+  const auto dispensable = [&](size_t, const absl::Status& found) {
+    if (!damaged_->MayGiveUp(work->updates[finished].chunk)) return false;
+    const size_t i = finished++;
+    damaged.push_back(work->touched[i]);
+    Done(work, i, std::exchange(work->buffers[i], {}).size(), found);
+    return true;
   };
   const auto entered = [clock = &core_->counters.steps.clock()](storage::RunStage stage) {
     static constexpr std::array<Stage, storage::kRunStages> kOf = {Stage::kKernel, Stage::kStateRead,
@@ -253,21 +306,23 @@ absl::Status Updates::Run(storage::ChunkStore* store, StepWork* work, const stor
   const storage::TierKind copies =
       core_->around.tiers->nvme() != nullptr ? storage::TierKind::kNvme : storage::TierKind::kDram;
   for (;;) {
-    if (finished == work->updates.size()) return absl::OkStatus();
+    if (finished == work->updates.size()) break;
     BALLAST_ASSIGN_OR_RETURN(const size_t free, AwaitLeases(work, finished));
     const auto left = absl::MakeConstSpan(work->updates).subspan(finished, free);
     // Without space for a pinned copy, the chunk and all later chunks are untouched: the pin yields, not the training.
     std::shared_ptr<void> lease;
     const absl::Status may = core_->MayGrow(copies, store->CopyBytes(left), &lease);
     if (!may.ok() && pins_->GiveUpOldest(store, may)) continue;
-    const absl::Status status = store->Run(left, done, read_back, interrupt, entered);
+    const absl::Status status = store->Run(left, done, read_back, interrupt, entered, dispensable);
     if (!changed.ok()) return changed;
     if (status.ok()) continue;
     if (!absl::IsResourceExhausted(status) || !pins_->GiveUpOldest(store, status)) return status;
   }
+  for (const auto& chunk : damaged) BALLAST_RETURN_IF_ERROR(damaged_->End(store, chunk));
+  return absl::OkStatus();
 }
 
-void Updates::Done(StepWork* work, size_t i, size_t returned) {
+void Updates::Done(StepWork* work, size_t i, size_t returned, const absl::Status& damage) {
   const bool last = i + 1 == work->updates.size();
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
@@ -279,7 +334,12 @@ void Updates::Done(StepWork* work, size_t i, size_t returned) {
     HeldChunk& chunk = *work->touched[i];
     // Somebody may wait for a unit.
     if (!last && work->touched[i + 1]->layout().unit != chunk.layout().unit) core_->Moved();
-    chunk.EndUpdate(work->step);
+    if (damage.ok()) {
+      chunk.EndUpdate(work->step);
+    } else {
+      chunk.Damage(damage);
+      chunk.PassOverUpdate(work->step);
+    }
     core_->waiting.Wake(&chunk.pulls, replies);
     core_->WakePushes(&chunk, replies);
     for (size_t buffer = 0; buffer < returned; ++buffer) room_->Returned(replies);

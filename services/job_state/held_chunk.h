@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/proto/model/epoch_plan.h"
@@ -70,9 +71,17 @@ class HeldChunk {
     filled_ = false;
     version_ = std::max(version_.value_or(version), version);
   }
+  // What the server has of the chunk is damaged, as `why` tells: it counts no more.
+  void Damage(const absl::Status& why) {
+    Void(*version_);
+    damage_ = why;
+  }
+  // Why the server lacks a chunk that it once had; OK if that is not because of damage.
+  const absl::Status& damage() const { return damage_; }
   // The chunk's state as of `version` is there, and no earlier version. `changed`: as below, of that state.
   void Fill(int64_t version, int64_t changed) {
     filled_ = true;
+    damage_ = absl::OkStatus();
     version_ = first_version_ = version;
     changed_ = std::max(changed_, changed);
   }
@@ -103,6 +112,7 @@ class HeldChunk {
   // The update does not run.
   void PassOverUpdate(int64_t step) {
     Reach(step);
+    update_runs_ = false;
     --updates_pending_;
   }
 
@@ -116,6 +126,7 @@ class HeldChunk {
   std::optional<int64_t> version_;
   std::optional<int64_t> came_back_;
   bool filled_ = true;
+  absl::Status damage_;
   int64_t first_version_ = 0;
   int64_t changed_ = -1;
   bool update_runs_ = false;

@@ -168,6 +168,7 @@ void JobCore::Fail(const absl::Status& cause, absl::string_view remedy, Replies*
   failure_ = model::Error(
       cause.code(), model::ReasonOf(cause),
       absl::StrCat("job '", name, "' stopped on server '", around.server_id, "': ", cause.message(), ". ", remedy));
+  for (const auto& [key, value] : model::DetailsOf(cause)) model::SetDetail(key, value, &failure_);
   waiting.RefuseAll(failure_, replies);
 }
 

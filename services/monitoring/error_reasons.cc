@@ -21,10 +21,10 @@ const std::vector<std::pair<Call, std::string>>& ExpectedErrors() {
          {model::kPlanMismatch, model::kNotOpen, model::kBehind, model::kOldStep, model::kStaleAttempt,
           model::kBudget}},
         {Call::kCommit, {model::kDiverged, model::kNotOpen, model::kBehind}},
-        {Call::kPull, {model::kVersionGone, model::kBadRange, model::kChecksum}},
+        {Call::kPull, {model::kVersionGone, model::kNotFilled, model::kBadRange, model::kChecksum}},
         {Call::kPin, {model::kVersionGone, model::kBudget, model::kDiskFull}},
         {Call::kUnpin, {}},
-        {Call::kExport, {model::kNotOpen, model::kBehind, model::kOtherServer, model::kChecksum}},
+        {Call::kExport, {model::kNotOpen, model::kNotFilled, model::kBehind, model::kOtherServer, model::kChecksum}},
     };
     auto* errors = new std::vector<std::pair<Call, std::string>>;
     for (const auto& [call, reasons] : further) {

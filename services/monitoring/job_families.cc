@@ -166,6 +166,9 @@ void AddTraffic(const v1::GetServerStatusResponse& status, const ServerFigures& 
                    "Bytes of whole chunks that this server has copied from the job's other servers.");
   Counter exported(out, "ballast_job_exported_bytes_total",
                    "Bytes of whole chunks that this server has sent to the job's other servers.");
+  Counter damaged(
+      out, "ballast_job_damaged_chunks_total",
+      "Chunks whose state on this server was damaged, so that it copies them from the job's other servers.");
   Counter duplicates(out, "ballast_duplicate_pushes_total", "Slices that came again and were acknowledged again.");
   Counter fences(out, "ballast_fences_total", "Fences that were promised: new groups of trainers, and their retries.");
   Counter flushed(out, "ballast_flushed_chunks_total",
@@ -180,6 +183,7 @@ void AddTraffic(const v1::GetServerStatusResponse& status, const ServerFigures& 
     sent.Add(labels, counters.sent_bytes.load());
     imported.Add(labels, counters.imported_bytes.load());
     exported.Add(labels, counters.exported_bytes.load());
+    damaged.Add(labels, counters.damaged_chunks.load());
     duplicates.Add(labels, counters.duplicate_pushes.load());
     fences.Add(labels, counters.fences.load());
     flushed.Add(labels, counters.flushed_chunks.load());

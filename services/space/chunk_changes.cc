@@ -109,9 +109,9 @@ void ChunkChanges::Unreserve(const storage::ChunkStore& store, const HeldChunks&
 absl::Status ChunkChanges::Forget(storage::ChunkStore* store, const HeldChunks& leaving, const HeldChunks& lacked) {
   if (leaving.empty() && lacked.empty()) return absl::OkStatus();
   std::vector<std::string> keys;
-  std::vector<uint64_t> gone, voided;
+  std::vector<uint64_t> gone, voided, damaged;
   for (const auto& chunk : leaving) gone.push_back(chunk->store_index);
-  for (const auto& chunk : lacked) voided.push_back(chunk->store_index);
+  for (const auto& chunk : lacked) (chunk->damage().ok() ? voided : damaged).push_back(chunk->store_index);
   for (const HeldChunks* const chunks : {&leaving, &lacked}) {
     for (const auto& chunk : *chunks) keys.push_back(ChunkKey(core_->name, chunk->id));
   }
@@ -120,6 +120,7 @@ absl::Status ChunkChanges::Forget(storage::ChunkStore* store, const HeldChunks& 
     BALLAST_RETURN_IF_ERROR(core_->around.catalog->Erase(keys));
   }
   store->Void(voided);
+  store->Void(damaged, /*kept_stay=*/true);
   if (leaving.empty()) return absl::OkStatus();
   if (store->records()) BALLAST_RETURN_IF_ERROR(LeavePins(*store, gone));
   BALLAST_RETURN_IF_ERROR(store->Remove(gone));
@@ -171,6 +172,22 @@ absl::Status ChunkChanges::FreeEarlier(const storage::ChunkStore* store) {
   return absl::OkStatus();
 }
 
+absl::Status ChunkChanges::GiveUp(HeldChunk* chunk) {
+  if (chunk->damage().ok()) {
+    chunk->Damage(model::Error(
+        absl::StatusCode::kDataLoss, model::kDiverged,
+        absl::StrCat("according to the log of job '", core_->name, "', this server has chunk ", chunk->id,
+                     ", and the catalog names no state of it that may count: the catalog's entry is lost or an older "
+                     "copy. Run `ballastctl verify --rebuild`")));
+  }
+  if (!core_->machine->HasOtherHolder(chunk->id)) return chunk->damage();
+  core_->machine->MarkUnfilled(chunk->id, *chunk->version());
+  ++core_->counters.damaged_chunks;
+  spdlog::error("job '{}': this server copies chunk {} from another one, since it has nothing of it that counts: {}",
+                core_->name, chunk->id, std::string(chunk->damage().message()));
+  return absl::OkStatus();
+}
+
 absl::Status ChunkChanges::EndReplay() {
   std::shared_ptr<storage::ChunkStore> store;
   HeldChunks leaving, lacked;
@@ -179,15 +196,11 @@ absl::Status ChunkChanges::EndReplay() {
     const std::map<uint64_t, int64_t> unfilled = core_->machine->unfilled();
     for (const auto& chunk : core_->state.chunks()) {
       const bool lacks = unfilled.contains(chunk->id);
-      if (!lacks && !chunk->filled()) {
-        return model::Error(
-            absl::StatusCode::kDataLoss, model::kDiverged,
-            absl::StrCat("according to the log of job '", core_->name, "', this server has chunk ", chunk->id,
-                         ", and the catalog names no state of it that may count: the "
-                         "catalog's entry is lost or an older copy. Run `ballastctl verify --rebuild`"));
-      }
+      if (!lacks && !chunk->filled()) BALLAST_RETURN_IF_ERROR(GiveUp(chunk.get()));
       if (!lacks || !chunk->filled()) continue;
-      if (!core_->machine->MarkFilled(chunk->id, *chunk->came_back()).ok()) chunk->Void(*chunk->version());
+      // A chunk that has come from the log alone was given up since, and what came of it then is not there.
+      const bool found = chunk->came_back().has_value();
+      if (!found || !core_->machine->MarkFilled(chunk->id, *chunk->came_back()).ok()) chunk->Void(*chunk->version());
     }
     store = core_->state.store();
     leaving = core_->state.TakeLeaving();

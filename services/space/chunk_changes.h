@@ -32,8 +32,8 @@ class ChunkChanges {
   void TableDurable() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // In a recovery, after the last record: chunks that the log calls unfilled are filled if the disk has a state of them
-  // that may count, and what the plan does not give to this server is freed. DATA_LOSS (DIVERGED) if the log has a
-  // chunk that the disk has not, or the disk has chunks that no Open of the log registers.
+  // that may count, and what the plan does not give to this server is freed. Chunks that the log calls filled and the
+  // disk has no state of become unfilled if another server holds them, else DATA_LOSS (DIVERGED, CHECKSUM).
   absl::Status EndReplay() ABSL_LOCKS_EXCLUDED(job_lock);
 
  private:
@@ -52,6 +52,8 @@ class ChunkChanges {
   // What the catalog names of chunks, and of pins, that no chunk took. `store` may be null.
   absl::Status FreeEarlier(const storage::ChunkStore* store) ABSL_LOCKS_EXCLUDED(job_lock);
   void FreeExtent(const storage::DurableChunk& extent) const;
+  // In a recovery: what the log calls filled and the disk has no state of. DATA_LOSS unless another server holds it.
+  absl::Status GiveUp(HeldChunk* chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The plan's chunks that the server lacks.
   HeldChunks Lacked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 

@@ -218,7 +218,12 @@ absl::Status Space::TakePlaces(const SpaceNeed& need, const storage::PlanRequest
   const bool first = plan.reads_back && !need.has_read_back;
   absl::Status status;
   if (first) status = TakeReadBack(need.wanted, grant->memory, plan.slice_bytes - request.read_back->shared_bytes);
-  if (status.ok()) status = grant->store->Add(need.missing, plan, [this] { return core_->Interrupted(); });
+  const auto dispensable = [&](size_t i, const absl::Status& found) {
+    if (need.may_be_copied) grant->damaged[i] = found;
+    return need.may_be_copied;
+  };
+  const auto interrupt = [this] { return core_->Interrupted(); };
+  if (status.ok()) status = grant->store->Add(need.missing, plan, interrupt, dispensable);
   if (status.ok()) return absl::OkStatus();
   JobMutexLock lock(&core_->mu);
   if (first) room_->SetReadBack(nullptr);
@@ -287,6 +292,8 @@ void Space::Hold(const Grant& grant, SpaceNeed* need) {
       chunk->ComeBack(added->durable->version);
       earlier_->Taken(added->id);
     }
+    const auto damage = grant.damaged.find(static_cast<size_t>(added - need->missing.begin()));
+    if (damage != grant.damaged.end()) chunk->Damage(damage->second);
     ++added;
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -54,9 +55,10 @@ class Space {
   struct Grant {
     std::shared_ptr<storage::ChunkStore> store;
     std::shared_ptr<SliceMemory> memory;
-    bool reads_back = false;     // slices of the missing chunks leave memory
-    uint64_t least_dram = 0;     // without which the missing chunks cannot load
-    JobJournal::Growth journal;  // for the missing chunks
+    bool reads_back = false;                 // slices of the missing chunks leave memory
+    uint64_t least_dram = 0;                 // without which the missing chunks cannot load
+    JobJournal::Growth journal;              // for the missing chunks
+    std::map<size_t, absl::Status> damaged;  // of the missing chunks: what the disk has is not what was written
   };
 
   SpaceState State() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

@@ -199,6 +199,7 @@ absl::StatusOr<SpaceNeed> Need(const SpaceState& state, const model::EpochPlan& 
   need.held = HeldOf(state, need.mine);
   need.wanted = NewOf(state, plan, need.mine, need.held);
   need.recovering = state.recovering;
+  need.may_be_copied = state.recovering && plan.open().has_table();
   // Where slices are lent, they need no memory here.
   need.pushed = state.working_copies || need.wanted.logged();
   if (!state.chunks->empty()) {

@@ -60,7 +60,8 @@ struct SpaceNeed {
   bool has_read_back = false;  // the buffer for reading slices back stays
   storage::StepShape shape;    // without the store's part; for whoever places the missing chunks to fill in
   bool recovering = false;
-  bool pushed = true;  // slices come as copies, and need memory here
+  bool may_be_copied = false;  // what an earlier run left and is damaged: other servers may have copies
+  bool pushed = true;          // slices come as copies, and need memory here
 };
 
 // UNIMPLEMENTED (UNSUPPORTED), INVALID_ARGUMENT (BAD_SPEC): no server can hold such a job, or no server that keeps no

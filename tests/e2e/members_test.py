@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 
 from etcd_jobs import BIN, MODEL, Server, Training, digest_of, job_key, main, open_again, reference, run, several, start, wait_for
 
@@ -210,6 +211,38 @@ def test_a_group_at_work_loses_servers(etcd, folder, bits):
     training.says("goes on without 'b'")
     wait_for(lambda: not places(etcd, 'live', 'fillers'), 'c and d have all')
     check_bits(etcd, 'live', training)
+
+
+def rot(folder, name):
+    """Flips a byte of each block that a server that has ended left on its disk, but for zeros."""
+    with open(folder / name / 'nvme.tier', 'r+b') as tier:
+        at = 0
+        while block := tier.read(4096):
+            if any(block):
+                tier.seek(at + 100)
+                tier.write(bytes([block[100] ^ 1]))
+            at += 4096
+            tier.seek(at)
+
+
+def damaged_chunks(server):
+    metrics = re.findall(r'metrics=(\S+)', server.text())[-1]
+    with urllib.request.urlopen(f'http://{metrics}/metrics') as page:
+        return sum(int(count) for count in re.findall(r'^ballast_job_damaged_chunks_total\{.*\} (\d+)', page.read().decode(), re.M))
+
+
+def test_a_group_at_work_outlives_damage(etcd, folder, bits):
+    _, b, _ = several(etcd, 'rot', folder)
+    training = Training(f'{etcd.url("rot")}?servers=3', 'rot', folder, '--replicas', '2', '--failover-after', '60', model=LONG)
+    training.step(20)
+    b.end(signal.SIGKILL)
+    rot(folder, 'b')
+    b.start()
+    wait_for(lambda: 'has copied' in b.text(), 'b has copied what was damaged')
+    assert re.search(r"job 'rot': this server copies chunk \d+ from another one", b.text()), b.text()
+    assert damaged_chunks(b) > 0
+    assert not places(etcd, 'rot', 'fillers') and members(etcd, 'rot') == ['a', 'b', 'c'], 'nobody had to change the table'
+    check_bits(etcd, 'rot', training)
 
 
 def test_a_group_at_work_heeds_wishes(etcd, folder, bits):

@@ -84,6 +84,8 @@ class Replayer : public StepJournal, public StepHost, public LogVisitor {
   void TakePlan();
   // Does the server lack the chunk, whatever the disk has of it?
   bool Lacks(uint64_t chunk) const;
+  // Where another server holds a chunk of which nothing here counts, the server copies it.
+  Harm HarmOfLacking(uint64_t chunk) const;
   void CheckBeginning(const v1::LogSnapshot& snapshot);
   void CheckEnd();
   // Marks slices of `attempt` as needed, for chunks that do not have the step yet.
@@ -152,6 +154,10 @@ void Replayer::TakePlan() {
   std::erase_if(versions_, [&](const auto& entry) { return !plan.Has(*member, entry.first); });
 }
 
+Harm Replayer::HarmOfLacking(uint64_t chunk) const {
+  return machine_.HasOtherHolder(chunk) ? Harm::kRepaired : Harm::kJobRefused;
+}
+
 bool Replayer::Lacks(uint64_t chunk) const {
   const auto lacks = machine_.unfilled().find(chunk);
   if (lacks == machine_.unfilled().end()) return false;
@@ -205,7 +211,7 @@ void Replayer::CheckCovered(const v1::PreparedRecord& prepared) {
             gradient ? prepared.header().gradient_presence() : prepared.header().value_presence();
         if (!plan.Touches(slice, presence) || held.contains({kind, slice.unit, slice.range.begin})) continue;
         Find(
-            Harm::kJobRefused,
+            HarmOfLacking(chunk),
             absl::StrCat("a slice of step ", prepared.step(), " that chunk ", chunk, " at version ", version, " needs"),
             absl::StrCat(gradient ? "gradient" : "values", " of elements ", slice.range.begin, " to ", slice.range.end,
                          " of unit ", slice.unit),
@@ -245,7 +251,7 @@ void Replayer::CheckBeginning(const v1::LogSnapshot& snapshot) {
   for (auto& [index, version] : versions_) {
     const int64_t durable = std::exchange(version, std::max(version, out_.first)), needed = *last_change++;
     if (durable >= needed || !judges_chunks_ || machine_.unfilled().contains(index)) continue;
-    Find(Harm::kJobRefused,
+    Find(HarmOfLacking(index),
          durable < 0 ? absl::StrCat("chunk ", index, " has no durable version and the log does not reach back to 0")
                      : absl::StrCat("the log does not reach back to version ", durable, " of chunk ", index),
          absl::StrCat("version ", needed, " or newer, or a log from step ", durable + 1, " on"),

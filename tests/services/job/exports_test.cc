@@ -9,6 +9,8 @@
 
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/damaged_chunks.h"
+#include "ballast/services/job/filling.h"
 #include "ballast/tests/services/job_part.h"
 
 namespace ballast::services {
@@ -65,7 +67,9 @@ class ExportsTest : public JobPartTest {
     return *std::move(state);
   }
 
-  Exports exports_{&core_};
+  Filling filling_{&core_};
+  DamagedChunks damaged_{&core_, &filling_};
+  Exports exports_{&core_, &damaged_};
 };
 
 TEST_F(ExportsTest, AChunkIsExportedAsItIs) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/fill_sources.h"
 #include "ballast/services/job/kept_copies.h"
 #include "ballast/services/job/kept_versions.h"
@@ -208,10 +209,11 @@ class FillingTest : public JobPartTest {
   ReadPins pins_{&core_};
   Prediction prediction_{&core_};
   ChunkMoves moves_{&core_, &flushes_, &prediction_};
-  Updates updates_{&core_, &journal_, &room_, &flushes_, &pins_, &moves_};
   KeptCopies kept_copies_{&core_, &journal_};
   KeptVersions kept_versions_{&core_, &journal_, &flushes_, &kept_copies_};
   Filling filling_{&core_, &kept_copies_, &kept_versions_};
+  DamagedChunks damaged_{&core_, &filling_};
+  Updates updates_{&core_, &journal_, &room_, &flushes_, &pins_, &moves_, &damaged_};
   std::optional<Holder> holder_;
   std::vector<AskedChunks::Question> kept_;
 };

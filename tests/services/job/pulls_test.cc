@@ -9,6 +9,8 @@
 
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/damaged_chunks.h"
+#include "ballast/services/job/filling.h"
 #include "ballast/services/job/read_pins.h"
 #include "ballast/tests/services/job_part.h"
 
@@ -112,7 +114,9 @@ class PullsTest : public JobPartTest {
   }
 
   ReadPins pins_{&core_};
-  Pulls pulls_{&core_, &pins_};
+  Filling filling_{&core_};
+  DamagedChunks damaged_{&core_, &filling_};
+  Pulls pulls_{&core_, &pins_, &damaged_};
 };
 
 TEST_F(PullsTest, ALeaseIsThePlaceOfTheCurrentWorkingCopy) {

@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "ballast/services/job/damaged_chunks.h"
+#include "ballast/services/job/filling.h"
 #include "ballast/services/job/scrub.h"
 #include "ballast/services/job/scrubber.h"
 #include "ballast/services/journal/flushes.h"
@@ -65,7 +67,9 @@ class ScrubOfAJobTest : public JobPartTest {
   const std::vector<float> values_ = std::vector<float>(100, 2.0F);
   storage::Arena buffer_ = *storage::Arena::Map(64 << 10);
   Flushes flushes_{&core_, &journal_};
-  Scrub scrub_{&core_, &flushes_};
+  Filling filling_{&core_};
+  DamagedChunks damaged_{&core_, &filling_};
+  Scrub scrub_{&core_, &flushes_, &damaged_};
 };
 
 TEST_F(ScrubOfAJobTest, APassReadsAllStatesAndFindsNothing) {

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/damaged_chunks.h"
+#include "ballast/services/job/filling.h"
 #include "ballast/services/job/read_pins.h"
 #include "ballast/services/journal/flushes.h"
 #include "ballast/services/space/chunk_moves.h"
@@ -73,7 +75,9 @@ class UpdatesTest : public JobPartTest {
   ReadPins pins_{&core_};
   Prediction prediction_{&core_};
   ChunkMoves moves_{&core_, &flushes_, &prediction_};
-  Updates updates_{&core_, &journal_, &room_, &flushes_, &pins_, &moves_};
+  Filling filling_{&core_};
+  DamagedChunks damaged_{&core_, &filling_};
+  Updates updates_{&core_, &journal_, &room_, &flushes_, &pins_, &moves_, &damaged_};
 };
 
 TEST_F(UpdatesTest, AStepIsShownOnceTheWorkerHasAppliedIt) {
