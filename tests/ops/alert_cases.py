@@ -423,6 +423,20 @@ CASES = [
     ),
     ('BallastDataRepaired', 60, [series('ballast_repaired_total', '_x5 0x90', what='log_block')], {7: [], 40: []}),
     (
+        'BallastChunksDamaged',
+        60,
+        [job('ballast_job_damaged_chunks_total', '0x60 3x60')],
+        {59: [], 63: [{'severity': 'warning', **SERVER, **DEMO}], 95: []},
+    ),
+    # A restart found it.
+    (
+        'BallastChunksDamaged',
+        60,
+        [job('ballast_job_damaged_chunks_total', '_x5 2x90')],
+        {7: [{'severity': 'warning', **SERVER, **DEMO}], 70: []},
+    ),
+    ('BallastChunksDamaged', 60, [job('ballast_job_damaged_chunks_total', '_x5 0x90')], {7: [], 40: []}),
+    (
         'BallastScrubDamage',
         60,
         [job('ballast_scrub_damaged_states', '0x10 2x10 0x10')],
