@@ -185,6 +185,40 @@ TEST_F(RouterRoutesTest, APullGoesToAnotherHolder) {
   EXPECT_EQ(other->pulled().size(), 1);
 }
 
+// A holder that copies the chunk anew sends its readers to the other one, and its routes stay.
+TEST_F(RouterRoutesTest, APullGoesToTheNextHolderAndBack) {
+  FakeServer* const source = &servers_[router().routes()->plan->SourceFor(0, 0)];
+  FakeServer* const other = source == &servers_[0] ? &servers_[1] : &servers_[0];
+  const auto refused = [](const v1::PullRequest&, absl::Span<std::byte>) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kNotFilled, "the server copies the chunk");
+  };
+  source->on_pull = refused;
+  EXPECT_EQ(Pull(0), absl::OkStatus());
+  EXPECT_EQ(source->pulled().size(), 1);
+  EXPECT_EQ(other->pulled().size(), 1);
+  // Neither has it, and then the first one has it again.
+  other->on_pull = refused;
+  source->on_pull = [&, calls = 0](const v1::PullRequest& request, absl::Span<std::byte> to) mutable {
+    return ++calls == 1 ? refused(request, to) : absl::OkStatus();
+  };
+  EXPECT_EQ(Pull(0), absl::OkStatus());
+  EXPECT_EQ(source->pulled().size(), 3);
+  EXPECT_EQ(other->pulled().size(), 2);
+  EXPECT_EQ(router().routes()->epoch().counter(), 3);
+}
+
+// A pin for reading outlives no copy, but where the chunk was not copied.
+TEST_F(RouterRoutesTest, AVersionThatIsGoneAtOneHolderMayBeAtAnother) {
+  FakeServer* const source = &servers_[router().routes()->plan->SourceFor(0, 0)];
+  FakeServer* const other = source == &servers_[0] ? &servers_[1] : &servers_[0];
+  source->on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone, "version 1 is gone");
+  };
+  EXPECT_EQ(Pull(0), absl::OkStatus());
+  EXPECT_EQ(source->pulled().size(), 1);
+  EXPECT_EQ(other->pulled().size(), 1);
+}
+
 TEST_F(RouterRoutesTest, ARefusalIsFinalIfNobodyHasALaterEpoch) {
   for (const size_t i : {0, 1}) {
     servers_[i].on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) {
