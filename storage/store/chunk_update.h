@@ -87,6 +87,9 @@ struct ChunkUpdate {
   // more; durable ones lack it, unless they keep it or ImportKept brought what belongs to them. Borrowed until Run
   // returns.
   const WholeState* imported = nullptr;
+  // Gets the digests of the new state's arrays before the update is announced. Stays empty where the state is replaced
+  // as a whole, or lies in HBM. null: nobody wants them. Borrowed until Run returns.
+  std::optional<ArrayDigests>* digests = nullptr;
 
   // Replaces the whole state, whatever it was.
   bool replaces() const { return restored.has_value() || imported != nullptr; }

@@ -213,7 +213,7 @@ void StoreRun::StartPieces(Begun next, std::optional<CopyOnWrite> copy) {
   }
   begun.work = std::make_unique<StateUpdate>(*begun.update, chunk.View(begun.state), chunk.memory.working(),
                                              Compute{.pool = core_.compute, .poll = poll_},
-                                             UpdateDigests{.of_old = !begun.verified, .of_new = begun.stores});
+                                             UpdateDigests{.of_old = !begun.verified, .of_new = begun.digests_new()});
   const uint64_t pieces = begun.work->pieces();
   begun.pieces = std::make_unique<kernels::ThreadPool::Batch>(
       pieces, chunk.index * pieces, [work = begun.work.get()](uint64_t piece) { work->Run(piece); });
@@ -284,6 +284,7 @@ absl::Status StoreRun::Settle(Begun& begun) {
   chunk.EndChange();
   if (!begun.verified) BALLAST_RETURN_IF_ERROR(CompareDigests(begun.read, chunk, digests.old_state));
   if (begun.stores) chunk.on_disk.SetDigests(digests.new_state);
+  if (begun.work != nullptr && begun.update->digests != nullptr) *begun.update->digests = digests.new_state;
   NoteVersion(begun, chunk);
   return absl::OkStatus();
 }

@@ -48,6 +48,8 @@ class StoreRun {
     std::unique_ptr<kernels::ThreadPool::Batch> pieces = nullptr;
     HbmWork on_device = {};  // in place of `work` and `pieces`
 
+    // Digests of the new state are wanted.
+    bool digests_new() const { return stores || update->digests != nullptr; }
     bool changes() const { return !update->values.empty() || !update->segments.empty() || update->replaces(); }
     // Pins that want the old state get a copy. They lose a chunk that is imported.
     bool copies() const { return changes() && update->imported == nullptr; }

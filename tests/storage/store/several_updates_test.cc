@@ -77,6 +77,31 @@ TEST_P(SeveralUpdatesTest, LaterChunksAreComputedWhileAnEarlierOneIs) {
   EXPECT_TRUE(overlapped.load());
 }
 
+// Also of a chunk of which only a part changes, and whether or not the state goes to the disk.
+TEST_P(SeveralUpdatesTest, AnUpdateTellsTheDigestsOfItsNewState) {
+  kernels::ThreadPool pool(3);
+  ASSERT_EQ(Make(&pool), absl::OkStatus());
+  StepUpdates step(2);
+  for (size_t i = 0; i < Sizes().size(); ++i) step.AddSegments(i, i == 0 ? 1024 : Sizes()[i], 1);
+  std::vector<ChunkUpdate> updates(step.updates().begin(), step.updates().end());
+  std::vector<std::optional<ArrayDigests>> told(updates.size());
+  for (size_t i = 0; i < updates.size(); i += 2) updates[i].digests = &told[i];
+  size_t announced = 0;
+  const auto done = [&](size_t i) {
+    EXPECT_EQ(told[i].has_value(), i % 2 == 0);
+    ++announced;
+  };
+  ASSERT_EQ(s_.store->Run(updates, done), absl::OkStatus());
+  EXPECT_EQ(announced, updates.size());
+  for (size_t i = 0; i < updates.size(); i += 2) {
+    const auto whole = s_.store->ReadWhole(i);
+    ASSERT_TRUE(whole.ok()) << whole.status();
+    for (size_t k = 0; k < whole->arrays.size(); ++k) {
+      EXPECT_EQ((*told[i])[k], kernels::Crc32c(whole->arrays[k].bytes)) << "array " << k << " of chunk " << i;
+    }
+  }
+}
+
 TEST_P(SeveralUpdatesTest, AReadOfAChunkUnderWayWaits) {
   std::atomic<bool> watching = false;
   absl::Notification begun, release;
