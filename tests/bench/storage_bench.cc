@@ -4,6 +4,8 @@
 //   stream/read, stream/write  our queue against fio: same file, blocks, depth and kind of pages
 //   update/dram         ChunkStore::Run over state in DRAM against a run for each chunk, which joins the threads behind
 //                       each chunk
+//   update/digests      ChunkStore::Run where one chunk of 64 tells digests of its new state, as in a job with copies,
+//                       against the same without digests
 //   threads/64          the same on 64 threads, each piece of work replaced by a wait of 4 ms, against 64 times one
 //                       thread; `us_of_a_chunk` is the time of the run's own thread for a chunk without its pieces
 //   sync/eight_jobs     eight threads that write to one file and sync it, sharing syncs, against a sync for each call

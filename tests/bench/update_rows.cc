@@ -1,6 +1,8 @@
 // The rows of a step over state in DRAM, and of its scheduling on more threads than processors: see storage_bench.cc.
 #include <cstdio>
+#include <ctime>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -52,12 +54,15 @@ class DramJob {
     return job;
   }
 
-  // A step, as one run or as a run for each chunk, which lets all threads end before the next chunk begins.
-  absl::Status Step(bool joined) {
+  // A step, as one run or as a run for each chunk, which lets all threads end before the next chunk begins. The first
+  // chunks tell digests of their new states.
+  absl::Status Step(bool joined, uint64_t digested = 0) {
     constexpr kernels::Hyper kHyper = {
         .learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-8, .weight_decay = 0.01};
     const kernels::Coefficients coefficients = MakeCoefficients(spec_, kHyper, ++steps_, 1);
     std::vector<storage::ChunkUpdate> updates(store_->chunk_count());
+    std::vector<std::optional<storage::ArrayDigests>> digests(digested);
+    for (uint64_t i = 0; i < digested; ++i) updates[i].digests = &digests[i];
     for (uint64_t i = 0; i < updates.size(); ++i) {
       updates[i].chunk = i;
       updates[i].segments = {{.begin = 0, .end = kChunkElements, .coefficients = coefficients}};
@@ -104,6 +109,39 @@ absl::StatusOr<Row> RealRow(const StorageBenchOptions& options, const std::strin
              .more = {{"seconds", seconds}, {"threads", static_cast<double>(options.threads)}}};
 }
 
+// What the comparison of copies (proto/model/copies.h) costs a step: one chunk of 64 tells digests of its new state.
+// `all_chunks` is the ratio if every chunk does.
+absl::StatusOr<Row> DigestRow(const StorageBenchOptions& options, const std::string& directory) {
+  constexpr uint64_t kChunks = 64;
+  kernels::ThreadPool pool(options.threads);
+  BALLAST_ASSIGN_OR_RETURN(const auto job, DramJob::Make(directory, {}, kChunks, &pool));
+  double cpu[3] = {};  // seconds of all threads
+  const auto step = [&](double* spent, uint64_t digested) -> Work {
+    return [&job, spent, digested] {
+      const std::clock_t begun = std::clock();
+      const absl::Status status = job->Step(/*joined=*/true, digested);
+      *spent += static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC;
+      return status;
+    };
+  };
+  BALLAST_ASSIGN_OR_RETURN(
+      const auto times,
+      Measure("update with digests", {step(&cpu[0], 0), step(&cpu[1], 1), step(&cpu[2], kChunks)}, options.rounds));
+  std::vector<double> one, all;
+  for (size_t i = 0; i < times[0].size(); ++i) {
+    one.push_back(times[0][i] / times[1][i]);
+    all.push_back(times[0][i] / times[2][i]);
+  }
+  const double seconds = Median(times[1]);
+  return Row{.name = "update/digests",
+             .bytes_per_element = job->bytes_per_element(),
+             .gb_per_s = job->bytes_per_element() * static_cast<double>(kChunks * kChunkElements) / seconds / 1e9,
+             .reference = "the same without digests",
+             .ratio = Median(one),
+             .bar = 0.99,
+             .more = {{"cpu", cpu[0] / cpu[1]}, {"all_chunks", Median(all)}, {"all_chunks_cpu", cpu[0] / cpu[2]}}};
+}
+
 // Pieces per second of a waiting pool.
 absl::StatusOr<double> PiecesPerSecond(const StorageBenchOptions& options, const std::string& directory, int threads,
                                        std::chrono::microseconds piece, bool joined) {
@@ -140,6 +178,8 @@ absl::StatusOr<Row> SimulatedRow(const StorageBenchOptions& options, const std::
 absl::Status MeasureUpdates(const StorageBenchOptions& options, const std::string& directory, std::vector<Row>* rows) {
   BALLAST_ASSIGN_OR_RETURN(Row real, RealRow(options, directory));
   rows->push_back(std::move(real));
+  BALLAST_ASSIGN_OR_RETURN(Row digests, DigestRow(options, directory));
+  rows->push_back(std::move(digests));
   return absl::OkStatus();
 }
 
