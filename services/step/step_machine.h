@@ -98,6 +98,8 @@ class StepHost {
   // Step `step` is prepared, or was found so in the log, without all slices of these chunks, which are being filled:
   // what was imported of them as of an older version cannot follow, and is void (rule 28).
   virtual void PassedOver(absl::Span<const uint64_t> chunks, int64_t step);
+  // Adds what the host tells rank 0 beside the prepared record of `step`, the step in flight: no rule depends on it.
+  virtual void AddDigests(int64_t step, v1::SealResponse* answer) {}
   // Pin `version`, the last version that Apply was called for (DURABILITY_EVERY_K). Comes after PinChanged for the pins
   // that are not needed any more.
   virtual void PinDue(int64_t version) = 0;

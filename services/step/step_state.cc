@@ -296,6 +296,7 @@ model::SealAnswer StepMachine::Impl::Prepared(bool with_blobs) {
     v1::SealResponse response;
     *response.mutable_prepared() = *prepared;
     if (!with_blobs) response.mutable_prepared()->clear_blobs();
+    if (with_blobs) host->AddDigests(prepared->step(), &response);
     response.set_unfilled_chunks(unfilled.size());
     answer = std::make_shared<model::SealAnswer::element_type>(std::move(response));
   }
