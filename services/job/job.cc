@@ -48,7 +48,8 @@ Job::Parts::Parts(const std::string& name, const JobSurroundings& surroundings, 
       pushes(&core, &journal, &room),
       pulls(&core, &read_pins, &damaged),
       loans(&core),
-      exports(&core, &damaged) {}
+      exports(&core, &damaged),
+      copies(&core) {}
 
 Job::Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire)
     : parts_(std::make_unique<Parts>(name, surroundings, static_cast<StepHost*>(this), std::move(expire))) {}
@@ -164,6 +165,7 @@ void Job::ResumeFilling() { parts_->filling.Resume(); }
 void Job::Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange& change) {
   parts_->core.mu.AssertHeld();
   parts_->core.counters.steps.Opened();
+  parts_->copies.Opened(*plan, change.forgets);
   parts_->openings.Opened(std::move(plan), change.keeps_slices);
   parts_->changes.Opened();
 }
@@ -177,6 +179,11 @@ void Job::TableDurable(absl::Span<const uint64_t>) {
 void Job::PassedOver(absl::Span<const uint64_t> chunks, int64_t step) {
   parts_->core.mu.AssertHeld();
   parts_->changes.PassedOver(chunks, step);
+}
+
+void Job::AddDigests(int64_t step, v1::SealResponse* answer) {
+  parts_->core.mu.AssertHeld();
+  parts_->copies.AddDigests(step, answer);
 }
 
 void Job::PinDue(int64_t) {
@@ -384,12 +391,15 @@ void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<mod
 void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
   v1::CommitRequest commit = request;
   commit.mutable_decision()->clear_blobs();  // the sealed ones count
+  google::protobuf::RepeatedPtrField<v1::DifferingCopies> differing;
+  differing.Swap(commit.mutable_differing());  // the machine has no use for them
   parts_->core.Ask<v1::CommitResponse>(
       commit.ByteSizeLong(),
-      [this, commit]() -> Outcome<v1::CommitResponse> {
+      [this, commit, differing = std::move(differing)]() -> Outcome<v1::CommitResponse> {
         parts_->core.mu.AssertHeld();
         BALLAST_RETURN_IF_ERROR(parts_->journal.MakeRoom(1, commit.ByteSizeLong() + kDecisionBytesMax));
         BALLAST_ASSIGN_OR_RETURN(v1::CommitResponse response, parts_->core.machine->Commit(commit));
+        parts_->copies.Note(differing);
         return response;
       },
       absl::InfiniteFuture(), "", std::move(reply));

@@ -5,6 +5,7 @@
 #include <functional>
 #include <string>
 
+#include "ballast/services/job/copies.h"
 #include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/exports.h"
 #include "ballast/services/job/filling.h"
@@ -62,6 +63,7 @@ struct Job::Parts {
   Pulls pulls;
   Loans loans;
   Exports exports;
+  Copies copies ABSL_GUARDED_BY(job_lock);
 };
 
 }  // namespace ballast::services

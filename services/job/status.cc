@@ -114,6 +114,7 @@ v1::JobStatus Job::Status() const {
     }
     if (parts_->scrub.begun()) *status.mutable_scrub() = parts_->scrub.Describe();
     parts_->filling.Describe(&status);
+    parts_->copies.Describe(&status);
     status.set_chunks_moving(parts_->moves.left());
     status.set_chunks_moved(parts_->moves.moved());
     if (parts_->prediction.newest().has_value())

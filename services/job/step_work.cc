@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "ballast/kernels/optimizer.h"
+#include "ballast/proto/model/copies.h"
 #include "ballast/proto/model/optimizer.h"
 
 namespace ballast::services {
@@ -122,6 +123,7 @@ class WorkMaker {
       work_.untouched.push_back(chunk);
       return;
     }
+    if (state_.has_copies && model::IsDigested(chunk->id, work_.step)) update.digests = &work_.digests.emplace_back();
     work_.touched.push_back(chunk);
     work_.updates.push_back(std::move(update));
     work_.buffers.push_back(std::move(buffers));

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -25,6 +27,8 @@ struct StepWork {
   std::vector<Intake::Buffers> buffers;               // per update: its spans borrow from them
   // Updates read slices from the log into this buffer; null if there are none to read.
   std::shared_ptr<SliceMemory::Buffer> read_back;
+  // Where updates put digests of their chunks' new states, for those whose turn it is. Elements stay where they are.
+  std::deque<std::optional<storage::ArrayDigests>> digests;
   std::shared_ptr<void> lent;  // while updates may touch a trainer's memory
   // In a replay. `incomplete`: an error if the log lacks a slice of the step. `replayed` hears, under the job's lock,
   // the bytes that a finished update read from the log.
@@ -40,6 +44,7 @@ struct StepState {
   absl::Span<const uint64_t> tensor_steps;  // with this step counted
   const LentMemory* lent = nullptr;         // for this step; null: nothing
   bool logged = false;                      // a restart replays the step from a log
+  bool has_copies = false;                  // other servers have the chunks too
 };
 
 // Under the job's lock, which guards the chunks.

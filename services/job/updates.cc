@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/services/job/copies.h"
 #include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/read_pins.h"
 #include "ballast/services/job/step_work.h"
@@ -90,7 +91,8 @@ std::shared_ptr<StepWork> Updates::Prepare(const v1::PreparedRecord& prepared, c
                                                  .seed = core_->state.plan()->open().spec().seed(),
                                                  .tensor_steps = core_->machine->tensor_steps(),
                                                  .lent = lent.get(),
-                                                 .logged = core_->recoverable()},
+                                                 .logged = core_->recoverable(),
+                                                 .has_copies = HasCopies(*core_->state.plan())},
                                                 prepared, decision));
   if (lent != nullptr) work->lent = lent->Use();
   if (core_->state.recovering()) work->incomplete = CheckAllHeld(*work, prepared);
@@ -336,6 +338,8 @@ void Updates::Done(StepWork* work, size_t i, size_t returned, const absl::Status
     if (!last && work->touched[i + 1]->layout().unit != chunk.layout().unit) core_->Moved();
     if (damage.ok()) {
       chunk.EndUpdate(work->step);
+      const std::optional<storage::ArrayDigests>* const digests = work->updates[i].digests;
+      if (digests != nullptr && digests->has_value()) chunk.SetDigested({.version = work->step, .arrays = **digests});
     } else {
       chunk.Damage(damage);
       chunk.PassOverUpdate(work->step);

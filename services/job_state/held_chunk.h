@@ -20,6 +20,7 @@
 #include "ballast/services/threads/waiting.h"
 #include "ballast/storage/log/block_parity.h"
 #include "ballast/storage/placement/tier_kind.h"
+#include "ballast/storage/store/extent_label.h"
 
 namespace ballast::services {
 
@@ -69,6 +70,7 @@ class HeldChunk {
   // What the server has of the chunk up to `version` counts no more.
   void Void(int64_t version) {
     filled_ = false;
+    digested_.reset();
     version_ = std::max(version_.value_or(version), version);
   }
   // What the server has of the chunk is damaged, as `why` tells: it counts no more.
@@ -116,6 +118,14 @@ class HeldChunk {
     --updates_pending_;
   }
 
+  // The newest digests that were taken of its state, right after the update to `version`.
+  struct Digested {
+    int64_t version = -1;
+    storage::ArrayDigests arrays = {};
+  };
+  const std::optional<Digested>& digested() const { return digested_; }
+  void SetDigested(const Digested& digested) { digested_ = digested; }
+
   Intake intake;
   ChunkLeases leases;  // none is taken while an update runs
   Waiting::Queue pulls;
@@ -131,6 +141,7 @@ class HeldChunk {
   int64_t changed_ = -1;
   bool update_runs_ = false;
   int updates_pending_ = 0;
+  std::optional<Digested> digested_;
 };
 
 // The chunks of a job, in registration order.

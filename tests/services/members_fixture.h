@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -71,7 +72,8 @@ class MembersFixture : public ::testing::TestWithParam<MembersCase> {
       if (servers.at(from.server_id())->get() == nullptr) return reply(absl::UnavailableError("it has ended"));
       if (!opens || fetches == 0) return reply(absl::UnavailableError("the test keeps copies back"));
       if (fetches > 0) --fetches;
-      (*servers.at(from.server_id()))->Export(request, deadline, [reply](absl::StatusOr<ExportedChunk> chunk) {
+      const uint64_t id = request.chunk();
+      (*servers.at(from.server_id()))->Export(request, deadline, [=, this](absl::StatusOr<ExportedChunk> chunk) {
         if (!chunk.ok()) return reply(chunk.status());
         v1::ExportResponse response = chunk->head;
         for (const storage::WholeState::Array& array : chunk->state.arrays) {
@@ -79,6 +81,7 @@ class MembersFixture : public ::testing::TestWithParam<MembersCase> {
           sent->set_payload(std::string(reinterpret_cast<const char*>(array.bytes.data()), array.bytes.size()));
           sent->set_crc32c(array.crc32c);
         }
+        if (changes) changes(id, &response);
         reply(std::move(response));
       });
     }
@@ -86,6 +89,7 @@ class MembersFixture : public ::testing::TestWithParam<MembersCase> {
     absl::Mutex swapping;
     std::atomic<bool> opens{true};
     std::atomic<int> fetches{-1};  // how many more are answered; -1: all
+    std::function<void(uint64_t chunk, v1::ExportResponse*)> changes;  // what arrives
   };
 
   ~MembersFixture() override {

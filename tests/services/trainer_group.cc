@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/copies.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/step_header.h"
@@ -250,6 +251,7 @@ v1::SealRequest TrainerGroup::SealOf(uint32_t rank, const v1::StepHeader& header
 
 absl::StatusOr<std::vector<v1::PreparedRecord>> TrainerGroup::SealAll(const v1::StepHeader& header) {
   std::vector<v1::PreparedRecord> records;
+  told_.clear();
   for (StateServer* server : servers_) {
     std::vector<Answer<v1::SealResponse>> answers(world_size_);
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
@@ -258,17 +260,23 @@ absl::StatusOr<std::vector<v1::PreparedRecord>> TrainerGroup::SealAll(const v1::
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
       BALLAST_ASSIGN_OR_RETURN(const v1::SealResponse response, answers[rank].Wait());
       if (!response.has_prepared()) return absl::InternalError(response.ShortDebugString());
-      if (rank == 0) records.push_back(response.prepared());
+      if (rank != 0) continue;
+      records.push_back(response.prepared());
+      told_[response.prepared().server_id()] = response.digests();
     }
   }
   return records;
 }
 
 absl::Status TrainerGroup::Commit(const v1::Decision& decision) {
+  std::vector<model::ToldDigests> told;
+  for (const auto& [id, digests] : told_) told.push_back({id, &digests});
+  const std::vector<v1::DifferingCopies> differing = model::FindDiffering(told);
   for (StateServer* server : servers_) {
     v1::CommitRequest request;
     request.set_job(spec_.name());
     *request.mutable_decision() = decision;
+    request.mutable_differing()->Add(differing.begin(), differing.end());
     Answer<v1::CommitResponse> answer;
     server->Commit(request, answer.reply());
     BALLAST_RETURN_IF_ERROR(answer.Wait().status());

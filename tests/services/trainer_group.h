@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -84,6 +85,8 @@ class TrainerGroup {
   int64_t step() const { return step_; }
   // If Start found lost state: the version that step() has to restore.
   std::optional<int64_t> restores() const { return restores_; }
+  // Digests of copies that servers told with the last step, by server id.
+  const std::map<std::string, google::protobuf::RepeatedPtrField<v1::ChunkDigest>>& told() const { return told_; }
   // The trainers are in the servers' process: pushes have no checksums.
   void set_within_process() { checksum_ = Checksum::kNone; }
   void set_attempt(uint64_t attempt) { attempt_ = attempt; }
@@ -102,6 +105,7 @@ class TrainerGroup {
   std::string name_;  // the same in all epochs of the group
   int64_t step_ = 0;  // the step in flight
   std::optional<int64_t> restores_;
+  std::map<std::string, google::protobuf::RepeatedPtrField<v1::ChunkDigest>> told_;
   uint64_t attempt_ = 0;
   Checksum checksum_ = Checksum::kCrc32c;
   std::unique_ptr<model::EpochPlan> plan_;

@@ -42,7 +42,8 @@ class StepWorkTest : public testing::Test {
                    .seed = 17,
                    .tensor_steps = tensor_steps_,
                    .lent = nullptr,
-                   .logged = logged_},
+                   .logged = logged_,
+                   .has_copies = has_copies_},
                   prepared_, decision);
   }
 
@@ -55,6 +56,7 @@ class StepWorkTest : public testing::Test {
   v1::PreparedRecord prepared_;
   int64_t step_ = 0;
   bool logged_ = false;
+  bool has_copies_ = false;
 };
 
 TEST_F(StepWorkTest, AnUpdateTouchesEachChunkAndChangesNothingBeforeItIsCommitted) {
@@ -80,6 +82,27 @@ TEST_F(StepWorkTest, AnUpdateTouchesEachChunkAndChangesNothingBeforeItIsCommitte
     EXPECT_TRUE(chunk->awaits_update());
     EXPECT_FALSE(chunk->intake.Holds(prepared_.header(), kAttempt));
   }
+}
+
+TEST_F(StepWorkTest, OfAJobWithCopiesTheChunksWhoseTurnItIsAreDigested) {
+  Push(v1::SLICE_KIND_GRADIENT);
+  step_ = 66;
+  const auto digested = [&] {
+    const StepWork work = Work(UpdateHeader(tensors_));
+    std::vector<uint64_t> ids;
+    for (size_t i = 0; i < work.updates.size(); ++i) {
+      if (work.updates[i].digests == nullptr) continue;
+      EXPECT_EQ(work.updates[i].digests, &work.digests[ids.size()]);
+      ids.push_back(work.touched[i]->id);
+    }
+    EXPECT_EQ(work.digests.size(), ids.size());
+    return ids;
+  };
+  EXPECT_EQ(digested(), std::vector<uint64_t>());
+  has_copies_ = true;
+  EXPECT_EQ(digested(), std::vector<uint64_t>{2});
+  step_ = 63;
+  EXPECT_EQ(digested(), std::vector<uint64_t>());
 }
 
 TEST_F(StepWorkTest, AStepThatIsSkippedTouchesNoChunk) {
