@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/copies.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
@@ -108,6 +109,7 @@ absl::StatusOr<v1::Decision> Transaction::SealOn(const std::shared_ptr<const Rou
   for (uint32_t i = 0; i < servers; ++i) Send(sealing, i);
 
   std::vector<v1::PreparedRecord> records(servers);
+  std::vector<v1::SealResponse> told(servers);              // digests alone
   std::vector<v1::SealResponse::Pending> pending(servers);  // what each server last waited for
   uint32_t prepared = 0;
   while (prepared < servers) {
@@ -121,6 +123,7 @@ absl::StatusOr<v1::Decision> Transaction::SealOn(const std::shared_ptr<const Rou
       switch (answer->outcome_case()) {
         case v1::SealResponse::kPrepared:
           records[server] = std::move(*answer->mutable_prepared());
+          told[server].mutable_digests()->Swap(answer->mutable_digests());
           ++prepared;
           break;
         case v1::SealResponse::kDecided:
@@ -138,7 +141,28 @@ absl::StatusOr<v1::Decision> Transaction::SealOn(const std::shared_ptr<const Rou
       }
     }
   }
-  return model::Decide(records);
+  auto decision = model::Decide(records);
+  if (decision.ok()) Compare(*routes, records, told);
+  return decision;
+}
+
+void Transaction::Compare(const Routes& routes, absl::Span<const v1::PreparedRecord> records,
+                          absl::Span<const v1::SealResponse> told) {
+  std::vector<model::ToldDigests> digests;
+  for (size_t i = 0; i < told.size(); ++i) digests.push_back({records[i].server_id(), &told[i].digests()});
+  const std::vector<v1::DifferingCopies> differing = model::FindDiffering(digests);
+  if (differing.empty()) return;
+  for (const v1::DifferingCopies& found : differing) {
+    for (size_t i = 0; i < told.size(); ++i) {
+      const bool has = std::any_of(found.copies().begin(), found.copies().end(),
+                                   [&](const auto& copy) { return copy.server_id() == records[i].server_id(); });
+      if (has) differing_[routes.servers[i]].push_back(found);
+    }
+  }
+  seat_->router->Report(absl::StrCat("copies of ", differing.size(), " chunk(s) differ, the first is ",
+                                     model::ShowDiffering(differing.front()),
+                                     ". One of these servers has damaged state: see BallastReplicasDiffer in the "
+                                     "runbook"));
 }
 
 absl::StatusOr<v1::Decision> Transaction::SealAndDecide(const v1::SealRequest& request, absl::Time deadline,
@@ -163,11 +187,17 @@ void Transaction::Commit(const v1::Decision& decision) {
   *request->mutable_decision() = decision;
   request->mutable_decision()->clear_blobs();  // servers have them from the seal
   seat_->router->SetCommit(request);
+  const auto differing = std::exchange(differing_, {});
   const std::vector<Transport*> servers = seat_->router->servers_now();
   commits_->Start(static_cast<int>(servers.size()));
   for (Transport* const server : servers) {
+    auto own = request;
+    if (const auto found = differing.find(server); found != differing.end()) {
+      own = std::make_shared<v1::CommitRequest>(*request);
+      own->mutable_differing()->Add(found->second.begin(), found->second.end());
+    }
     seat_->router->Call<v1::CommitRequest, v1::CommitResponse>(
-        &Transport::Commit, server, absl::StrCat("Commit of step ", decision.step()), request, seat_->Deadline(),
+        &Transport::Commit, server, absl::StrCat("Commit of step ", decision.step()), std::move(own), seat_->Deadline(),
         [tally = commits_](const absl::StatusOr<v1::CommitResponse>& answer) {
           // Who left needs it no more.
           tally->Finish(AreRoutesChanged(answer.status()) ? absl::OkStatus() : answer.status());

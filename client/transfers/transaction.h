@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -51,11 +52,16 @@ class Transaction {
   void Send(const Sealing& sealing, uint32_t server);
   absl::Status SendMissing(const v1::SealResponse::Pending& pending, const Sealing& sealing, uint32_t server,
                            const Resend& resend) const;
+  // Rank 0, where chunks have copies: compares the digests that came with the prepared answers, for the next Commit.
+  void Compare(const Routes& routes, absl::Span<const v1::PreparedRecord> records,
+               absl::Span<const v1::SealResponse> told);
   absl::Status Late(const Transport& server, int64_t step, const v1::SealResponse::Pending& pending) const;
 
   const Seat* seat_;
   std::shared_ptr<Tally> commits_;
   std::optional<v1::Decision> decision_;  // the last
+  // What servers are to hear of the copies that they have. No server is told of others' chunks.
+  std::map<const Transport*, std::vector<v1::DifferingCopies>> differing_;
 };
 
 }  // namespace ballast::client

@@ -84,6 +84,46 @@ TEST_F(TransactionTest, AllPreparedRecordsDecide) {
   EXPECT_TRUE(resent_.empty());
 }
 
+// Each server hears of the copies that it told of, and of no others; a server that told nothing gets the same Commit as
+// ever. The next step's Commit says nothing of it.
+TEST_F(TransactionTest, CopiesThatDifferAreToldToTheServersThatHaveThem) {
+  for (uint32_t i = 0; i < 2; ++i) {
+    seals_[i] = [this, i](const v1::SealRequest&) {
+      auto answer = Prepared(i);
+      for (const uint64_t chunk : {5u, 69u}) {
+        v1::ChunkDigest* const digest = answer->add_digests();
+        digest->set_chunk(chunk);
+        digest->set_version(-1);
+        digest->add_crc32c(chunk == 5 ? 40 + i : 7);
+      }
+      return answer;
+    };
+  }
+  std::vector<v1::CommitRequest> commits[2];
+  for (uint32_t i = 0; i < 2; ++i) {
+    servers_[i].on_commit = [&commits, i](const v1::CommitRequest& request) {
+      commits[i].push_back(request);
+      return v1::CommitResponse();
+    };
+  }
+  for (int step = 0; step < 2; ++step) {
+    const auto decision = Seal();
+    ASSERT_TRUE(decision.ok()) << decision.status();
+    transaction_.Commit(*decision);
+    ASSERT_TRUE(transaction_.AwaitCommits(absl::InfiniteFuture()));
+    for (uint32_t i = 0; i < 2; ++i) seals_[i] = [this, i](const v1::SealRequest&) { return Prepared(i); };
+  }
+  for (const std::vector<v1::CommitRequest>& told : commits) {
+    ASSERT_EQ(told.size(), 2u);
+    ASSERT_EQ(told[0].differing_size(), 1);
+    EXPECT_EQ(told[0].differing(0).chunk(), 5u);
+    ASSERT_EQ(told[0].differing(0).copies_size(), 2);
+    EXPECT_EQ(told[0].differing(0).copies(1).server_id(), "s1");
+    EXPECT_EQ(told[0].differing(0).copies(1).crc32c(0), 41u);
+    EXPECT_EQ(told[1].differing_size(), 0);
+  }
+}
+
 TEST_F(TransactionTest, RecordsOfAnotherPlanDecideNothing) {
   seals_[1] = [this](const v1::SealRequest&) {
     auto other = Prepared(1);
