@@ -50,6 +50,11 @@ void AddJob(const ServerView& server, const v1::JobStatus& job, std::map<std::st
   view.chunks += job.chunks();
   view.chunks_moving += job.chunks_moving();
   AddCopies(server.address, job, &view);
+  if (job.differing_chunks() > 0) {
+    view.problems.push_back(absl::StrCat("job '", job.name(), "' has ", job.differing_chunks(),
+                                         " chunk(s) whose copy on ", server.address,
+                                         " differs from another server's, the first: ", job.differing(0)));
+  }
   view.skipped_steps = std::max(view.skipped_steps, job.skipped_steps());
   view.member_ids.insert(job.member_ids().begin(), job.member_ids().end());
   view.pinned_versions.insert(job.pinned_versions().begin(), job.pinned_versions().end());

@@ -88,6 +88,9 @@ void AddJobs(const v1::GetServerStatusResponse& status, Families* out) {
     Gauge lacking(out, "ballast_job_short_chunks",
                   "Chunks with fewer copies than the job wants, by the table of the newest Open. Only a chunk's first "
                   "holder counts it, so the job's servers add up. A copy that is being made does not count yet.");
+    Gauge differing(out, "ballast_job_differing_chunks",
+                    "Chunks whose copies were found to differ when they were last compared, this server's among them. "
+                    "Every server that has a copy counts the chunk.");
     Gauge moving(out, "ballast_job_moving_chunks", "Chunks that are not yet where new budgets want them.");
     Counter moved(out, "ballast_job_moved_chunks_total", "Chunks that moved between tiers because budgets changed.");
     Counter skipped(out, "ballast_job_skipped_steps_total", "Steps skipped because a gradient was not finite.");
@@ -106,6 +109,7 @@ void AddJobs(const v1::GetServerStatusResponse& status, Families* out) {
       copies.Add(labels, job.replicas());
       unfilled.Add(labels, job.unfilled_chunks());
       lacking.Add(labels, job.short_chunks());
+      differing.Add(labels, job.differing_chunks());
       moving.Add(labels, job.chunks_moving());
       moved.Add(labels, job.chunks_moved());
       skipped.Add(labels, job.skipped_steps());
@@ -164,6 +168,8 @@ void AddTraffic(const v1::GetServerStatusResponse& status, const ServerFigures& 
   Counter sent(out, "ballast_sent_bytes_total", "Payload bytes of ranges pulled from this server.");
   Counter imported(out, "ballast_job_imported_bytes_total",
                    "Bytes of whole chunks that this server has copied from the job's other servers.");
+  Counter differ(out, "ballast_job_replicas_differ_total",
+                 "Comparisons of a chunk's copies in which this server's copy and another's were not the same.");
   Counter exported(out, "ballast_job_exported_bytes_total",
                    "Bytes of whole chunks that this server has sent to the job's other servers.");
   Counter damaged(
@@ -182,6 +188,7 @@ void AddTraffic(const v1::GetServerStatusResponse& status, const ServerFigures& 
     in_place.Add(labels, counters.received_in_place_bytes.load());
     sent.Add(labels, counters.sent_bytes.load());
     imported.Add(labels, counters.imported_bytes.load());
+    differ.Add(labels, counters.differing_copies.load());
     exported.Add(labels, counters.exported_bytes.load());
     damaged.Add(labels, counters.damaged_chunks.load());
     duplicates.Add(labels, counters.duplicate_pushes.load());

@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <map>
 #include <optional>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -66,6 +68,21 @@ std::string ShowPlaces(const MembersCommand& command, const v1::Table& table, ui
   return text;
 }
 
+// Copies that were found to differ, as the servers tell that have them: each once.
+void ShowDiffering(const MembersCommand& command, const std::vector<v1::ServerEntry>& there) {
+  std::vector<std::string> addresses;
+  for (const v1::ServerEntry& entry : there) addresses.push_back(entry.address());
+  std::set<std::string> lines;
+  for (const ServerView& server : LookAt(addresses, command.asking)) {
+    for (const v1::JobStatus& job : server.status.jobs()) {
+      if (job.name() == command.job) lines.insert(job.differing().begin(), job.differing().end());
+    }
+  }
+  if (lines.empty()) return;
+  std::printf("copies DIFFER, and which are right is not known (BallastReplicasDiffer in the runbook):\n");
+  for (const std::string& line : lines) std::printf("  %s\n", line.c_str());
+}
+
 void ShowWish(const MembersCommand& command, const v1::Table& table, registry::Registry* registry) {
   const auto wish = registry->FindWish(command.job, absl::Now() + command.asking.timeout);
   if (!wish.ok()) {
@@ -109,6 +126,7 @@ int Show(const MembersCommand& command, const Key& key, const std::vector<v1::Se
   if (const int lacking = model::ShortShards(table); lacking > 0) {
     std::printf("%d of %d shards have fewer than %u copies\n", lacking, table.shards_size(), table.replicas());
   }
+  if (table.replicas() > 1) ShowDiffering(command, there);
   if (!table.shards().empty()) ShowWish(command, table, registry);
   return missing.empty() ? kAllThere : kNotAll;
 }

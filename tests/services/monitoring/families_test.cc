@@ -118,6 +118,7 @@ class JobFamiliesTest : public ::testing::Test {
     whole.set_log_used_bytes(1024);
     whole.set_unfilled_chunks(5);
     whole.set_short_chunks(9);
+    whole.set_differing_chunks(3);
     whole.set_replicas(2);
     v1::JobStatus& lost = *status_.add_jobs();
     lost.set_name("lost");
@@ -140,6 +141,7 @@ TEST_F(JobFamiliesTest, AJobsStatusIsToldUnderItsName) {
   EXPECT_THAT(values, Contains(Pair("ballast_job_committed_version{training_job=lost}", -1)));
   EXPECT_THAT(values, Contains(Pair("ballast_job_unfilled_chunks{training_job=whole}", 5)));
   EXPECT_THAT(values, Contains(Pair("ballast_job_short_chunks{training_job=whole}", 9)));
+  EXPECT_THAT(values, Contains(Pair("ballast_job_differing_chunks{training_job=whole}", 3)));
   EXPECT_THAT(values, Contains(Pair("ballast_job_copies{training_job=whole}", 2)));
   EXPECT_THAT(values, Contains(Pair("ballast_job_short_chunks{training_job=failed}", 0)));
   EXPECT_THAT(values, Contains(Pair("ballast_job_pins{training_job=whole,kind=durable}", 2)));

@@ -168,6 +168,19 @@ TEST(ClusterView, ServersThatCopyChunksSayHowManyTheyHave) {
   EXPECT_THAT(ShowText(Judge({Server("a", job)})), Not(HasSubstr("Filling")));
 }
 
+TEST(ClusterView, CopiesThatDifferAreAProblemOfTheServersThatHaveThem) {
+  v1::JobStatus job;
+  job.set_name("job");
+  job.set_replicas(2);
+  v1::JobStatus differs = job;
+  differs.set_differing_chunks(2);
+  differs.add_differing("chunk 5 at version 69: the master has CRC32C 00000001 on 'a', 00000002 on 'b'");
+  EXPECT_THAT(
+      Judge({Server("a", differs), Server("c", job)}).problems,
+      ElementsAre("job 'job' has 2 chunk(s) whose copy on a:7070 differs from another server's, the first: chunk "
+                  "5 at version 69: the master has CRC32C 00000001 on 'a', 00000002 on 'b'"));
+}
+
 TEST(ClusterView, AJobsCopiesAreToldInOneLine) {
   v1::JobStatus job;
   job.set_name("job");
