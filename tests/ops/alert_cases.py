@@ -234,6 +234,29 @@ CASES = [
         ],
         {25: []},
     ),
+    # Two servers tell of the same three chunks, until one of them has copied these anew.
+    (
+        'BallastReplicasDiffer',
+        30,
+        [
+            job('ballast_job_differing_chunks', '0x9 3x20 0x10'),
+            job('ballast_job_differing_chunks', '0x10 3x20 0x10', instance='b'),
+            series('ballast_job_differing_chunks', '0x40', training_job='other'),
+        ],
+        {4: [], 5.5: [{'severity': 'critical', **DEMO}], 14: [{'severity': 'critical', **DEMO}], 17: []},
+    ),
+    # A server that the job went on without still tells of what it had.
+    (
+        'BallastReplicasDiffer',
+        30,
+        [
+            job('ballast_job_differing_chunks', '0x60'),
+            job('ballast_job_epoch', '4x60'),
+            job('ballast_job_differing_chunks', '3x60', instance='b'),
+            job('ballast_job_epoch', '3x60', instance='b'),
+        ],
+        {25: []},
+    ),
     # The last chunk comes after 5 minutes.
     (
         'BallastFillStuck',
@@ -514,6 +537,15 @@ TEXTS = [
         'Job demo has 7 chunks with too few copies.',
         'A chunk with one copy is lost with its server. Servers have 12 chunks still to copy. Copies count once all of a change are made, '
         'and a group trains.',
+    ),
+    (
+        'BallastReplicasDiffer',
+        [job('ballast_job_differing_chunks', '3x40'), job('ballast_job_differing_chunks', '3x40', instance='b')],
+        5,
+        DEMO,
+        'Copies of 3 chunks of job demo differ.',
+        'Training goes on, and one server has damaged state. With two copies nobody knows which. `ballastctl members` names the chunks and '
+        'servers.',
     ),
     (
         'BallastFillStuck',

@@ -1,6 +1,6 @@
 """What HBM, DRAM and NVMe hold, how full they are, and what moves between them."""
 
-from board import JOBS, SERVERS, Board, rate
+from board import JOBS, RATE, SERVERS, Board, rate
 
 NVME = f'{SERVERS}, tier="nvme"'
 STATE = 'ballast_tier_part_bytes{' + SERVERS + ', part="state"'
@@ -125,6 +125,20 @@ def board():
         [
             (f'sum by (training_job, instance) (ballast_job_unfilled_chunks{{{JOBS}}})', '{{training_job}} {{instance}} to copy'),
             (f'sum by (training_job) (ballast_job_short_chunks{{{JOBS}}})', '{{training_job}} with too few copies'),
+        ],
+        w=12,
+    )
+    b.series(
+        'Copies that differ',
+        'Chunks whose copies were found to differ, on each server that has one of them; and how often that was found. Training goes on; '
+        'the alert BallastReplicasDiffer says what to do.',
+        'none',
+        [
+            (f'sum by (training_job, instance) (ballast_job_differing_chunks{{{JOBS}}})', '{{training_job}} {{instance}}'),
+            (
+                f'sum by (training_job) (increase(ballast_job_replicas_differ_total{{{JOBS}}}{RATE}))',
+                '{{training_job}} found within the interval',
+            ),
         ],
         w=12,
     )
