@@ -74,6 +74,7 @@ class Keeper {
   };
   // Changes the servers if that is needed. `patience`: for all servers to answer before anything is claimed.
   absl::StatusOr<Outcome> Change(const Sight& sight, absl::Duration patience) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
+  // Says why a change failed, at most once in kTellInterval.
   void Tell(const absl::Status& failed, const Sight& sight);
 
   const SessionOptions options_;

@@ -106,17 +106,17 @@ TEST_P(MembersDamageTest, ARestartCopiesWhatIsDamaged) {
   Steps(30);
   FlushAll("b");
   Steps(1);
-  servers_["b"]->End();
+  End("b");
   RotEverything("b");
   source_.opens = false;
-  servers_["b"]->Restart();
+  Restart("b");
   const v1::JobStatus status = StatusOf("b");
   EXPECT_FALSE(status.state_lost());
   EXPECT_EQ(status.failure(), "");
   EXPECT_EQ(status.unfilled_chunks(), status.chunks());
   EXPECT_GT(status.chunks(), 0);
   // Another restart finds the same: what was given up does not come back.
-  servers_["b"]->Restart();
+  Restart("b");
   EXPECT_EQ(StatusOf("b").unfilled_chunks(), status.chunks());
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
   Steps(2);
@@ -176,7 +176,7 @@ TEST_P(MembersDamageTest, ACrashBeforeTheCopyComes) {
   const uint64_t unfilled = StatusOf("b").unfilled_chunks();
   EXPECT_GT(unfilled, 0);
   Steps(2);
-  servers_["b"]->Restart();
+  Restart("b");
   EXPECT_EQ(StatusOf("b").failure(), "");
   EXPECT_GE(StatusOf("b").unfilled_chunks(), unfilled);
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
@@ -210,17 +210,17 @@ TEST_P(MembersDamageTest, AnUpdateGivesUpAChunkWhoseMomentsARestartLeftOnTheDisk
   Steps(3);
   FlushAll("b");
   Steps(1);  // which the replay applies
-  servers_["b"]->End();
+  End("b");
   RotMoments("b");
-  servers_["b"]->Restart();
+  Restart("b");
   EXPECT_EQ(StatusOf("b").failure(), "");
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
   Steps(2);
   AwaitFilled("b");
   FlushAll("b");
-  servers_["b"]->End();
+  End("b");
   RotMoments("b");
-  servers_["b"]->Restart();  // nothing is replayed: the next step finds it
+  Restart("b");  // nothing is replayed: the next step finds it
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
   Steps(2);
   EXPECT_EQ(StatusOf("b").failure(), "");
@@ -231,10 +231,10 @@ TEST_P(MembersDamageTest, BothCopiesAreDamaged) {
   Begin({"a", "b"}, 2);
   Steps(30);
   for (const char* name : {"a", "b"}) FlushAll(name);
-  for (const char* name : {"a", "b"}) servers_[name]->End();
+  for (const char* name : {"a", "b"}) End(name);
   for (const char* name : {"a", "b"}) RotEverything(name);
   source_.opens = false;  // until both are there
-  for (const char* name : {"a", "b"}) servers_[name]->Restart();
+  for (const char* name : {"a", "b"}) Restart(name);
   source_.opens = true;
   const std::string failure = AwaitFailure("a");
   EXPECT_THAT(failure, HasSubstr("is damaged on all servers that hold it, here and on 'b'"));
@@ -248,9 +248,9 @@ TEST_P(MembersDamageTest, TheOnlyCopyIsDamaged) {
   Begin({"a", "b"}, 1);
   Steps(30);
   FlushAll("b");
-  servers_["b"]->End();
+  End("b");
   RotEverything("b");
-  servers_["b"]->Restart();
+  Restart("b");
   EXPECT_TRUE(StatusOf("b").state_lost());
   EXPECT_THAT(StatusOf("b").failure(), HasSubstr("chunk "));
 }
@@ -264,9 +264,9 @@ TEST_P(MembersDamageTest, KeptVersionsAfterACopy) {
     ASSERT_EQ(PinDurably(servers_[name]->get(), "job", group_->epoch(), step_), absl::OkStatus());
   }
   const int64_t kept = step_;
-  servers_["b"]->End();
+  End("b");
   RotEverything("b");
-  servers_["b"]->Restart();
+  Restart("b");
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
   AwaitFilled("b");
   v1::StepHeader restore;
