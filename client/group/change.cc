@@ -122,10 +122,17 @@ absl::StatusOr<bool> Change::Take(const std::vector<Response>& responses) {
   return members_answered;
 }
 
-absl::Status Change::Find() {
+absl::StatusOr<const model::Layout*> Change::FindLayout() const {
   const v1::OpenRequest* const open = newest();
-  BALLAST_ASSIGN_OR_RETURN(const model::Layout layout, model::Layout::Make(open == nullptr ? spec_ : open->spec()));
-  BALLAST_ASSIGN_OR_RETURN(found_, model::FindBase(now_, layout, answers_));
+  const std::string digest = open == nullptr ? "" : open->spec_digest();
+  if (plan_ != nullptr && !digest.empty() && plan_->open().spec_digest() == digest) return &plan_->layout();
+  BALLAST_ASSIGN_OR_RETURN(layout_, model::Layout::Make(open == nullptr ? spec_ : open->spec()));
+  return &layout_;
+}
+
+absl::Status Change::Find() {
+  BALLAST_ASSIGN_OR_RETURN(const model::Layout* const layout, FindLayout());
+  BALLAST_ASSIGN_OR_RETURN(found_, model::FindBase(now_, *layout, answers_));
   return absl::OkStatus();
 }
 
@@ -271,9 +278,8 @@ v1::Table Change::Plan() const {
       if (!level && member.server_id() == server.server_id()) server.set_weight(member.weight());
     }
   }
-  const v1::OpenRequest* const open = newest();
-  const auto layout = model::Layout::Make(open == nullptr ? spec_ : open->spec());  // was made before
-  const std::vector<uint64_t> elements = model::ShardElements(*layout, now_.shards_size());
+  const absl::StatusOr<const model::Layout*> layout = FindLayout();  // was made before
+  const std::vector<uint64_t> elements = model::ShardElements(**layout, now_.shards_size());
   const model::Wanted wanted{
       .servers = servers, .replicas = model::WantedCopies(now_, Heeded()), .shard_elements = elements, .level = level};
   v1::Table next = model::NextTable(now_, found_, wanted, epoch_);
@@ -281,8 +287,14 @@ v1::Table Change::Plan() const {
   return model::SameTable(next, now_) ? now_ : next;
 }
 
+bool Change::IsNeeded() const {
+  const v1::Table next = Plan();
+  return !model::SameTable(next, now_) && !model::OnlySettles(now_, next);
+}
+
 absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenRequest& open, absl::Time deadline) {
-  BALLAST_RETURN_IF_ERROR(model::EpochPlan::Make(open).status());
+  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan plan, model::EpochPlan::Make(open, plan_.get()));
+  plan_ = std::make_shared<const model::EpochPlan>(std::move(plan));
   const auto request = std::make_shared<v1::OpenRequest>(open);
   request->set_dry_run(true);
   const std::vector<std::string> ids = members_->ids();

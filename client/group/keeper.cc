@@ -234,7 +234,7 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
     return members.Has(entry.server_id()) || IsAmong(sight.silent, ServerOf(entry));
   });
   const std::vector<std::string> spares = members.spares(key);
-  client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()});
+  client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()}, routes->plan);
   BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));
   BALLAST_RETURN_IF_ERROR(CheckOthersAnswer(key.value().table(), sight.silent, found.answers, patience));
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(found.answers, deadline));

@@ -268,7 +268,7 @@ std::vector<std::unique_ptr<Transport>> Router::TakeMembers(const v1::Table& tab
 absl::Status Router::Continue(const v1::OpenRequest& open) {
   const absl::MutexLock one_at_a_time(&continuing_);
   if (model::Compare(open.epoch(), routes()->epoch()) <= 0) return absl::OkStatus();
-  BALLAST_ASSIGN_OR_RETURN(auto plan, model::EpochPlan::Make(open));
+  BALLAST_ASSIGN_OR_RETURN(auto plan, model::EpochPlan::Make(open, routes()->plan.get()));
   BALLAST_ASSIGN_OR_RETURN(auto made, ConnectToNew(open.table()));
   std::vector<Transport*> left;
   {

@@ -109,6 +109,13 @@ absl::Status CheckRoutes(uint64_t chunks, uint64_t members) {
                                         " chunks x ", members, " members; use larger chunks, or fewer servers"));
 }
 
+// Whether layout and slices are the same.
+bool SameTiles(const v1::OpenRequest& a, const v1::OpenRequest& b) {
+  return !a.spec_digest().empty() && a.spec_digest() == b.spec_digest() &&
+         a.spec().SerializeAsString() == b.spec().SerializeAsString() &&
+         a.tiling().SerializeAsString() == b.tiling().SerializeAsString();
+}
+
 // Between two questions to `interrupt`: some 30 ms.
 constexpr uint64_t kWeighedAtATime = uint64_t{1} << 20;
 
@@ -166,43 +173,57 @@ std::vector<uint32_t> RouteChunks(absl::string_view job, const Layout& layout, a
   return *Route(job, layout, members, [] { return absl::OkStatus(); });
 }
 
-absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open, absl::FunctionRef<absl::Status()> interrupt) {
+absl::StatusOr<std::shared_ptr<const EpochPlan::Tiles>> EpochPlan::Tile(const v1::OpenRequest& open,
+                                                                        absl::FunctionRef<absl::Status()> interrupt) {
+  auto tiles = std::make_shared<Tiles>();
+  BALLAST_ASSIGN_OR_RETURN(tiles->layout, Layout::Make(open.spec()));
+  BALLAST_RETURN_IF_ERROR(CheckRoutes(tiles->layout.chunks().size(), static_cast<uint64_t>(MembersOf(open).size())));
+  BALLAST_RETURN_IF_ERROR(interrupt());
+  BALLAST_ASSIGN_OR_RETURN(const std::vector<OwnedRange> ranges, Expand(tiles->layout, open.tiling()));
+  for (const OwnedRange& r : ranges) {
+    BALLAST_ASSIGN_OR_RETURN(const auto pieces, tiles->layout.Cut(r.unit, r.range));
+    for (const Layout::Piece& piece : pieces) tiles->slices.push_back({r.rank, r.unit, piece.chunk, piece.range});
+  }
+  BALLAST_RETURN_IF_ERROR(interrupt());
+  tiles->hash.Add(uint64_t{open.tiling().world_size()});
+  tiles->hash.Add(static_cast<uint64_t>(tiles->slices.size()));
+  for (const Slice& slice : tiles->slices) {
+    tiles->hash.Add(uint64_t{slice.rank});
+    tiles->hash.Add(uint64_t{slice.unit});
+    tiles->hash.Add(slice.range.begin);
+    tiles->hash.Add(slice.range.end);
+  }
+  tiles->by_rank.resize(open.tiling().world_size());
+  tiles->by_chunk.resize(tiles->layout.chunks().size());
+  for (uint32_t i = 0; i < tiles->slices.size(); ++i) {
+    tiles->by_rank[tiles->slices[i].rank].push_back(i);
+    tiles->by_chunk[tiles->slices[i].chunk].push_back(i);
+  }
+  return std::shared_ptr<const Tiles>(std::move(tiles));
+}
+
+absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open, absl::FunctionRef<absl::Status()> interrupt,
+                                          const EpochPlan* like) {
+  if (like != nullptr && !SameTiles(open, like->open())) like = nullptr;
   EpochPlan plan;
-  BALLAST_RETURN_IF_ERROR(CheckOpen(open));
+  BALLAST_RETURN_IF_ERROR(CheckOpen(open, like == nullptr ? SpecIs::kUnknown : SpecIs::kChecked));
   plan.open_ = open;
   BALLAST_RETURN_IF_ERROR(CheckMembers(open));
   BALLAST_RETURN_IF_ERROR(CheckTableFits(open));
-  BALLAST_ASSIGN_OR_RETURN(plan.layout_, Layout::Make(open.spec()));
-  BALLAST_RETURN_IF_ERROR(CheckRoutes(plan.layout_.chunks().size(), static_cast<uint64_t>(plan.members().size())));
-  BALLAST_RETURN_IF_ERROR(interrupt());
-  BALLAST_ASSIGN_OR_RETURN(const std::vector<OwnedRange> ranges, Expand(plan.layout_, open.tiling()));
+  if (like == nullptr) {
+    BALLAST_ASSIGN_OR_RETURN(plan.tiles_, Tile(open, interrupt));
+  } else {
+    plan.tiles_ = like->tiles_;
+    BALLAST_RETURN_IF_ERROR(CheckRoutes(plan.layout().chunks().size(), static_cast<uint64_t>(plan.members().size())));
+  }
   if (!open.has_table()) {
     const std::vector<v1::Member> members(open.members().begin(), open.members().end());
-    BALLAST_ASSIGN_OR_RETURN(plan.routes_, Route(open.spec().name(), plan.layout_, members, interrupt));
-  }
-  for (const OwnedRange& r : ranges) {
-    BALLAST_ASSIGN_OR_RETURN(const auto pieces, plan.layout_.Cut(r.unit, r.range));
-    for (const Layout::Piece& piece : pieces) plan.slices_.push_back({r.rank, r.unit, piece.chunk, piece.range});
-  }
-  BALLAST_RETURN_IF_ERROR(interrupt());
-  plan.tiling_hash_.Add(uint64_t{plan.world_size()});
-  plan.tiling_hash_.Add(static_cast<uint64_t>(plan.slices_.size()));
-  for (const Slice& slice : plan.slices_) {
-    plan.tiling_hash_.Add(uint64_t{slice.rank});
-    plan.tiling_hash_.Add(uint64_t{slice.unit});
-    plan.tiling_hash_.Add(slice.range.begin);
-    plan.tiling_hash_.Add(slice.range.end);
+    BALLAST_ASSIGN_OR_RETURN(plan.routes_, Route(open.spec().name(), plan.layout(), members, interrupt));
   }
   plan.short_chunks_.resize(static_cast<size_t>(plan.members().size()));
-  for (const Chunk& chunk : plan.layout_.chunks()) {
+  for (const Chunk& chunk : plan.layout().chunks()) {
     const absl::Span<const uint32_t> holders = plan.holders_of(chunk.index);
     if (holders.size() < open.table().replicas()) ++plan.short_chunks_[holders[0]];
-  }
-  plan.by_rank_.resize(plan.world_size());
-  plan.by_chunk_.resize(plan.layout_.chunks().size());
-  for (uint32_t i = 0; i < plan.slices_.size(); ++i) {
-    plan.by_rank_[plan.slices_[i].rank].push_back(i);
-    plan.by_chunk_[plan.slices_[i].chunk].push_back(i);
   }
   BALLAST_RETURN_IF_ERROR(CheckMessages(plan));
   return plan;
@@ -253,16 +274,16 @@ uint32_t EpochPlan::SourceFor(uint64_t chunk, uint32_t reader) const {
 }
 
 std::optional<uint32_t> EpochPlan::FindSlice(uint32_t rank, uint32_t unit, Range range) const {
-  const auto it = std::lower_bound(slices_.begin(), slices_.end(), std::make_pair(unit, range.begin),
+  const auto it = std::lower_bound(slices().begin(), slices().end(), std::make_pair(unit, range.begin),
                                    [](const Slice& s, const std::pair<uint32_t, uint64_t>& key) {
                                      return s.unit != key.first ? s.unit < key.first : s.range.begin < key.second;
                                    });
-  if (it == slices_.end() || it->rank != rank || it->unit != unit || !(it->range == range)) return std::nullopt;
-  return static_cast<uint32_t>(it - slices_.begin());
+  if (it == slices().end() || it->rank != rank || it->unit != unit || !(it->range == range)) return std::nullopt;
+  return static_cast<uint32_t>(it - slices().begin());
 }
 
 bool EpochPlan::Touches(const Slice& slice, absl::string_view tensor_bitmap) const {
-  const Chunk& chunk = layout_.chunks()[slice.chunk];
+  const Chunk& chunk = layout().chunks()[slice.chunk];
   const Range in_chunk{slice.range.begin - chunk.range.begin, slice.range.end - chunk.range.begin};
   for (const Segment& segment : chunk.segments) {
     if (Intersect(segment.in_chunk, in_chunk).size() > 0 && HasBit(tensor_bitmap, segment.tensor)) return true;

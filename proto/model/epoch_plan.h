@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -39,12 +40,18 @@ class EpochPlan {
  public:
   // INVALID_ARGUMENT for an Open of another version (VERSIONS_DIFFER, as CheckOpen), a bad spec, missing or doubled
   // members, a bad table, too many chunks for so many members, or a tiling that Expand refuses. `interrupt` is asked
-  // several times a second, and its error ends the work.
+  // several times a second, and its error ends the work. `like`: the plan of an earlier Open of the job, or null. If
+  // spec and tiling are the same, the new plan shares what follows from them, and costs little more than its table.
   static absl::StatusOr<EpochPlan> Make(
-      const v1::OpenRequest& open, absl::FunctionRef<absl::Status()> interrupt = [] { return absl::OkStatus(); });
+      const v1::OpenRequest& open, absl::FunctionRef<absl::Status()> interrupt = [] { return absl::OkStatus(); },
+      const EpochPlan* like = nullptr);
+  static absl::StatusOr<EpochPlan> Make(const v1::OpenRequest& open, const EpochPlan* like) {
+    return Make(
+        open, [] { return absl::OkStatus(); }, like);
+  }
 
   const v1::OpenRequest& open() const { return open_; }
-  const Layout& layout() const { return layout_; }
+  const Layout& layout() const { return tiles_->layout; }
   uint32_t world_size() const { return open_.tiling().world_size(); }
   const google::protobuf::RepeatedPtrField<v1::Member>& members() const { return MembersOf(open_); }
   // Servers, as indices into members(). Holders have all decided steps of the chunk; without a table there is one.
@@ -64,27 +71,34 @@ class EpochPlan {
   absl::StatusOr<uint32_t> FindMember(absl::string_view server_id) const;
 
   // All slices, by (unit, begin). Ranks partition them.
-  const std::vector<Slice>& slices() const { return slices_; }
+  const std::vector<Slice>& slices() const { return tiles_->slices; }
   // Indices into slices(): of one rank; of one chunk.
-  absl::Span<const uint32_t> slices_of_rank(uint32_t rank) const { return by_rank_[rank]; }
-  absl::Span<const uint32_t> slices_of_chunk(uint64_t chunk) const { return by_chunk_[chunk]; }
+  absl::Span<const uint32_t> slices_of_rank(uint32_t rank) const { return tiles_->by_rank[rank]; }
+  absl::Span<const uint32_t> slices_of_chunk(uint64_t chunk) const { return tiles_->by_chunk[chunk]; }
   // The hash of the world size and all slices. Every plan hash of the epoch begins with it. The plan computes it once,
   // because there may be millions of slices and each step has a plan hash.
-  const FieldHash& tiling_hash() const { return tiling_hash_; }
+  const FieldHash& tiling_hash() const { return tiles_->hash; }
   // Finds exactly this slice, or nullopt: only whole slices are accepted.
   std::optional<uint32_t> FindSlice(uint32_t rank, uint32_t unit, Range range) const;
   // Whether the slice touches a tensor of the bitmap.
   bool Touches(const Slice& slice, absl::string_view tensor_bitmap) const;
 
  private:
+  // What follows from the spec and the tiling.
+  struct Tiles {
+    Layout layout;
+    std::vector<Slice> slices;
+    FieldHash hash;
+    std::vector<std::vector<uint32_t>> by_rank;
+    std::vector<std::vector<uint32_t>> by_chunk;
+  };
+  static absl::StatusOr<std::shared_ptr<const Tiles>> Tile(const v1::OpenRequest& open,
+                                                           absl::FunctionRef<absl::Status()> interrupt);
+
   v1::OpenRequest open_;
-  Layout layout_;
+  std::shared_ptr<const Tiles> tiles_ = std::make_shared<const Tiles>();
   std::vector<uint32_t> routes_;        // without a table
   std::vector<uint64_t> short_chunks_;  // by member
-  std::vector<Slice> slices_;
-  FieldHash tiling_hash_;
-  std::vector<std::vector<uint32_t>> by_rank_;
-  std::vector<std::vector<uint32_t>> by_chunk_;
 };
 
 }  // namespace ballast::model

@@ -23,13 +23,14 @@ absl::Status Unknown(absl::string_view message) {
   return Error(absl::StatusCode::kInvalidArgument, kVersionsDiffer, absl::StrCat(message, "; ", kSameVersions));
 }
 
-// The first message with unknown fields, and the number of one of them.
+// The first message with unknown fields, and the number of one of them. Passes over `checked`.
 struct UnknownField {
   std::string message;
   int number = 0;
 };
 
-std::optional<UnknownField> FindUnknown(const Message& message) {
+std::optional<UnknownField> FindUnknown(const Message& message, const Message* checked = nullptr) {
+  if (&message == checked) return std::nullopt;
   const Reflection& access = *message.GetReflection();
   const auto& unknown = access.GetUnknownFields(message);
   if (!unknown.empty()) return UnknownField{message.GetDescriptor()->full_name(), unknown.field(0).number()};
@@ -38,11 +39,12 @@ std::optional<UnknownField> FindUnknown(const Message& message) {
     if (field->cpp_type() != FieldDescriptor::CPPTYPE_MESSAGE) continue;
     if (!field->is_repeated()) {
       if (!access.HasField(message, field)) continue;
-      if (auto found = FindUnknown(access.GetMessage(message, field)); found.has_value()) return found;
+      if (auto found = FindUnknown(access.GetMessage(message, field), checked); found.has_value()) return found;
       continue;
     }
     for (int j = 0; j < access.FieldSize(message, field); ++j) {
-      if (auto found = FindUnknown(access.GetRepeatedMessage(message, field, j)); found.has_value()) return found;
+      if (auto found = FindUnknown(access.GetRepeatedMessage(message, field, j), checked); found.has_value())
+        return found;
     }
   }
   return std::nullopt;
@@ -118,8 +120,8 @@ absl::Status CheckServerVersion(absl::string_view server, uint32_t version) {
                             ", which this trainer speaks; ", kSameVersions));
 }
 
-absl::Status CheckKnown(const Message& message) {
-  const auto unknown = FindUnknown(message);
+absl::Status CheckKnown(const Message& message, const Message* checked) {
+  const auto unknown = FindUnknown(message, checked);
   if (!unknown.has_value()) return absl::OkStatus();
   return Unknown(absl::StrCat("a ", unknown->message, " came with field ", unknown->number, ", which protocol version ",
                               kProtocolVersion, " does not have: a later version made it"));
@@ -139,13 +141,14 @@ absl::Status CheckSentVersion(absl::string_view what, uint32_t version) {
       "; expected version ", kProtocolVersion, ", which this server speaks"));
 }
 
-absl::Status CheckOpen(const v1::OpenRequest& open) {
-  BALLAST_RETURN_IF_ERROR(CheckKnown(open));
+absl::Status CheckOpen(const v1::OpenRequest& open, SpecIs spec) {
+  const bool checked = spec == SpecIs::kChecked;
+  BALLAST_RETURN_IF_ERROR(CheckKnown(open, checked ? &open.spec() : nullptr));
   if (open.protocol_version() > kProtocolVersion) {
     return Unknown(absl::StrCat("the Open of job '", open.spec().name(), "' is of protocol version ",
                                 open.protocol_version(), "; expected version ", kProtocolVersion, " or before"));
   }
-  if (open.spec_digest().empty() || open.spec_digest() == SpecDigest(open.spec())) return absl::OkStatus();
+  if (checked || open.spec_digest().empty() || open.spec_digest() == SpecDigest(open.spec())) return absl::OkStatus();
   return Unknown(absl::StrCat("the Open of job '", open.spec().name(),
                               "' came with a spec_digest that is not the digest of its spec as protocol version ",
                               kProtocolVersion, " reads it: the version that made it reads the spec otherwise"));

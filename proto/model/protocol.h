@@ -37,8 +37,8 @@ absl::Status CheckServerVersion(absl::string_view server, uint32_t version);
 absl::Status CheckSentVersion(absl::string_view what, uint32_t version);
 
 // INVALID_ARGUMENT if `message`, or a message within it, has fields that this version does not know: names that message
-// and the field's number.
-absl::Status CheckKnown(const google::protobuf::Message& message);
+// and the field's number. `checked`: a message within it that has passed.
+absl::Status CheckKnown(const google::protobuf::Message& message, const google::protobuf::Message* checked = nullptr);
 
 // SHA-256 over the fields of `spec`, each with its number. Fields with default values are left out: a field that a
 // later version adds changes the digest only of jobs that use it. 32 bytes.
@@ -46,8 +46,9 @@ std::string SpecDigest(const v1::JobSpec& spec);
 
 // INVALID_ARGUMENT if an Open has unknown fields, is of a later version, or has a spec_digest that is not its spec's.
 // An Open without spec_digest passes, because logs of version 0 have such Opens; logs of versions before 5 have Opens
-// without a version.
-absl::Status CheckOpen(const v1::OpenRequest& open);
+// without a version. kChecked: spec and digest are those of an Open that has passed, and cost nothing again.
+enum class SpecIs { kUnknown, kChecked };
+absl::Status CheckOpen(const v1::OpenRequest& open, SpecIs spec = SpecIs::kUnknown);
 
 // CheckKnown and CheckSentVersion for an Open that a trainer sent. It must have a spec_digest, which EpochPlan::Make
 // compares.

@@ -393,4 +393,22 @@ bool SameTable(const v1::Table& a, const v1::Table& b) {
   return plain(a) == plain(b);
 }
 
+bool OnlySettles(const v1::Table& now, const v1::Table& next) {
+  const auto without_shards = [](v1::Table table) {
+    table.clear_shards();
+    return table;
+  };
+  if (!SameTable(without_shards(now), without_shards(next)) || now.shards_size() != next.shards_size()) return false;
+  bool fills = false;
+  for (int s = 0; s < now.shards_size(); ++s) {
+    const auto& had = now.shards(s).fillers();
+    const auto& has = next.shards(s).fillers();
+    fills = fills || !has.empty();
+    if (!std::includes(had.begin(), had.end(), has.begin(), has.end())) return false;
+    const bool same = now.shards(s).SerializeAsString() == next.shards(s).SerializeAsString();
+    if (!same && had.size() == has.size()) return false;
+  }
+  return fills;
+}
+
 }  // namespace ballast::model

@@ -36,7 +36,12 @@ Outcome<v1::OpenResponse> Openings::Try(const v1::OpenRequest& request) {
 absl::StatusOr<Openings::Plan> Openings::MakePlan(const v1::OpenRequest& request,
                                                   absl::FunctionRef<absl::Status()> interrupt) const {
   BALLAST_RETURN_IF_ERROR(CheckSupported(request, core_->around.working_copies));
-  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request, interrupt));
+  Plan before;
+  {
+    JobMutexLock lock(&core_->mu);
+    before = core_->state.plan();
+  }
+  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request, interrupt, before.get()));
   return std::make_shared<const model::EpochPlan>(std::move(made));
 }
 

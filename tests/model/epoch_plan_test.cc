@@ -7,6 +7,7 @@
 #include <array>
 
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/tiling.h"
 
 namespace ballast::model {
@@ -286,6 +287,56 @@ TEST(EpochPlanTest, ATableSaysWhereChunksAre) {
     EXPECT_EQ(plan->short_chunks(absl::StrCat("server", member)), member == holder ? lacking : 0);
   }
   EXPECT_EQ(plan->ShowServersOf(5), absl::StrCat("'server", holder, "', 'server", filler, "'"));
+}
+
+TEST(EpochPlanTest, APlanLikeAnEarlierOneIsWhatAPlanOfItsOwnWouldBe) {
+  v1::OpenRequest open = MakeOpen(0, 2);
+  open.set_spec_digest(SpecDigest(open.spec()));
+  const auto spread = [&open](uint32_t servers) {
+    v1::OpenRequest next = open;
+    next.mutable_epoch()->set_counter(servers);
+    next.mutable_table()->set_replicas(1);
+    for (uint32_t i = 0; i < servers; ++i) {
+      v1::Member* member = next.mutable_table()->add_members();
+      member->set_server_id(absl::StrCat("server", i));
+      member->set_weight(1);
+      next.mutable_table()->add_shards()->add_holders(i);
+    }
+    return next;
+  };
+  const auto earlier = EpochPlan::Make(spread(3));
+  ASSERT_TRUE(earlier.ok()) << earlier.status();
+  const auto like = EpochPlan::Make(spread(2), &*earlier), own = EpochPlan::Make(spread(2));
+  ASSERT_TRUE(like.ok()) << like.status();
+  EXPECT_EQ(&like->layout(), &earlier->layout()) << "shared";
+  EXPECT_EQ(like->open().epoch().counter(), 2u);
+  EXPECT_EQ(FieldHash(like->tiling_hash()).Finish(), FieldHash(own->tiling_hash()).Finish());
+  EXPECT_EQ(like->slices_of_rank(1).size(), own->slices_of_rank(1).size());
+  for (const Chunk& chunk : own->layout().chunks()) {
+    EXPECT_EQ(like->holders_of(chunk.index)[0], own->holders_of(chunk.index)[0]);
+  }
+  // Another tiling or spec shares nothing, and a digest that is not the spec's is refused.
+  v1::OpenRequest other = spread(3);
+  *other.mutable_tiling() = EvenTiling(5);
+  const auto tiled = EpochPlan::Make(other, &*earlier);
+  ASSERT_TRUE(tiled.ok()) << tiled.status();
+  EXPECT_EQ(tiled->world_size(), 5u);
+  EXPECT_EQ(tiled->slices().size(), EpochPlan::Make(other)->slices().size());
+  other = spread(3);
+  other.mutable_spec()->mutable_registrations(0)->mutable_tensors(7)->set_shape(0, 200);
+  EXPECT_THAT(EpochPlan::Make(other, &*earlier).status().message(), HasSubstr("spec_digest"));
+  other.set_spec_digest(SpecDigest(other.spec()));
+  EXPECT_EQ(EpochPlan::Make(other, &*earlier)->layout().units()[7].elements, 200192u);
+  // What is not shared is looked at.
+  other = spread(2);
+  other.mutable_table()->mutable_shards(0)->clear_holders();
+  EXPECT_FALSE(EpochPlan::Make(other, &*earlier).ok());
+  other = spread(2);
+  other.mutable_table()->GetReflection()->MutableUnknownFields(other.mutable_table())->AddVarint(77, 1);
+  EXPECT_THAT(EpochPlan::Make(other, &*earlier).status().message(), HasSubstr("77"));
+  other = spread(2);
+  other.mutable_spec()->GetReflection()->MutableUnknownFields(other.mutable_spec())->AddVarint(77, 1);
+  EXPECT_THAT(EpochPlan::Make(other, &*earlier).status().message(), HasSubstr("77"));
 }
 
 TEST(EpochPlanTest, ATableThatDoesNotFitIsRefused) {

@@ -256,6 +256,33 @@ TEST(NextTableTest, AServerIsAddedInTwoTables) {
   EXPECT_EQ(after.wanted_servers(), 2u) << "whoever changes that says so";
 }
 
+TEST(NextTableTest, CopiesThatAreCompleteWaitForTheOthers) {
+  const auto servers = Servers(2), more = Servers(3);
+  const auto elements = Elements(30, 60);
+  const v1::Table first = FirstTable({.servers = servers, .replicas = 2, .shard_elements = elements}, v1::Epoch());
+  const Wanted wanted{.servers = more, .replicas = 2, .shard_elements = elements, .level = true};
+  const v1::Table filling = NextTable(first, HoldersOf(first, false), wanted, At(5));
+  EXPECT_FALSE(OnlySettles(first, filling)) << "a server joins";
+  auto some = HoldersOf(filling, false);
+  const auto all = HoldersOf(filling, true);
+  const auto filled =
+      std::find_if(all.begin(), all.end(), [](const std::vector<uint32_t>& places) { return places.size() == 3; });
+  ASSERT_NE(filled, all.end());
+  some[static_cast<size_t>(filled - all.begin())] = *filled;
+  const v1::Table settled = NextTable(filling, some, wanted, At(6));
+  EXPECT_FALSE(SameTable(settled, filling));
+  EXPECT_TRUE(OnlySettles(filling, settled)) << "one shard of 20";
+  EXPECT_FALSE(OnlySettles(filling, NextTable(filling, all, wanted, At(6)))) << "nothing is left to copy";
+  EXPECT_FALSE(OnlySettles(filling, filling));
+  // Another wish, whose copies are other ones.
+  const Wanted back{.servers = servers, .replicas = 2, .shard_elements = elements, .level = true};
+  EXPECT_FALSE(OnlySettles(filling, NextTable(filling, some, back, At(6))));
+  const auto others = Servers(2, 2);
+  const std::vector<v1::Member> moved = {servers[0], others[0], others[1]};
+  const Wanted moves{.servers = moved, .replicas = 2, .shard_elements = elements, .level = true};
+  EXPECT_FALSE(OnlySettles(filling, NextTable(filling, some, moves, At(6))));
+}
+
 TEST(NextTableTest, NobodyGivesAChunkAwayBeforeOthersHaveIt) {
   const auto servers = Servers(3);
   const auto elements = Elements(6, 6);
