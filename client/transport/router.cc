@@ -261,15 +261,6 @@ void Router::Report(const std::string& line) {
   options_.progress(line);
 }
 
-void Router::Tell(const std::string& line) {
-  if (!options_.progress) return;
-  {
-    absl::MutexLock lock(&mutex_);
-    last_report_ = absl::Now();
-  }
-  options_.progress(line);
-}
-
 std::string Router::LongestWait(absl::Time now) {
   if (!options_.progress || now - last_report_ < kReportAfter) return "";
   std::string line;

@@ -164,8 +164,6 @@ class Router {
 
   // Shows `line`, unless a line was shown within the last two seconds.
   void Report(const std::string& line);
-  // Shows `line` in any case, in place of lines about waits in the next two seconds.
-  void Tell(const std::string& line);
 
   // Reports a wait that is not a call: shown like a call when it lasts.
   class Watch {

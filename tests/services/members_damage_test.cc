@@ -28,7 +28,7 @@ class MembersDamageTest : public MembersFixture {
   MembersDamageTest() {
     for (auto& [name, server] : servers_) {
       server->options().staging_bytes = 2 * kMiB;
-      server->Restart();
+      Restart(name);
     }
   }
   bool nvme() const { return GetParam().budget.dram < 16 * kMiB; }
