@@ -48,7 +48,7 @@ absl::Status DamagedChunks::End(storage::ChunkStore* store, const std::shared_pt
     recovering = core_->state.recovering();
   }
   if (recovering) {
-    store->Void({&chunk->store_index, 1}, /*kept_stay=*/true);
+    store->Void({&chunk->store_index, 1});
     return absl::OkStatus();
   }
   BALLAST_RETURN_IF_ERROR(
@@ -81,7 +81,7 @@ absl::Status DamagedChunks::Forget(storage::ChunkStore* store, const HeldChunk& 
     const std::string key = ChunkKey(core_->name, chunk.id);
     BALLAST_RETURN_IF_ERROR(core_->around.catalog->Erase({&key, 1}));
   }
-  store->Void({&chunk.store_index, 1}, /*kept_stay=*/true);
+  store->Void({&chunk.store_index, 1});
   return absl::OkStatus();
 }
 

@@ -120,7 +120,7 @@ absl::Status ChunkChanges::Forget(storage::ChunkStore* store, const HeldChunks& 
     BALLAST_RETURN_IF_ERROR(core_->around.catalog->Erase(keys));
   }
   store->Void(voided);
-  store->Void(damaged, /*kept_stay=*/true);
+  store->Void(damaged);
   if (leaving.empty()) return absl::OkStatus();
   if (store->records()) BALLAST_RETURN_IF_ERROR(LeavePins(*store, gone));
   BALLAST_RETURN_IF_ERROR(store->Remove(gone));

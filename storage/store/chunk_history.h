@@ -35,15 +35,10 @@ class ChunkHistory {
   bool zero() const { return updated_in_ == 0; }
   void Update(uint64_t run) { updated_in_ = run; }
 
-  // The present state counts no more, until one is imported: no pin has the chunk. `kept_stay`: but versions that
-  // durable pins keep are this server's own.
-  void Void(bool kept_stay = false) {
-    void_ = true;
-    kept_stay_ = kept_stay;
-  }
+  // The present state counts no more, until one is imported: no pin for reading has the chunk.
+  void Void() { void_ = true; }
   bool is_void() const { return void_; }
-  bool kept_stay() const { return kept_stay_; }
-  // The present state was imported: pins that were made before do not have the chunk.
+  // The present state was imported: pins for reading that were made before do not have the chunk.
   void Begin() {
     begins_ = updated_in_;
     void_ = false;
@@ -72,7 +67,6 @@ class ChunkHistory {
   uint64_t updated_in_ = 0;
   uint64_t begins_ = 0;  // run of the last import, from 1; 0: there was none
   bool void_ = false;
-  bool kept_stay_ = false;
   std::vector<Kept> copies_;
 };
 

@@ -154,11 +154,11 @@ class ChunkStore {
   absl::StatusOr<WholeState> ReadWhole(uint64_t chunk) const;
 
   // What memory has of these chunks counts no more, on the store's thread, between runs: they are not dirty, nothing
-  // writes their state, recoverable_from is none, pins do not have them, and a scrub leaves their newest extents out.
-  // These stay as they are until an imported version replaces them, which makes the chunks normal again. Until then
-  // every other update of them is INVALID_ARGUMENT (BAD_REQUEST), before anything changes, and so is ReadWhole; other
-  // reads return anything. `kept_stay`: versions that durable pins keep were this server's own, and outlive the import.
-  void Void(absl::Span<const uint64_t> chunks, bool kept_stay = false);
+  // writes their state, recoverable_from is none, pins for reading do not have them, and a scrub leaves their newest
+  // extents out. These stay as they are until an imported version replaces them, which makes the chunks normal again.
+  // Until then every other update of them is INVALID_ARGUMENT (BAD_REQUEST), before anything changes, and so is
+  // ReadWhole; other reads return anything.
+  void Void(absl::Span<const uint64_t> chunks);
 
   // Gives these chunks up: their memory, their extents and those of pins, and what Add took for them besides return to
   // the tiers; staging goes when no state lies on NVMe any more, buffers for reads when no chunk is left. Working

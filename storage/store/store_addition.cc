@@ -198,7 +198,7 @@ absl::Status StoreAddition::Restore(const std::vector<StoredChunk*>& chunks, Int
   }
   const auto goes_on = [&](size_t i, const absl::Status& damage) {
     if (!dispensable(i, damage)) return false;
-    core_.Void(*chunks[i], /*kept_stay=*/true);
+    core_.Void(*chunks[i]);
     return true;
   };
   const absl::Status restored = core_.restore.All(added_, chunks, interrupt, goes_on);

@@ -17,7 +17,7 @@ class StoreAddition {
   // Borrows all three.
   StoreAddition(StoreCore* core, absl::Span<const ChunkToAdd> added, const Plan& plan);
   // As ChunkStore::Add. Once.
-  absl::Status Run(Interrupt interrupt, Dispensable dispensable);
+  absl::Status Run(Interrupt interrupt, Dispensable dispensable = Needed);
 
  private:
   absl::Status Check() const;

@@ -57,7 +57,7 @@ class StoreCore {
   // As ChunkStore::Harden.
   absl::Status Harden();
   // As ChunkStore::Void.
-  void Void(StoredChunk& chunk, bool kept_stay);
+  void Void(StoredChunk& chunk);
   // UNAVAILABLE (BUSY) if a chunk is void.
   absl::Status CheckNoneVoid() const;
   // As ChunkStore::Remove, of a chunk of which nothing waits to be recorded. Returns the bytes of its NVMe place that

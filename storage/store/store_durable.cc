@@ -146,7 +146,7 @@ absl::Status ChunkStore::LoadMoments(absl::Span<const uint64_t> chunks, Dispensa
   }
   return core_->restore.Moments(found, Uninterrupted, [&](size_t i, const absl::Status& damage) {
     const bool goes_on = dispensable(i, damage);
-    if (goes_on) core_->Void(*found[i], /*kept_stay=*/true);
+    if (goes_on) core_->Void(*found[i]);
     return goes_on;
   });
 }

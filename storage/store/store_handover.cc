@@ -51,17 +51,17 @@ absl::StatusOr<WholeState> ChunkStore::ReadWhole(uint64_t index) const {
   return whole;
 }
 
-void ChunkStore::Void(absl::Span<const uint64_t> chunks, bool kept_stay) {
+void ChunkStore::Void(absl::Span<const uint64_t> chunks) {
   for (const uint64_t index : chunks) {
     const absl::StatusOr<StoredChunk*> chunk = core_->chunks.Find(index);
-    if (chunk.ok()) core_->Void(**chunk, kept_stay);
+    if (chunk.ok()) core_->Void(**chunk);
   }
 }
 
-void StoreCore::Void(StoredChunk& chunk, bool kept_stay) {
+void StoreCore::Void(StoredChunk& chunk) {
   if (versions.has_value()) versions->Void(chunk);
   absl::MutexLock lock(&chunk.mutex);
-  chunk.history.Void(kept_stay);
+  chunk.history.Void();
   chunk.on_disk.EndMoments();
 }
 

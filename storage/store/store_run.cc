@@ -293,7 +293,7 @@ void StoreRun::Lose(Begun& begun) {
   if (begun.fresh.bytes() > 0) core_.versions->extents.AddRoom(begun.fresh.TakeRoom(), 0);
   pipeline_->Release(begun.index);
   if (begun.update->logged_gradient.has_value()) reads_->Release(begun.index);
-  core_.Void(*begun.chunk, /*kept_stay=*/true);
+  core_.Void(*begun.chunk);
 }
 
 absl::Status StoreRun::VerifyOld(Begun& next) {

@@ -25,7 +25,8 @@ namespace ballast::storage {
 // runs the store.
 class StoreRun {
  public:
-  StoreRun(StoreCore* core, absl::FunctionRef<void(size_t)> done, RunStageObserver observer, Dispensable dispensable);
+  StoreRun(StoreCore* core, absl::FunctionRef<void(size_t)> done, RunStageObserver observer,
+           Dispensable dispensable = Needed);
   // As ChunkStore::Run. Once.
   absl::Status Run(absl::Span<const ChunkUpdate> updates, const ReadBack& read_back, Interrupt interrupt);
 
