@@ -271,6 +271,8 @@ class Router {
   void Finish(const OperationPtr& op, absl::Status status);
   absl::Status Explain(const Operation& op, const absl::Status& status) const;
   void Repair(const OperationPtr& op, Next how);
+  // What the call needed first was tried.
+  void Repaired(const OperationPtr& op, const absl::Status& repaired);
   // Waiting and later operations get CANCELLED, with `why`; an operation at a server gets the server's answer.
   void Stop(absl::string_view why);
   void CancelActive();

@@ -124,6 +124,23 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
   if (next == Next::kDone) Finish(op, std::move(status));
 }
 
+void Router::Repaired(const OperationPtr& op, const absl::Status& repaired) {
+  absl::Status ends;
+  {
+    absl::MutexLock lock(&mutex_);
+    ends = stopped_;
+    // If the Commit was sent unasked, before a retry, the call's own error says more than the Commit's.
+    const bool failed = !repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last) && !Left(op->server);
+    if (ends.ok() && failed && MayBeOutdated(*op, repaired)) {
+      op->last = repaired;
+      return AwaitRoutes(op);
+    }
+    if (ends.ok() && failed) ends = repaired;
+    if (ends.ok()) timers_.emplace(absl::Now(), [this, op] { Repair(op, Next::kRetry); });
+  }
+  if (!ends.ok()) Finish(op, ends);
+}
+
 void Router::Repair(const OperationPtr& op, Next how) {
   std::shared_ptr<const v1::OpenRequest> open;
   std::shared_ptr<const v1::CommitRequest> commit;
@@ -141,22 +158,7 @@ void Router::Repair(const OperationPtr& op, Next how) {
   }
   if (!stopped.ok()) return Finish(op, stopped);
   if (how == Next::kReroute) return Reroute(op);
-  const auto then = [this, op](const absl::Status& repaired) {
-    absl::Status ends;
-    {
-      absl::MutexLock lock(&mutex_);
-      ends = stopped_;
-      // If the Commit was sent unasked, before a retry, the call's own error says more than the Commit's.
-      const bool failed = !repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last) && !Left(op->server);
-      if (ends.ok() && failed && MayBeOutdated(*op, repaired)) {
-        op->last = repaired;
-        return AwaitRoutes(op);
-      }
-      if (ends.ok() && failed) ends = repaired;
-      if (ends.ok()) timers_.emplace(absl::Now(), [this, op] { Repair(op, Next::kRetry); });
-    }
-    if (!ends.ok()) Finish(op, ends);
-  };
+  const auto then = [this, op](const absl::Status& repaired) { Repaired(op, repaired); };
   const absl::Time try_deadline = TryDeadline(*op);
   Transport* const server = op->server;
   if (open != nullptr) {

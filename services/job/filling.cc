@@ -138,38 +138,45 @@ std::vector<Filling::CopyPtr> Filling::Choose(absl::Time now) {
   }
   TellBegin();
   TellProgress(now);
-  // Copies that hold steps back begin together.
-  const bool wait = late_ >= kLateMax && CopiesNewest();
-  const uint32_t self = *plan->FindMember(core_->around.server_id);
-  absl::Time again = HoldsSteps() ? held_until_ : absl::InfiniteFuture();
-  std::optional<bool> holds;
+  Round round{.now = now, .again = HoldsSteps() ? held_until_ : absl::InfiniteFuture()};
   for (const auto& [index, least] : core_->machine->unfilled()) {
-    if (copies_.size() == kCopiesAtOnce) break;
+    if (copies_.size() == kCopiesAtOnce || round.paused) break;
     const std::shared_ptr<HeldChunk> chunk = core_->state.Find(index);
     if (chunk == nullptr || chunk->filled()) continue;
-    const KeptCopies::Next next = kept_copies_->NextOf(*chunk);
-    if ((!next.newest && !next.version.has_value()) || (next.newest && wait)) continue;
-    if (copies_.contains({index, next.version})) continue;
-    const std::optional<uint32_t> from = sources_.Choose(*plan, index, self, now, &again);
-    if (!from.has_value()) continue;
-    ImportPace* const pace = core_->around.import_pace;
-    if (const absl::Time free = pace == nullptr ? now : pace->Take(BytesOf(*chunk), now); free > now) {
-      again = std::min(again, free);
-      break;
-    }
-    const CopyPtr copy = MakeCopy(*chunk, least, *from);
-    if (next.newest) {
-      if (!holds.has_value()) holds = BeginHold(now);
-      copy->holds_steps = *holds;
-    } else {
-      copy->kept = *next.version;
-      copy->request.set_kept_version(*next.version);
-    }
-    begun.push_back(copies_[KeyOf(*copy)] = copy);
+    if (const CopyPtr copy = NextOf(*chunk, least, &round)) begun.push_back(copies_[KeyOf(*copy)] = copy);
   }
-  if (holds.value_or(false)) again = std::min(again, held_until_);
-  RunAt(again);
+  if (round.holds.value_or(false)) round.again = std::min(round.again, held_until_);
+  RunAt(round.again);
   return begun;
+}
+
+Filling::CopyPtr Filling::NextOf(const HeldChunk& chunk, int64_t least, Round* round) {
+  const uint64_t index = chunk.layout().index;
+  const KeptCopies::Next next = kept_copies_->NextOf(chunk);
+  const bool nothing = !next.newest && !next.version.has_value();
+  // Copies that hold steps back begin together.
+  const bool late = next.newest && !round->holds.has_value() && late_ >= kLateMax && CopiesNewest();
+  if (nothing || late || copies_.contains({index, next.version})) return nullptr;
+  const model::EpochPlan& plan = *core_->state.plan();
+  const uint32_t self = *plan.FindMember(core_->around.server_id);
+  const std::optional<uint32_t> from = sources_.Choose(plan, index, self, round->now, &round->again);
+  if (!from.has_value()) return nullptr;
+  ImportPace* const pace = core_->around.import_pace;
+  if (const absl::Time free = pace == nullptr ? round->now : pace->Take(BytesOf(chunk), round->now);
+      free > round->now) {
+    round->again = std::min(round->again, free);
+    round->paused = true;
+    return nullptr;
+  }
+  CopyPtr copy = MakeCopy(chunk, least, *from);
+  if (next.newest) {
+    if (!round->holds.has_value()) round->holds = BeginHold(round->now);
+    copy->holds_steps = *round->holds;
+  } else {
+    copy->kept = *next.version;
+    copy->request.set_kept_version(*next.version);
+  }
+  return copy;
 }
 
 // With no step prepared here none is decided, so the copies come in time.

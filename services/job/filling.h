@@ -74,6 +74,15 @@ class Filling {
   void Begin() ABSL_LOCKS_EXCLUDED(job_lock);
   // This server is on the plan, and some of its chunks are missing.
   bool Lacks(const model::EpochPlan* plan) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // What Choose knows of the copies that begin together.
+  struct Round {
+    absl::Time now;
+    absl::Time again;           // when further ones may begin
+    bool paused = false;        // by the pace of copies
+    std::optional<bool> holds;  // newest states that begin hold the next step back; none: none has begun
+  };
+  // The copy of the chunk that begins now; null: none does.
+  CopyPtr NextOf(const HeldChunk& chunk, int64_t least, Round* round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The copies that begin now.
   std::vector<CopyPtr> Choose(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Whether copies that begin now hold the next step back: not twice the same step.

@@ -101,6 +101,10 @@ void StepMachine::Impl::SetTold(const v1::OpenRequest& open, bool forgets, Chang
   change->told.keeps_slices = host->KeepsSlices() && plan != nullptr && !forgets && Continues(plan->open(), open);
 }
 
+bool StepMachine::Impl::MayHaveLost(uint64_t chunk, absl::Span<const uint32_t> holders) const {
+  return IsHolder(chunk) && holders.size() > 1;
+}
+
 absl::StatusOr<StepMachine::Impl::Change> StepMachine::Impl::ChangeTo(const model::EpochPlan& next, uint32_t index,
                                                                       bool forgets, bool replays) const {
   Change change;
@@ -123,9 +127,7 @@ absl::StatusOr<StepMachine::Impl::Change> StepMachine::Impl::ChangeTo(const mode
     const bool holds = std::find(holders.begin(), holders.end(), index) != holders.end();
     const bool filled = known ? lacks == unfilled.end() : newest[chunk.segments.front().tensor];
     if (filled || (known && holds && replays)) continue;
-    // The fence had its answer before the damage was found.
-    const bool damaged = known && IsHolder(chunk.index) && holders.size() > 1;
-    if (holds && !damaged) {
+    if (holds && !(known && MayHaveLost(chunk.index, holders))) {
       return Diverged(absl::StrCat("server '", id, "' is to hold chunk ", chunk.index, " of job '", open.spec().name(),
                                    "' and lacks it: only who has a chunk may hold it"));
     }

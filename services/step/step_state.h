@@ -96,6 +96,8 @@ struct StepMachine::Impl {
   bool Fits(const v1::OpenRequest& request) const;
   // Rules 25 and 26. DATA_LOSS (DIVERGED) if a holder lacks a chunk. `replays`: the log shows that it has its chunks.
   void SetTold(const v1::OpenRequest& open, bool forgets, Change* change) const;
+  // The fence had its answer before this holder found the chunk damaged.
+  bool MayHaveLost(uint64_t chunk, absl::Span<const uint32_t> holders) const;
   absl::StatusOr<Change> ChangeTo(const model::EpochPlan& next, uint32_t member, bool forgets, bool replays) const;
   bool Begins(const v1::OpenRequest& open) const;
   // The answer to an Open of the epoch that is open.

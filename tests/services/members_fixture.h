@@ -88,7 +88,7 @@ class MembersFixture : public ::testing::TestWithParam<MembersCase> {
     std::map<std::string, TestServer*> servers;
     absl::Mutex swapping;
     std::atomic<bool> opens{true};
-    std::atomic<int> fetches{-1};  // how many more are answered; -1: all
+    std::atomic<int> fetches{-1};                                      // how many more are answered; -1: all
     std::function<void(uint64_t chunk, v1::ExportResponse*)> changes;  // what arrives
   };
 
