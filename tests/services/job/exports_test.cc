@@ -11,6 +11,9 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/filling.h"
+#include "ballast/services/job/kept_copies.h"
+#include "ballast/services/job/kept_versions.h"
+#include "ballast/services/journal/flushes.h"
 #include "ballast/tests/services/job_part.h"
 
 namespace ballast::services {
@@ -67,7 +70,10 @@ class ExportsTest : public JobPartTest {
     return *std::move(state);
   }
 
-  Filling filling_{&core_};
+  Flushes flushes_{&core_, &journal_};
+  KeptCopies kept_copies_{&core_, &journal_};
+  KeptVersions kept_versions_{&core_, &journal_, &flushes_, &kept_copies_};
+  Filling filling_{&core_, &kept_copies_, &kept_versions_};
   DamagedChunks damaged_{&core_, &filling_};
   Exports exports_{&core_, &damaged_};
 };

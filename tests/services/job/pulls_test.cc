@@ -11,7 +11,10 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/filling.h"
+#include "ballast/services/job/kept_copies.h"
+#include "ballast/services/job/kept_versions.h"
 #include "ballast/services/job/read_pins.h"
+#include "ballast/services/journal/flushes.h"
 #include "ballast/tests/services/job_part.h"
 
 namespace ballast::services {
@@ -114,7 +117,10 @@ class PullsTest : public JobPartTest {
   }
 
   ReadPins pins_{&core_};
-  Filling filling_{&core_};
+  Flushes flushes_{&core_, &journal_};
+  KeptCopies kept_copies_{&core_, &journal_};
+  KeptVersions kept_versions_{&core_, &journal_, &flushes_, &kept_copies_};
+  Filling filling_{&core_, &kept_copies_, &kept_versions_};
   DamagedChunks damaged_{&core_, &filling_};
   Pulls pulls_{&core_, &pins_, &damaged_};
 };

@@ -7,6 +7,8 @@
 #include "absl/time/clock.h"
 #include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/filling.h"
+#include "ballast/services/job/kept_copies.h"
+#include "ballast/services/job/kept_versions.h"
 #include "ballast/services/job/scrub.h"
 #include "ballast/services/job/scrubber.h"
 #include "ballast/services/journal/flushes.h"
@@ -67,7 +69,9 @@ class ScrubOfAJobTest : public JobPartTest {
   const std::vector<float> values_ = std::vector<float>(100, 2.0F);
   storage::Arena buffer_ = *storage::Arena::Map(64 << 10);
   Flushes flushes_{&core_, &journal_};
-  Filling filling_{&core_};
+  KeptCopies kept_copies_{&core_, &journal_};
+  KeptVersions kept_versions_{&core_, &journal_, &flushes_, &kept_copies_};
+  Filling filling_{&core_, &kept_copies_, &kept_versions_};
   DamagedChunks damaged_{&core_, &filling_};
   Scrub scrub_{&core_, &flushes_, &damaged_};
 };

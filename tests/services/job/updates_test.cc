@@ -10,6 +10,8 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/filling.h"
+#include "ballast/services/job/kept_copies.h"
+#include "ballast/services/job/kept_versions.h"
 #include "ballast/services/job/read_pins.h"
 #include "ballast/services/journal/flushes.h"
 #include "ballast/services/space/chunk_moves.h"
@@ -75,7 +77,9 @@ class UpdatesTest : public JobPartTest {
   ReadPins pins_{&core_};
   Prediction prediction_{&core_};
   ChunkMoves moves_{&core_, &flushes_, &prediction_};
-  Filling filling_{&core_};
+  KeptCopies kept_copies_{&core_, &journal_};
+  KeptVersions kept_versions_{&core_, &journal_, &flushes_, &kept_copies_};
+  Filling filling_{&core_, &kept_copies_, &kept_versions_};
   DamagedChunks damaged_{&core_, &filling_};
   Updates updates_{&core_, &journal_, &room_, &flushes_, &pins_, &moves_, &damaged_};
 };
