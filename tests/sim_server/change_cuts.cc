@@ -41,6 +41,7 @@ void AddTo(const ChangeRunResult& run, ChangeCutsTally* tally) {
 std::vector<uint64_t> Chosen(const ChangeCutsOptions& options, uint64_t places) {
   std::vector<uint64_t> chosen(places);
   std::iota(chosen.begin(), chosen.end(), 0);
+  if (options.only > places) return {};
   if (options.only > 0) return {options.only - 1};
   if (options.cuts_max == 0 || options.cuts_max >= places) return chosen;
   Random random(Mix(options.seed, 77));

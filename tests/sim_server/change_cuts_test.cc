@@ -52,6 +52,19 @@ TEST(ChangeCuts, EveryOperation) {
   EXPECT_GT(tally.left_out, tally.runs / 20);
 }
 
+// Where the search found faults of the product.
+TEST(ChangeCuts, PlacesOfFormerFaults) {
+  struct Place {
+    uint64_t seed, place;
+  };
+  const ScratchDirectory directory;
+  ChangeCutsTally tally;
+  for (const Place& former : {Place{1, 142}, Place{6, 2}}) {
+    EXPECT_EQ(SearchCuts({.seed = former.seed, .only = former.place, .directory = directory.path()}, &tally), "");
+  }
+  EXPECT_EQ(tally.cut, 2u);
+}
+
 }  // namespace
 }  // namespace ballast::sim
 

@@ -39,7 +39,10 @@ bool ChangeGroup::AwaitAll(const Calls<Response>& calls, const char* what) {
     return std::all_of(calls.begin(), calls.end(), [](const auto& call) { return call->answered; });
   };
   if (!machines_->Await(answered)) {
-    if (machines_->stuck()) checks_->Broken(absl::StrCat("a ", what, " for step ", next_, " is not answered"));
+    if (machines_->stuck()) {
+      checks_->Broken(absl::StrCat("a ", what, " for step ", next_, " is not answered; the last error of a push: ",
+                                   push_error_->ToString(), "; copies on their way:", machines_->ShowCopies()));
+    }
     return false;
   }
   for (const auto& call : calls) {
@@ -194,7 +197,10 @@ void ChangeGroup::PushTo(int server, v1::SliceKind kind, const model::Slice& sli
   request.set_end(slice.range.end);
   request.set_crc32c(intent_->Digest(next_, request.attempt(), kind, slice, 0));
   const Payload payload = PayloadOf(request.crc32c());
-  const auto reply = [payload](const absl::StatusOr<v1::PushResponse>&) {};  // the seal tells what is missing
+  // The seal tells what is missing.
+  const auto reply = [payload, error = push_error_](const absl::StatusOr<v1::PushResponse>& pushed) {
+    if (!pushed.ok()) *error = pushed.status();
+  };
   machines_->of(server).server().Push(request, absl::MakeConstSpan(*payload), absl::InfiniteFuture(), reply);
 }
 

@@ -83,6 +83,7 @@ class ChangeGroup {
   std::unique_ptr<model::EpochPlan> plan_;
   std::vector<int> members_;
   std::vector<Withheld> withheld_;
+  const std::shared_ptr<absl::Status> push_error_ = std::make_shared<absl::Status>();
   int64_t step_ = -1;
   int64_t next_ = 0;
 };

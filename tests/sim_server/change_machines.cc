@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ballast/proto/model/optimizer.h"
 
 namespace ballast::sim {
@@ -16,8 +17,10 @@ constexpr uint64_t kAmpleDram = uint64_t{32} << 20;
 constexpr uint64_t kLittleDram = uint64_t{1} << 20;
 constexpr uint64_t kNvme = uint64_t{64} << 20;
 constexpr uint64_t kLogs[] = {3, 6, 16};
-// Ten times what the slowest wait of a run without cuts needs.
-constexpr int kTurnsMax = 30000;
+// Three times what the slowest wait of a run without cuts needs; then so many once more.
+constexpr int kTurnsMax = 10000;
+// A server may hold steps back for a second (services/job/filling.h).
+constexpr absl::Duration kHold = absl::Milliseconds(1100);
 
 }  // namespace
 
@@ -95,7 +98,8 @@ void ChangeMachines::Turn() {
 bool ChangeMachines::Await(absl::FunctionRef<bool()> done) {
   for (int turns = 0; !Off().has_value(); ++turns) {
     if (done()) return true;
-    stuck_ = stuck_ || turns == kTurnsMax;
+    if (turns == kTurnsMax) absl::SleepFor(kHold);
+    stuck_ = stuck_ || turns == 2 * kTurnsMax;
     if (stuck_) return false;
     Turn();
   }
