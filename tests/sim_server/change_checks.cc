@@ -63,14 +63,16 @@ void ChangeChecks::StartsFrom(const model::Found& found, int64_t acknowledged) {
 }
 
 void ChangeChecks::Exported(const v1::ExportRequest& request, const services::ExportedChunk& chunk) {
+  if (request.tell_kept()) return;
   const uint64_t index = request.chunk();
   if (chunk.head.version() < request.least()) {
     return Broken(absl::StrCat("chunk ", index, " is exported as of version ", chunk.head.version(), ", wanted ",
                                request.least(), " or later"));
   }
-  if (chunk.changed < reference_.ChangedAt(chunk.version, index)) {
-    Broken(absl::StrCat("chunk ", index, " is exported as of version ", chunk.version, " as last changed by step ",
-                        chunk.changed, ", it was by step ", reference_.ChangedAt(chunk.version, index)));
+  if (chunk.head.changed() < reference_.ChangedAt(chunk.head.version(), index)) {
+    Broken(absl::StrCat("chunk ", index, " is exported as of version ", chunk.head.version(),
+                        " as last changed by step ", chunk.head.changed(), ", it was by step ",
+                        reference_.ChangedAt(chunk.head.version(), index)));
   }
   // Other formats of moments are compared once the copy has arrived.
   const bool f32 = PlanOf(1).open().spec().moment_format() == v1::MOMENT_FORMAT_F32;
