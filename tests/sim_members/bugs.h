@@ -8,6 +8,7 @@ enum class Bug {
   kNone,
   // Client.
   kNoClaim,         // fences without a claim in the key
+  kNoFence,         // asks servers for their state, and fences them only right before its Open
   kCasBlind,        // writes its table whatever the key has
   kOpenEarly,       // opens before the table is written
   kReadFirst,       // goes by a table that was read before the claim

@@ -1,6 +1,6 @@
 // A trainer group of a schedule: it claims, fences, chooses base and table with the shipped functions, writes the
 // table, opens and trains; and while it trains, it does so again when a server is silent, the wish differs or fillers
-// are full.
+// are full, and the servers' answers say that the table would change.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -56,12 +57,13 @@ class Group {
 
   const Intent& intent() const { return intent_; }
   bool dead() const { return phase_ == Phase::kDead; }
-  bool training() const { return phase_ == Phase::kTrain; }
+  bool training() const { return phase_ == Phase::kTrain || phase_ == Phase::kLook; }
   void Kill() { phase_ = Phase::kDead; }
   void Tick(bool timeout);
 
  private:
-  enum class Phase { kRead, kClaim, kFence, kWrite, kTrain, kDead };
+  enum class Phase { kRead, kClaim, kFence, kWrite, kTrain, kLook, kDead };
+  using Answers = std::map<int, v1::GetJobResponse>;  // by server
   enum class Sent : uint8_t { kNo, kYes, kDone };
   struct Push {
     uint32_t rank;
@@ -70,9 +72,20 @@ class Group {
     Sent sent[kServers] = {};
   };
 
+  // Only a call of the session's router shows that the server is not silent.
+  enum class By { kRouter, kKeeper };
+  // Another disk under the name, or one that knows no promise: as if the member did not answer.
+  static bool IsOtherServer(const absl::Status& status);
+  static absl::Status OtherServer();
+  // A server refuses what is meant for another one (services/gateway/gate.cc).
+  bool Admits(const Server& target, By by, uint64_t disk) const {
+    return by == By::kKeeper || target.disk() == disk || around_.bug == Bug::kBelieve;
+  }
+  uint64_t DiskOf(int server) const;  // in the open epoch
   // Runs `run` at the server; its result, unless it has to wait, comes back to `reply`.
   template <typename T>
-  void Call(int server, std::function<services::Outcome<T>(Server&)> run, std::function<void(absl::StatusOr<T>)> reply);
+  void Call(int server, std::function<services::Outcome<T>(Server&)> run, std::function<void(absl::StatusOr<T>)> reply,
+            By by = By::kRouter);
   std::string Name() const { return intent_.Name(); }
   std::string GroupBytes() const { return std::string(4, static_cast<char>('a' + intent_.group)); }
 
@@ -81,17 +94,27 @@ class Group {
   void ReadKey();
   void OnRead(const Key& key);
   void Claim(const Key& key);
+  v1::FenceRequest FenceOf(const v1::Epoch& epoch) const;
   void Fence(bool timeout);
   void TryResolve();
-  std::vector<v1::GetJobResponse> Answers() const;
+  std::vector<v1::GetJobResponse> AnswersOfFence() const;
+  v1::Table Plan(const v1::Table& now, const model::Found& found, const Answers& answers) const;
   void Change(const model::Found& found);
   void Write(uint64_t revision);
   void Begin();
   bool Wanted(int server) const;
 
+  // group_keeper.cc: whether the servers have to change.
+  bool ShouldLook();
+  void BeginLook();
+  void Look(bool timeout);
+  void TryLook();
+  std::string Asked() const;
+  int patience_max() const { return around_.net->healed() ? 12 : 6; }
+
   // group_steps.cc
   void Train(bool timeout);
-  bool ShouldChange();
+  bool Waits(int server) const;
   void StartStep(int64_t step);
   void StartAttempt(uint32_t rank);
   void SendOpen(int server);
@@ -109,15 +132,21 @@ class Group {
   bool in_session_ = false;
   uint64_t call_ = 0;  // answers to older calls of the key count no more
   int patience_ = 0;
+  int stalled_ = 0;  // timeouts in this step
   bool waits_ = false;
 
   v1::Epoch epoch_;  // claimed, perhaps not open yet
   uint64_t revision_ = 0;
   v1::Table table_;  // of the claim
   std::optional<v1::Table> early_;
-  std::map<int, v1::GetJobResponse> answers_;
+  Answers answers_;
   std::optional<model::Found> found_;
   v1::Table next_;
+
+  // Of a look.
+  std::set<int> silent_;  // members that did not answer for failover_after; nobody waits for them
+  Answers seen_;
+  std::string asked_, considered_;  // Asked() then, and when there was nothing to change
 
   // Of the open epoch.
   std::shared_ptr<const v1::OpenRequest> open_;
@@ -129,7 +158,7 @@ class Group {
   Sent opens_[kServers] = {};
   Sent commits_[kServers] = {};
   Sent seals_[2][kServers] = {};
-  int silence_[kServers] = {};
+  int silence_[kServers] = {};  // timeouts in a row
   std::optional<v1::PreparedRecord> prepared_[kServers];
   std::map<int, uint64_t> unfilled_;
   std::optional<v1::Decision> last_;
@@ -138,16 +167,16 @@ class Group {
 
 template <typename T>
 void Group::Call(int server, std::function<services::Outcome<T>(Server&)> run,
-                 std::function<void(absl::StatusOr<T>)> reply) {
-  around_.net->Post([this, server, run = std::move(run), reply = std::move(reply)] {
+                 std::function<void(absl::StatusOr<T>)> reply, By by) {
+  around_.net->Post([this, server, by, disk = DiskOf(server), run = std::move(run), reply = std::move(reply)] {
     Server& target = *(*around_.servers)[static_cast<size_t>(server)];
     if (!target.up()) return;
-    services::Outcome<T> outcome = run(target);
+    services::Outcome<T> outcome = Admits(target, by, disk) ? run(target) : OtherServer();
     if (outcome.ok() && !outcome->has_value()) return;
     absl::StatusOr<T> result = outcome.ok() ? absl::StatusOr<T>(**std::move(outcome)) : outcome.status();
-    around_.net->Post([this, server, reply, result = std::move(result)] {
+    around_.net->Post([this, server, by, reply, result = std::move(result)] {
       if (dead()) return;
-      silence_[server] = 0;
+      if (by == By::kRouter && !IsOtherServer(result.status())) silence_[server] = 0;
       reply(result);
     });
   });

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/wish.h"
 #include "ballast/tests/sim_members/group.h"
 
 namespace ballast::sim_members {
@@ -95,21 +96,31 @@ void Group::Claim(const Key& key) {
   });
 }
 
-void Group::Fence(bool timeout) {
-  if (timeout) ++patience_;
+v1::FenceRequest Group::FenceOf(const v1::Epoch& epoch) const {
   v1::FenceRequest fence;
   fence.set_job(kJob);
-  *fence.mutable_epoch() = epoch_;
+  *fence.mutable_epoch() = epoch;
   fence.set_group(GroupBytes());
+  return fence;
+}
+
+void Group::Fence(bool timeout) {
+  if (timeout) ++patience_;
+  const v1::FenceRequest fence = FenceOf(epoch_);
   for (int server = 0; server < kServers; ++server) {
-    if (answers_.contains(server) || (!timeout && patience_ > 0)) continue;
+    if (answers_.contains(server) || silent_.contains(server) || (!timeout && patience_ > 0)) continue;
     const bool member = std::any_of(table_.members().begin(), table_.members().end(),
                                     [&](const v1::Member& m) { return m.server_id() == ServerName(server); });
     if (!member && !Wanted(server)) continue;
     const bool frees = around_.bug == Bug::kReleaseEarly && !Wanted(server);
     Call<v1::FenceResponse>(
         server,
-        [fence, frees](Server& target) {
+        [fence, frees, asks = around_.bug == Bug::kNoFence](Server& target) -> services::Outcome<v1::FenceResponse> {
+          if (asks) {
+            v1::FenceResponse told;
+            *told.mutable_job() = target.machine().DescribeProgress();
+            return told;
+          }
           auto answer = target.machine().Fence(fence);
           if (frees && answer.ok() && answer->has_value()) target.FreeAll();
           return answer;
@@ -122,12 +133,13 @@ void Group::Fence(bool timeout) {
           }
           answers_[server] = response->job();
           TryResolve();
-        });
+        },
+        By::kKeeper);
   }
   patience_ = std::max(patience_, 1);
 }
 
-std::vector<v1::GetJobResponse> Group::Answers() const {
+std::vector<v1::GetJobResponse> Group::AnswersOfFence() const {
   std::vector<v1::GetJobResponse> answers;
   for (const auto& [server, answer] : answers_) answers.push_back(answer);
   const v1::GetJobResponse* prepared = nullptr;
@@ -162,40 +174,73 @@ void Group::TryResolve() {
     }
     if (newest != nullptr) table_ = table = newest->table();
   }
-  auto found = model::FindBase(table, JobLayout(), Answers());
+  auto found = model::FindBase(table, JobLayout(), AnswersOfFence());
   if (!found.ok()) {
     if (around_.leave_on_error) return Kill();
     return around_.oracle->Broken(absl::StrCat(Name(), " cannot resolve: ", found.status().ToString()));
   }
   // failover_after: some timeouts in a row.
-  const int limit = around_.net->healed() ? 12 : 6;
-  bool heard = found->silent.empty();
-  for (const int server : around_.wish->servers) heard = heard && answers_.contains(server);
-  if (!heard && patience_ < limit) return;
+  const auto heard = [&](int server) { return answers_.contains(server) || silent_.contains(server); };
+  const std::vector<int>& wished = around_.wish->servers;
+  const bool all = std::all_of(wished.begin(), wished.end(), heard) &&
+                   std::all_of(found->silent.begin(), found->silent.end(), [&](uint32_t m) {
+                     return heard(ServerOf(table.members(static_cast<int>(m)).server_id()));
+                   });
+  if (!all && patience_ < patience_max()) return;
   if (!found->enough()) {
-    if (around_.bug != Bug::kNoCover || found->counted.empty()) return;
+    if (around_.bug != Bug::kNoCover || found->counted.empty()) {
+      // open_timeout: the group is started again, and a keeper begins the change again. By then a server may have
+      // filled what it lacked when it was fenced.
+      if (patience_ < 2 * patience_max()) return;
+      silent_.clear();
+      return Again();
+    }
     for (const uint32_t shard : found->uncovered) found->filled[shard] = {found->counted.front()};
     found->tensor_steps.assign(JobLayout().tensors().size(), 0);
   }
   Change(*found);
 }
 
+// As client::Change::Plan has it.
+v1::Table Group::Plan(const v1::Table& now, const model::Found& found, const Answers& answers) const {
+  v1::Wish wish;
+  for (int server = 0; server < kServers; ++server) {
+    if (!Wanted(server)) wish.add_not_(ServerName(server));
+  }
+  for (const int server : around_.wish->servers) wish.add_servers(ServerName(server));
+  wish.set_count(static_cast<uint32_t>(wish.servers_size()));
+  wish.set_replicas(around_.wish->replicas);
+  std::vector<std::string> counted, others;
+  for (const uint32_t m : found.counted) counted.push_back(now.members(static_cast<int>(m)).server_id());
+  for (int server = 0; server < kServers; ++server) {
+    const bool counts = std::find(counted.begin(), counted.end(), ServerName(server)) != counted.end();
+    if (!counts && (answers.contains(server) || around_.bug == Bug::kDeadTarget)) others.push_back(ServerName(server));
+  }
+  std::vector<v1::Member> servers;
+  bool level = false;
+  for (const std::string& id : model::ChooseServers(now, wish, counted, others)) {
+    v1::Member& member = servers.emplace_back();
+    const auto is = [&](const v1::Member& m) { return m.server_id() == id; };
+    const auto was = std::find_if(now.members().begin(), now.members().end(), is);
+    const bool counts = std::find(counted.begin(), counted.end(), id) != counted.end();
+    member.set_server_id(id);
+    member.set_weight(1);
+    member.set_disk(counts ? was->disk() : (*around_.servers)[static_cast<size_t>(ServerOf(id))]->disk());
+    level = level || was == now.members().end() || was->disk() != member.disk();
+  }
+  const std::vector<uint64_t> elements = model::ShardElements(JobLayout(), now.shards_size());
+  const model::Wanted wanted{.servers = servers,
+                             .replicas = model::WantedCopies(now, wish),
+                             .shard_elements = elements,
+                             .level = level || static_cast<int>(servers.size()) != now.members_size()};
+  v1::Table next = model::NextTable(now, found, wanted, epoch_);
+  next.set_wanted_servers(model::WantedServers(now, wish));
+  return next;
+}
+
 void Group::Change(const model::Found& found) {
   found_ = found;
-  std::vector<v1::Member> servers;
-  for (const int server : around_.wish->servers) {
-    const auto answer = answers_.find(server);
-    if (answer == answers_.end() && around_.bug != Bug::kDeadTarget) continue;
-    v1::Member& member = servers.emplace_back();
-    member.set_server_id(ServerName(server));
-    member.set_weight(1);
-    member.set_disk((*around_.servers)[static_cast<size_t>(server)]->disk());
-    if (answer != answers_.end()) member.set_disk(answer->second.disk());
-  }
-  const std::vector<uint64_t> elements = model::ShardElements(JobLayout(), table_.shards_size());
-  const model::Wanted wanted{
-      .servers = servers, .replicas = around_.wish->replicas, .shard_elements = elements, .level = true};
-  next_ = model::NextTable(table_, found, wanted, epoch_);
+  next_ = Plan(table_, found, answers_);
   for (v1::Shard& shard : *next_.mutable_shards()) {
     if (around_.bug == Bug::kSettleEarly && shard.leaving_size() > 0 && shard.leaving_size() < shard.holders_size()) {
       v1::Shard less;
@@ -307,6 +352,8 @@ void Group::Begin() {
     return Kill();
   }
   around_.tally->continued += in_session_;
+  silent_.clear();
+  if (!model::SameTable(next_, table_)) considered_.clear();  // a change may be what a later wish waits for
   const bool same_step = in_session_ && found.base == step_ - 1;
   in_session_ = true;
   if (found.decision.has_value()) {

@@ -11,7 +11,12 @@
 
 namespace ballast::sim_members {
 
+// step_timeout ends a session, and its launcher starts a new group: where two members stop in one step and only one of
+// them has calls left to answer, say, or members know a later promise and have forgotten whose it is.
+constexpr int kStalledMax = 200;
+
 void Group::Tick(bool timeout) {
+  if (timeout && in_session_ && ++stalled_ > kStalledMax) return Kill();
   // Steps of the open epoch go on while the group's own next one is on its way.
   if (open_ != nullptr && !around_.net->busy() && (phase_ == Phase::kTrain || around_.random->Percent(50)))
     Train(timeout);
@@ -28,7 +33,10 @@ void Group::Tick(bool timeout) {
       if (timeout) ReadKey();
       return;
     case Phase::kTrain:
-      if (ShouldChange()) Again();
+      if (ShouldLook()) BeginLook();
+      return;
+    case Phase::kLook:
+      Look(timeout);
       return;
     case Phase::kDead:
       return;
@@ -41,26 +49,16 @@ std::vector<int> Group::MemberServers() const {
   return servers;
 }
 
-bool Group::ShouldChange() {
-  const std::vector<int> members = MemberServers();
-  for (const int server : members) {
-    if (silence_[server] > 8) return true;
-  }
-  bool differs = open_->table().replicas() != around_.wish->replicas;
-  for (const int server : around_.wish->servers) {
-    differs = differs || std::find(members.begin(), members.end(), server) == members.end();
-  }
-  bool fills = false;
-  for (const v1::Shard& shard : open_->table().shards()) fills = fills || !shard.fillers().empty();
-  for (const int server : members) differs = differs || !Wanted(server);
-  if (differs && !fills && around_.random->Percent(2)) return true;
-  const bool full = unfilled_.size() == members.size() &&
-                    std::all_of(unfilled_.begin(), unfilled_.end(), [](const auto& of) { return of.second == 0; });
-  return fills && full && around_.random->Percent(20);
+// Whether a call of the server is not answered yet.
+bool Group::Waits(int server) const {
+  return opens_[server] == Sent::kYes || commits_[server] == Sent::kYes || seals_[0][server] == Sent::kYes ||
+         seals_[1][server] == Sent::kYes ||
+         std::any_of(pushes_.begin(), pushes_.end(), [&](const Push& push) { return push.sent[server] == Sent::kYes; });
 }
 
 void Group::StartStep(int64_t step) {
   step_ = step;
+  stalled_ = 0;
   attempts_.assign(intent_.world_size, 0);
   sealing_.assign(intent_.world_size, false);
   pushes_.clear();
@@ -86,10 +84,10 @@ void Group::Train(bool timeout) {
     if (timeout && sent == Sent::kYes) sent = Sent::kNo;
   };
   for (const int server : MemberServers()) {
+    if (timeout && Waits(server)) ++silence_[server];
     again(opens_[server]);
     again(commits_[server]);
     for (auto& of_rank : seals_) again(of_rank[server]);
-    if (timeout) ++silence_[server];
     if (opens_[server] == Sent::kNo) SendOpen(server);
     if (commit_ != nullptr && commits_[server] == Sent::kNo) SendCommit(server);
   }
@@ -123,7 +121,15 @@ void Group::Train(bool timeout) {
 void Group::SendOpen(int server) {
   opens_[server] = Sent::kYes;
   Call<v1::OpenResponse>(
-      server, [open = open_, plan = plan_](Server& target) { return target.machine().Open(*open, plan); },
+      server,
+      [this, open = open_, plan = plan_](Server& target) -> services::Outcome<v1::OpenResponse> {
+        if (around_.bug == Bug::kNoFence) {
+          auto fenced = target.machine().Fence(FenceOf(open->epoch()));
+          if (!fenced.ok()) return fenced.status();
+          if (!fenced->has_value()) return std::nullopt;
+        }
+        return target.machine().Open(*open, plan);
+      },
       [this, server, open = open_](absl::StatusOr<v1::OpenResponse> response) {
         if (open != open_) return;
         if (!response.ok()) return OnError(server, response.status(), &opens_[server]);
@@ -249,6 +255,24 @@ void Group::Decide(const v1::Decision& decision) {
   StartStep(step_ + 1);
 }
 
+bool Group::IsOtherServer(const absl::Status& status) {
+  const std::string reason = model::ReasonOf(status);
+  return reason == model::kOtherServer ||
+         (reason == model::kBadRequest && absl::StrContains(status.message(), "never promised"));
+}
+
+absl::Status Group::OtherServer() {
+  return model::Error(absl::StatusCode::kUnavailable, model::kOtherServer, "this call is meant for another server");
+}
+
+uint64_t Group::DiskOf(int server) const {
+  if (open_ == nullptr) return 0;
+  for (const v1::Member& member : open_->table().members()) {
+    if (member.server_id() == ServerName(server)) return member.disk();
+  }
+  return 0;
+}
+
 void Group::OnError(int server, const absl::Status& status, Sent* sent) {
   const std::string reason = model::ReasonOf(status);
   if (reason == model::kStaleEpoch) {
@@ -277,12 +301,7 @@ void Group::OnError(int server, const absl::Status& status, Sent* sent) {
     *sent = Sent::kNo;
     return;
   }
-  // Another disk under the name, which knows no promise: as if the member did not answer.
-  const bool unpromised = reason == model::kBadRequest && absl::StrContains(status.message(), "never promised");
-  if (reason == model::kOtherServer || unpromised) {
-    silence_[server] += 2;
-    return;
-  }
+  if (IsOtherServer(status)) return;
   if (reason == model::kOldStep) {
     *sent = Sent::kDone;
     return;

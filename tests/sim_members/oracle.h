@@ -4,8 +4,8 @@
 //  - a server applies only what is decided, and a chunk's bits are at each version those that the decided steps make;
 //  - an acknowledged step is never undone: every later group starts from it or from a newer one;
 //  - somebody of the table in the key has each chunk with all decided steps, unless a lost disk or a wrong suspicion
-//  took
-//    the last copy.
+//    took the last copy;
+//  - a crash takes no copy that counts.
 #pragma once
 
 #include <cstdint>

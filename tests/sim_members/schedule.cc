@@ -23,6 +23,7 @@ class Schedule {
     }
     wish_.replicas = random_.Percent(75) ? 2 : 1;
     strict_ = wish_.replicas == 2;
+    rough_ = Mix(options.seed, 45) % 4 == 0;
     const int founders = 2 + static_cast<int>(random_.Below(2));
     for (int i = 0; i < founders; ++i) wish_.servers.push_back(i);
     std::vector<v1::Member> members;
@@ -81,12 +82,12 @@ class Schedule {
 
   // True if it used the turn.
   bool Fault() {
+    if (rough_ && RoughFault()) return true;
     const uint64_t chance = random_.Below(1000 * calm_);
     if (chance < 8) {
       Server& server = Some();
       if (!server.up()) return false;
-      ++tally_.crashes;
-      server.Crash();
+      Crash(&server, /*loses_all=*/false);
     } else if (chance < 11) {
       LoseDisk();
     } else if (chance < 16) {
@@ -110,12 +111,76 @@ class Schedule {
     return true;
   }
 
+  // Aims at what is not durable: syncs are late, and who crashes loses all that was not synced.
+  bool RoughFault() {
+    const uint64_t chance = random_.Below(1000 * calm_);
+    if (chance < 12) {
+      Server& server = Some();
+      if (!server.up() || !server.has_unsynced()) return false;
+      Crash(&server, /*loses_all=*/true);
+    } else if (chance < 15) {
+      for (const auto& server : servers_) {
+        if (server->up()) Crash(server.get(), /*loses_all=*/true);
+      }
+      if (random_.Percent(50)) LoseDisk();
+    } else if (chance < 30) {
+      return TakeBackWish();
+    } else if (chance < 36) {
+      if (groups_.size() >= kGroupsMax) return false;
+      Launch();
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  void Crash(Server* server, bool loses_all) {
+    ++tally_.crashes;
+    had_[server->index()] = Has(*server);
+    server->Crash(loses_all);
+  }
+
   // What a server has that was down shows now.
   void Restart(Server* server) {
     server->Restart();
+    CheckKept(*server);
     if (!oracle_.violation().empty() || Covered()) return;
     if (!suspected_ && tally_.disks_lost == 0) oracle_.Broken("after a restart no copy of some chunk is left");
     tally_.lost = 1;
+  }
+
+  // A server's copies that count as those of a member.
+  struct Had {
+    int64_t last = -1;
+    v1::Epoch since;
+    std::vector<uint64_t> chunks;
+  };
+  Had Has(const Server& server) const {
+    Had had{.last = oracle_.last()};
+    for (const v1::Member& member : key_.table.members()) {
+      if (member.server_id() != ServerName(server.index()) || member.disk() != server.disk()) continue;
+      had.since = member.since();
+      for (const model::Chunk& chunk : JobLayout().chunks()) {
+        if (server.machine().may_import() && Counts(server, member.since(), chunk.index, had.last)) {
+          had.chunks.push_back(chunk.index);
+        }
+      }
+    }
+    return had;
+  }
+  bool Counts(const Server& server, const v1::Epoch& since, uint64_t chunk, int64_t last) const {
+    return last >= 0 && server.machine().plan() != nullptr &&
+           model::Compare(server.machine().plan()->open().epoch(), since) >= 0 &&
+           server.HasCopy(chunk, last, &oracle_.decision(last));
+  }
+  // A crash takes no copy, nor the Open that made its server a member.
+  void CheckKept(const Server& server) {
+    const Had had = std::exchange(had_[server.index()], Had());
+    for (const uint64_t chunk : had.chunks) {
+      if (!oracle_.violation().empty() || Counts(server, had.since, chunk, had.last)) continue;
+      oracle_.Broken(absl::StrCat("a crash takes the copy of chunk ", chunk, " that server ",
+                                  ServerName(server.index()), " had as a member"));
+    }
   }
 
   void LoseDisk() {
@@ -125,6 +190,7 @@ class Schedule {
                                     [&](const v1::Member& m) { return m.server_id() == ServerName(server.index()); });
     const bool first = tally_.disks_lost == 0;
     tally_.disks_lost += member;
+    had_[server.index()] = Had();
     server.LoseDisk(/*back=*/random_.Percent(60), random_.Next());
     if (!oracle_.violation().empty() || Covered()) return;
     if (strict_ && first && !suspected_ && tally_.damages == 0) {
@@ -154,8 +220,17 @@ class Schedule {
       if (!servers_[static_cast<size_t>(i)]->gone() && random_.Percent(65)) servers.push_back(i);
     }
     if (servers.size() < 2) return;
-    wish_.servers = servers;
+    wished_before_ = std::exchange(wish_.servers, servers);
     if (!strict_) wish_.replicas = 1 + static_cast<uint32_t>(random_.Below(2));
+  }
+
+  // Who was drained a moment ago is asked back.
+  bool TakeBackWish() {
+    const bool there = std::none_of(wished_before_.begin(), wished_before_.end(),
+                                    [&](int server) { return servers_[static_cast<size_t>(server)]->gone(); });
+    if (wished_before_.size() < 2 || !there) return false;
+    std::swap(wish_.servers, wished_before_);
+    return true;
   }
 
   void Heal() {
@@ -181,7 +256,7 @@ class Schedule {
     }
     Server& server = Some();
     if (!server.up()) return;
-    server.FinishSync();
+    if (!rough_ || net_.healed() || random_.Percent(30)) server.FinishSync();
     if (random_.Percent(70)) server.ApplyNext();
     if (random_.Percent(30)) server.Flush();
     if (random_.Percent(50)) server.WriteImport();
@@ -245,9 +320,7 @@ class Schedule {
         const Server& server = *servers_[static_cast<size_t>(ServerOf(member.server_id()))];
         if (server.gone() || server.disk() != member.disk()) continue;
         if (!server.up() || last < 0) return true;
-        if (server.machine().plan() == nullptr) continue;
-        if (model::Compare(server.machine().plan()->open().epoch(), member.since()) < 0) continue;
-        if (server.HasCopy(chunk, last, &oracle_.decision(last))) return true;
+        if (Counts(server, member.since(), chunk, last)) return true;
       }
     }
     return false;
@@ -290,8 +363,11 @@ class Schedule {
   Tally tally_;
   Around around_;
   const bool damages_ = options_.seed % 4 == 0;  // states of chunks rot
-  bool strict_ = false;                          // two copies are wanted all the time
-  bool suspected_ = false;                       // a member was left out that may be alive
+  bool rough_ = false;
+  std::vector<int> wished_before_;
+  Had had_[kServers];
+  bool strict_ = false;     // two copies are wanted all the time
+  bool suspected_ = false;  // a member was left out that may be alive
   std::vector<std::unique_ptr<Server>> servers_;
   std::vector<std::unique_ptr<Group>> groups_;
 };

@@ -74,7 +74,8 @@ void Server::ApplyNext() {
   queue_.pop_front();
   applied_ = update.step;
   for (uint64_t chunk = 0; chunk < JobLayout().chunks().size(); ++chunk) {
-    if (chunks_.contains(chunk)) ApplyTo(chunk, update);
+    // A replay gives chunks up at its end; until then their steps are for others.
+    if (chunks_.contains(chunk) && Lies(chunk)) ApplyTo(chunk, update);
   }
 }
 
@@ -93,7 +94,7 @@ void Server::ApplyTo(uint64_t chunk, const Update& update) {
     return oracle_->CheckChunk(chunk, state.version, state.content, Name());
   }
   // It cannot follow: an import that came too late, or what a replay finds on the disk of before.
-  if (replaying_ || imported_.contains(chunk) || !Lies(chunk)) {
+  if (replaying_ || imported_.contains(chunk) || machine_->unfilled().count(chunk) > 0) {
     chunks_.erase(chunk);
     imported_.erase(chunk);
     return;
@@ -231,8 +232,8 @@ void Server::CutLog() {
   log_.erase(log_.begin(), log_.begin() + static_cast<ptrdiff_t>(start));
 }
 
-void Server::Crash() {
-  log_.resize(synced_ + random_->Below(log_.size() - synced_ + 1));
+void Server::Crash(bool loses_all) {
+  log_.resize(synced_ + (loses_all ? 0 : random_->Below(log_.size() - synced_ + 1)));
   CutLog();
   machine_.reset();
   plan_ = nullptr;

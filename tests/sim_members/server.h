@@ -37,6 +37,8 @@ class Server : private services::StepJournal, private services::StepHost {
   // Takes the slice, if the machine admits it.
   absl::Status Push(const v1::PushRequest& header);
 
+  bool has_unsynced() const { return synced_ < log_.size(); }
+
   // Events. Each does nothing if there is nothing to do.
   void FinishSync();
   void ApplyNext();
@@ -50,7 +52,8 @@ class Server : private services::StepJournal, private services::StepHost {
   std::optional<ChunkState> Export(uint64_t chunk) const;
   void Install(uint64_t chunk, const ChunkState& state);
 
-  void Crash();
+  // `loses_all`: all that is not synced; else perhaps a part of it.
+  void Crash(bool loses_all = false);
   void Restart();
   // The disk is lost. `back`: an empty server has its name from now on.
   void LoseDisk(bool back, uint64_t disk);

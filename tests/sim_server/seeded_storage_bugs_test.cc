@@ -70,7 +70,8 @@ struct Planted {
 
 // Not reached within kChangeSeedsMax seeds of change_cuts_test: kPassedOverIsCopy (MarkFilled, at the end of the
 // replay, compares the chunk with the same least version), kErasedBeforeRecord, kNothingFreed (whole servers free what
-// left their list of chunks), kLeastVersionForgotten and kFilledUndecided. tests/sim_members reaches the last three.
+// left their list of chunks), kLeastVersionForgotten and kFilledUndecided. tests/sim_members reaches kNothingFreed and
+// kLeastVersionForgotten.
 constexpr Planted kPlanted[] = {
     {"SyncDropped", StorageBug::kSyncDropped, Harness::kLogLives},
     {"SyncBeforeWritten", StorageBug::kSyncBeforeWritten, Harness::kLogLives},
