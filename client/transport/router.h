@@ -228,6 +228,8 @@ class Router {
             absl::Span<const std::byte> payload, absl::Time deadline, std::function<void(absl::Status)> done,
             std::shared_ptr<model::LentGradients> lent);
   Transport* ServerFor(Source source) const;
+  // The holder from which the reader pulls the chunk: another one while that one does not answer.
+  Transport* HolderFor(Source source) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   void Start(OperationPtr op);
   void Activate(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -243,6 +245,8 @@ class Router {
   // Whether a refusal may come of an epoch that this session does not know yet.
   bool MayBeOutdated(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsSilent(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether the server, of whose chunks others have copies, did not answer the last call.
+  bool FailedLast(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Install(std::shared_ptr<const model::EpochPlan> plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether by the routes the operation's server has its chunk.
   bool Serves(const Operation& op) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

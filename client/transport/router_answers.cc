@@ -109,6 +109,11 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
       status = std::move(silence);
       next = Next::kDone;
     }
+    const bool again = next == Next::kRetry || next == Next::kSendCommit;
+    if (again && op->direction == kPulls && op->source.has_value() && FailedLast(op->server) &&
+        HolderFor(*op->source) != op->server) {
+      next = Next::kReroute;
+    }
     if (next == Next::kAwaitRoutes) {
       op->last = status;
       AwaitRoutes(op);

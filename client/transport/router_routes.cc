@@ -72,7 +72,21 @@ std::shared_ptr<const Routes> Router::routes() const {
 
 Transport* Router::ServerFor(Source source) const {
   absl::MutexLock lock(&mutex_);
-  return routes_->servers[routes_->plan->SourceFor(source.chunk, source.reader)];
+  return HolderFor(source);
+}
+
+Transport* Router::HolderFor(Source source) const {
+  Transport* const wanted = routes_->servers[routes_->plan->SourceFor(source.chunk, source.reader)];
+  if (!FailedLast(wanted)) return wanted;
+  for (const uint32_t holder : routes_->plan->holders_of(source.chunk)) {
+    if (!FailedLast(routes_->servers[holder])) return routes_->servers[holder];
+  }
+  return wanted;
+}
+
+bool Router::FailedLast(const Transport* server) const {
+  const auto found = silent_since_.find(server);
+  return found != silent_since_.end() && found->second < absl::InfiniteFuture();
 }
 
 void Router::PushSlice(uint64_t chunk, const v1::PushRequest& header, absl::Span<const std::byte> payload,
@@ -145,7 +159,7 @@ void Router::Reroute(const OperationPtr& op) {
     if (op->direction == kPushes) {
       needless = !Serves(*op);
     } else if (op->direction == kPulls) {
-      op->server = routes_->servers[routes_->plan->SourceFor(op->source->chunk, op->source->reader)];
+      op->server = HolderFor(*op->source);
     } else {
       op->last = model::Error(absl::StatusCode::kAborted, kRoutesChanged, "the job's servers have changed");
     }

@@ -82,7 +82,7 @@ v1::Table NextTable(const v1::Table& now, absl::Span<const std::vector<uint32_t>
 // The same members on the same disks, since the same epochs, and every shard on the same ones? Addresses may differ.
 bool SameTable(const v1::Table& a, const v1::Table& b);
 
-// Whether all that `next` changes is that some copies are complete, while others are still made.
+// Of tables that differ: whether all that `next` changes is that some copies are complete, while others are still made.
 bool OnlySettles(const v1::Table& now, const v1::Table& next);
 
 }  // namespace ballast::model

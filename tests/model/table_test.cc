@@ -273,7 +273,6 @@ TEST(NextTableTest, CopiesThatAreCompleteWaitForTheOthers) {
   EXPECT_FALSE(SameTable(settled, filling));
   EXPECT_TRUE(OnlySettles(filling, settled)) << "one shard of 20";
   EXPECT_FALSE(OnlySettles(filling, NextTable(filling, all, wanted, At(6)))) << "nothing is left to copy";
-  EXPECT_FALSE(OnlySettles(filling, filling));
   // Another wish, whose copies are other ones.
   const Wanted back{.servers = servers, .replicas = 2, .shard_elements = elements, .level = true};
   EXPECT_FALSE(OnlySettles(filling, NextTable(filling, some, back, At(6))));

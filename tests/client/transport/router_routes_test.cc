@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
@@ -217,6 +218,43 @@ TEST_F(RouterRoutesTest, AVersionThatIsGoneAtOneHolderMayBeAtAnother) {
   EXPECT_EQ(Pull(0), absl::OkStatus());
   EXPECT_EQ(source->pulled().size(), 1);
   EXPECT_EQ(other->pulled().size(), 1);
+}
+
+TEST_F(RouterRoutesTest, WhileAHolderIsDownPullsGoToAnother) {
+  FakeServer* const source = &servers_[router().routes()->plan->SourceFor(0, 0)];
+  FakeServer* const other = source == &servers_[0] ? &servers_[1] : &servers_[0];
+  std::atomic<bool> down{true};
+  source->on_pull = [&](const v1::PullRequest&, absl::Span<std::byte>) {
+    if (!down) return absl::OkStatus();
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  };
+  source->on_push = [&](const v1::PushRequest&) -> absl::StatusOr<v1::PushResponse> {
+    if (!down) return v1::PushResponse();
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  };
+  EXPECT_EQ(Pull(0), absl::OkStatus());
+  EXPECT_EQ(Pull(0), absl::OkStatus());
+  EXPECT_EQ(source->pulled().size(), 1) << "it has been asked";
+  EXPECT_EQ(other->pulled().size(), 2);
+  // A push goes to all holders, and tells that it is back.
+  const auto pushed = Push(0);
+  down = false;
+  EXPECT_EQ(pushed->Wait(), absl::OkStatus());
+  EXPECT_EQ(Pull(0), absl::OkStatus());
+  EXPECT_EQ(source->pulled().size(), 2);
+  // With nobody else the pull waits for it.
+  down = true;
+  other->on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  };
+  const absl::Time began = absl::Now();
+  v1::PullRequest request;
+  const auto tally = std::make_shared<Tally>();
+  tally->Start();
+  router().Pull(Router::Source{0, 0}, request, absl::MakeSpan(to_), began + absl::Milliseconds(200),
+                [tally](const absl::Status& s) { tally->Finish(s); });
+  EXPECT_TRUE(absl::IsUnavailable(tally->Wait()));
+  EXPECT_LT(source->pulled().size(), 100) << "with pauses";
 }
 
 TEST_F(RouterRoutesTest, ARefusalIsFinalIfNobodyHasALaterEpoch) {
