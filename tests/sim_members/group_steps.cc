@@ -306,7 +306,11 @@ void Group::OnError(int server, const absl::Status& status, Sent* sent) {
     *sent = Sent::kDone;
     return;
   }
-  if (around_.leave_on_error) return Kill();
+  // It found its copy of a chunk damaged after this group had heard that the copy was made: the next group hears
+  // better.
+  const bool damaged = around_.tally->damages > 0 && reason == model::kDiverged &&
+                       status.message().find("and lacks it") != absl::string_view::npos;
+  if (damaged || around_.leave_on_error) return Kill();
   around_.oracle->Broken(absl::StrCat(Name(), " got an error that no fault explains, from server ", ServerName(server),
                                       ": ", status.ToString()));
 }

@@ -96,7 +96,7 @@ class Schedule {
       Launch();
     } else if (chance < 24) {
       ChangeWish();
-    } else if (damages_ && !rough_ && chance < 32) {
+    } else if (damages_ && chance < 32) {
       return Damage();
     } else if (random_.Percent(8)) {
       for (const auto& server : servers_) {
@@ -362,9 +362,7 @@ class Schedule {
   Wish wish_;
   Tally tally_;
   Around around_;
-  // States of chunks rot, but not amid rough faults: a filler that finds damage between its fence and its Open refuses
-  // the Open, and the group has to fence once more.
-  const bool damages_ = options_.seed % 4 == 0;
+  const bool damages_ = options_.seed % 4 == 0;  // states of chunks rot
   bool rough_ = false;
   std::vector<int> wished_before_;
   Had had_[kServers];
