@@ -82,8 +82,10 @@ bool Router::MayGoToNextHolder(const Operation& op, absl::string_view reason) co
 
 void Router::TakeNextHolder(Operation* op) {
   const absl::Span<const uint32_t> holders = routes_->plan->holders_of(op->source->chunk);
-  const auto now = std::find_if(holders.begin(), holders.end(),
-                                [&](uint32_t holder) { return routes_->servers[holder] == op->server; });
+  const auto now = std::find_if(holders.begin(), holders.end(), [&](uint32_t holder) {
+    mutex_.AssertHeld();
+    return routes_->servers[holder] == op->server;
+  });
   const bool last = now == holders.end() || now + 1 == holders.end();
   op->server = routes_->servers[last ? holders.front() : *(now + 1)];
   ++op->other_holders;

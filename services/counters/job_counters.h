@@ -24,7 +24,7 @@ struct JobCounters {
   // States of whole chunks: sent to other servers, and taken from them.
   std::atomic<uint64_t> exported_bytes{0};
   std::atomic<uint64_t> imported_bytes{0};
-  std::atomic<uint64_t> damaged_chunks{0};  // given up because of damage, and copied from other servers
+  std::atomic<uint64_t> damaged_chunks{0};    // given up because of damage, and copied from other servers
   std::atomic<uint64_t> differing_copies{0};  // comparisons in which copies of a chunk differed
 };
 

@@ -1,5 +1,6 @@
 #include "ballast/services/job/exports.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -59,6 +60,17 @@ absl::StatusOr<std::shared_ptr<HeldChunk>> Exports::Find(const v1::ExportRequest
 
 absl::StatusOr<ExportedChunk> Exports::TellKept(const v1::ExportRequest& request) const {
   BALLAST_RETURN_IF_ERROR(CheckJob(request));
+  const model::EpochPlan& plan = *core_->state.plan();
+  const absl::StatusOr<uint32_t> self = plan.FindMember(core_->around.server_id);
+  const auto& shards = plan.open().table().shards();
+  const bool holds = self.ok() && std::any_of(shards.begin(), shards.end(), [&](const v1::Shard& shard) {
+                       return std::find(shard.holders().begin(), shard.holders().end(), *self) != shard.holders().end();
+                     });
+  if (!holds) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        absl::StrCat("server '", core_->around.server_id, "' holds nothing of job '", core_->name,
+                                     "' yet, and may not know all kept versions"));
+  }
   ExportedChunk told;
   for (const auto& [version, pin] : core_->machine->pins()) {
     v1::ExportResponse::Kept* const kept = told.head.add_kept();

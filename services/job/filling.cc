@@ -157,6 +157,10 @@ Filling::CopyPtr Filling::NextOf(const HeldChunk& chunk, int64_t least, Round* r
   // Copies that hold steps back begin together.
   const bool late = next.newest && !round->holds.has_value() && late_ >= kLateMax && CopiesNewest();
   if (nothing || late || copies_.contains({index, next.version})) return nullptr;
+  if (next.version.has_value() && round->now < no_room_.until) {
+    round->again = std::min(round->again, no_room_.until);
+    return nullptr;
+  }
   const model::EpochPlan& plan = *core_->state.plan();
   const uint32_t self = *plan.FindMember(core_->around.server_id);
   const std::optional<uint32_t> from = sources_.Choose(plan, index, self, round->now, &round->again);

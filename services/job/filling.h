@@ -120,6 +120,9 @@ class Filling {
   // The holder has lost the chunk, too. The job ends here once all have: this server was the last.
   void NoteLost(const CopyPtr& copy, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
+  // What a kept version needs finds no room here: asks again later.
+  void LackRoom(const CopyPtr& copy, const absl::Status& cause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
   // On the worker.
   void Install(const CopyPtr& copy) ABSL_LOCKS_EXCLUDED(job_lock);
   void InstallKept(const CopyPtr& copy) ABSL_LOCKS_EXCLUDED(job_lock);
@@ -143,7 +146,13 @@ class Filling {
   // Holders that have lost the chunk too, by chunk, as long as the plan is the same.
   std::map<uint64_t, std::set<std::string>> lost_by_ ABSL_GUARDED_BY(job_lock);
   std::shared_ptr<const model::EpochPlan> lost_in_ ABSL_GUARDED_BY(job_lock);
-  int late_ ABSL_GUARDED_BY(job_lock) = 0;  // copies that came too late, since one came in time
+  struct NoRoom {
+    absl::Time until = absl::InfinitePast();
+    absl::Duration length = absl::ZeroDuration();
+    bool told = false;
+  };
+  NoRoom no_room_ ABSL_GUARDED_BY(job_lock);  // for kept versions
+  int late_ ABSL_GUARDED_BY(job_lock) = 0;    // copies that came too late, since one came in time
   absl::Time held_until_ ABSL_GUARDED_BY(job_lock) = absl::InfinitePast();
   int64_t held_after_ ABSL_GUARDED_BY(job_lock) = -1;  // the last decided step when copies last held back the next
   absl::Time timer_at_ ABSL_GUARDED_BY(job_lock) = absl::InfiniteFuture();

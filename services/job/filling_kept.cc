@@ -1,4 +1,7 @@
 // How class Filling copies what kept versions have of missing chunks.
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -43,7 +46,7 @@ void Filling::TakeKept(const CopyPtr& ask, const absl::Status& status) {
   }
   if (status.ok()) {
     asks_failed_ = 0;
-    kept_copies_->Tell(ask->state);
+    kept_copies_->Tell(ask->state, kept_->unpinning());
     core_->Moved();
     return Resume();
   }
@@ -66,6 +69,18 @@ void Filling::FailKept(const CopyPtr& copy, const HeldChunk& chunk, const absl::
   End(copy);
 }
 
+void Filling::LackRoom(const CopyPtr& copy, const absl::Status& cause) {
+  no_room_.length = std::clamp(2 * no_room_.length, FillSources::kRestMin, FillSources::kRestMax);
+  no_room_.until = absl::Now() + no_room_.length;
+  if (!std::exchange(no_room_.told, true)) {
+    spdlog::warn(
+        "job '{}' has no room on this server for version {}, which the copies of its chunks need ({}): they wait. Make "
+        "room, or give versions up (`ballastctl unpin`)",
+        core_->name, *copy->kept, std::string(cause.message()));
+  }
+  End(copy);
+}
+
 void Filling::InstallKept(const CopyPtr& copy) {
   std::shared_ptr<storage::ChunkStore> store;
   uint64_t index = 0;
@@ -84,12 +99,14 @@ void Filling::InstallKept(const CopyPtr& copy) {
   });
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
-    if (IsBadCopy(status) || absl::IsResourceExhausted(status)) return Fail(copy, status);
+    if (absl::IsResourceExhausted(status)) return LackRoom(copy, status);
+    if (IsBadCopy(status)) return Fail(copy, status);
+    no_room_ = {};
     const std::shared_ptr<HeldChunk> chunk = ChunkOf(copy);
     if (!status.ok()) {
       core_->Fail(model::Annotate(status, absl::StrCat("a copy of chunk ", copy->chunk, " could not be stored")),
                   core_->Remedy(), replies);
-    } else if (chunk != nullptr) {
+    } else if (chunk != nullptr && kept_copies_->Wants(*copy->kept)) {
       kept_copies_->Took(*copy->kept, *chunk);
       for (const storage::WholeState::Array& array : kept.state.arrays) {
         core_->counters.imported_bytes.fetch_add(array.bytes.size(), std::memory_order_relaxed);

@@ -1,5 +1,7 @@
 #include "ballast/services/job/kept_copies.h"
 
+#include <spdlog/spdlog.h>
+
 #include <algorithm>
 
 #include "ballast/proto/base/status.h"
@@ -78,31 +80,38 @@ bool KeptCopies::IsOf(const HeldChunk& chunk, int64_t version) const {
   return false;
 }
 
-// The member that is there longest has been told of all versions.
+// A holder has all that belongs to it. The one that is there longest knows the most, should a copy have just ended.
 std::optional<uint32_t> KeptCopies::ToAsk(const model::EpochPlan& plan, uint32_t self, uint32_t failed) const {
   if (!plan.open().has_table() || asked_under_ == core_->state.plan()) return std::nullopt;
-  std::vector<uint32_t> members;
-  for (uint32_t member = 0; member < static_cast<uint32_t>(plan.members().size()); ++member) {
-    if (member != self) members.push_back(member);
+  std::set<uint32_t> holding;
+  for (const v1::Shard& shard : plan.open().table().shards()) {
+    holding.insert(shard.holders().begin(), shard.holders().end());
   }
-  if (members.empty()) return std::nullopt;
+  holding.erase(self);
+  if (holding.empty()) return std::nullopt;
+  std::vector<uint32_t> members(holding.begin(), holding.end());
   std::stable_sort(members.begin(), members.end(), [&](uint32_t a, uint32_t b) {
     return model::Compare(plan.members()[static_cast<int>(a)].since(), plan.members()[static_cast<int>(b)].since()) < 0;
   });
   return members[failed % members.size()];
 }
 
-void KeptCopies::Tell(const v1::ExportResponse& answer) {
+void KeptCopies::Tell(const v1::ExportResponse& answer, const std::set<int64_t>& unpinning) {
   asked_under_ = core_->state.plan();
   for (const v1::ExportResponse::Kept& kept : answer.kept()) {
     const int64_t version = kept.decision().step();
-    if (Wants(version)) continue;
+    if (Wants(version) || unpinning.contains(version)) continue;
     const HeldChunks& chunks = core_->state.chunks();
     const bool was_here = std::any_of(chunks.begin(), chunks.end(), [&](const auto& chunk) {
       core_->mu.AssertHeld();
       return chunk->filled() && IsOf(*chunk, version);
     });
-    if (was_here) continue;
+    if (was_here) {
+      spdlog::warn(
+          "job '{}': this server has chunks that version {} needs, and does not keep it: it cannot be restored",
+          core_->name, version);
+      continue;
+    }
     v1::PinnedVersion& pin = told_[version];
     pin.set_version(version);
     *pin.mutable_since() = core_->state.plan()->open().epoch();

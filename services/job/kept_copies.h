@@ -5,7 +5,7 @@
 // the catalog; the newest states of these chunks. An entry names all chunks of its pin and is written whole, so a batch
 // saves entries.
 //
-// Each new table has the server ask another member which versions it keeps. A version that is not here belongs to this
+// Each new table has the server ask a holder which versions it keeps. A version that is not here belongs to this
 // server if it has no chunk of the version's time: then it began later. Of others it takes no notice, since a version
 // that some server lacks cannot be restored.
 #pragma once
@@ -50,8 +50,9 @@ class KeptCopies {
   // asked.
   std::optional<uint32_t> ToAsk(const model::EpochPlan& plan, uint32_t self, uint32_t failed) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Its answer, under the open epoch.
-  void Tell(const v1::ExportResponse& answer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Its answer, under the open epoch. `unpinning`: versions that this server is giving up.
+  void Tell(const v1::ExportResponse& answer, const std::set<int64_t>& unpinning)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Versions may still come to this server.
   bool waits() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Is the version still needed here?

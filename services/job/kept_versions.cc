@@ -71,8 +71,12 @@ Outcome<v1::PinResponse> KeptVersions::TryPin(const v1::PinRequest& request, std
 
 absl::Status KeptVersions::CheckNewest(const v1::PinRequest& request) const {
   const int64_t version = request.version(), committed = core_->machine->committed();
-  if (version == committed && version >= 0 && !request.only_tell()) return core_->CheckNoneAhead();
-  const bool behind = version > committed && !request.only_tell();
+  if (request.only_tell()) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                        absl::StrCat("server '", core_->around.server_id, "' does not keep version ", version));
+  }
+  if (version == committed && version >= 0) return core_->CheckNoneAhead();
+  const bool behind = version > committed;
   return model::Error(absl::StatusCode::kFailedPrecondition, behind ? model::kBehind : model::kVersionGone,
                       absl::StrCat("only the last decided step can be pinned: server '", core_->around.server_id,
                                    "' is at ", committed, ", asked for ", version));
@@ -154,7 +158,9 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
                                                     "' cannot be pinned on server '", core_->around.server_id, "'"));
     // Without its own pin the server would never prepare another step. A disk may fail after the interruption.
     overtaken = overtaken && model::ReasonOf(status) == model::kVersionGone;
-    harmless = kept.ok() || overtaken || (absl::IsResourceExhausted(status) && !pin.automatic());
+    // A chunk may have turned out to be damaged since the request came: the group asks again, once a copy is there.
+    const bool busy = model::ReasonOf(status) == model::kBusy;
+    harmless = kept.ok() || overtaken || ((absl::IsResourceExhausted(status) || busy) && !pin.automatic());
     if (kept.ok()) {
       if (store != nullptr) flushes_->Cut(*store);
       // After an error nobody knows whether the entry is there: the extents stay.

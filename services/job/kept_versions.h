@@ -51,6 +51,9 @@ class KeptVersions {
   // No other server keeps the version of a chunk that this one has to copy: it can be restored no more.
   void GiveUpIncomplete(int64_t version, uint64_t chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
+  // Versions that are being given up.
+  const std::set<int64_t>& unpinning() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return unpinning_; }
+
   // As StepHost.
   void PinDue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { (void)Begin(std::nullopt); }
   void PinChanged(const v1::PinnedVersion& pin) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

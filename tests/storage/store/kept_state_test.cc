@@ -132,7 +132,7 @@ TEST_P(KeptStateTest, ADamagedOrForeignStateChangesNothing) {
   const absl::Status refused = copy_.store().ImportKept(1, 0, Kept(1, 0), [](uint64_t bytes) {
     return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget, absl::StrCat(bytes));
   });
-  EXPECT_EQ(refused.message(), absl::StrCat(copy_.recorded()[0].bytes));
+  EXPECT_EQ(refused.message(), absl::StrCat(original_.recorded()[0].bytes));
   EXPECT_EQ(copy_.tiers().used().nvme, before);
   EXPECT_TRUE(copy_.store().KeptBy(1).empty());
 }
