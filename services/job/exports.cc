@@ -1,11 +1,11 @@
 #include "ballast/services/job/exports.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/services/job/damaged_chunks.h"
+#include "ballast/services/job/kept_copies.h"
 #include "ballast/services/job/waiter.h"
 #include "ballast/services/job_state/job_core.h"
 
@@ -60,13 +60,7 @@ absl::StatusOr<std::shared_ptr<HeldChunk>> Exports::Find(const v1::ExportRequest
 
 absl::StatusOr<ExportedChunk> Exports::TellKept(const v1::ExportRequest& request) const {
   BALLAST_RETURN_IF_ERROR(CheckJob(request));
-  const model::EpochPlan& plan = *core_->state.plan();
-  const absl::StatusOr<uint32_t> self = plan.FindMember(core_->around.server_id);
-  const auto& shards = plan.open().table().shards();
-  const bool holds = self.ok() && std::any_of(shards.begin(), shards.end(), [&](const v1::Shard& shard) {
-                       return std::find(shard.holders().begin(), shard.holders().end(), *self) != shard.holders().end();
-                     });
-  if (!holds) {
+  if (!KeptCopies::HoldersOf(*core_->state.plan()).contains(core_->around.server_id)) {
     return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
                         absl::StrCat("server '", core_->around.server_id, "' holds nothing of job '", core_->name,
                                      "' yet, and may not know all kept versions"));

@@ -26,8 +26,8 @@ constexpr absl::Duration kAskAgain = absl::Milliseconds(500);
 
 void Filling::AskForKept(const std::shared_ptr<const model::EpochPlan>& plan, std::vector<CopyPtr>* begun) {
   if (plan == nullptr || asking_ == plan) return;
-  const absl::StatusOr<uint32_t> self = plan->FindMember(core_->around.server_id);
-  const auto member = self.ok() ? kept_copies_->ToAsk(*plan, *self, asks_failed_) : std::nullopt;
+  const bool mine = plan->FindMember(core_->around.server_id).ok();
+  const auto member = mine ? kept_copies_->ToAsk(*plan, asks_failed_) : std::nullopt;
   if (!member.has_value()) return;
   asking_ = plan;
   const auto ask = std::make_shared<Copy>();

@@ -30,7 +30,7 @@ bool KeptCopies::Wants(int64_t version) const {
 }
 
 KeptCopies::Next KeptCopies::NextOf(const HeldChunk& chunk) {
-  if (asked_under_ != core_->state.plan()) return {};
+  if (!IsTold()) return {};
   const uint64_t index = chunk.store_index;
   std::vector<int64_t> needed = Wanted();
   std::erase_if(needed, [&](int64_t version) {
@@ -80,16 +80,28 @@ bool KeptCopies::IsOf(const HeldChunk& chunk, int64_t version) const {
   return false;
 }
 
-// A holder has all that belongs to it. The one that is there longest knows the most, should a copy have just ended.
-std::optional<uint32_t> KeptCopies::ToAsk(const model::EpochPlan& plan, uint32_t self, uint32_t failed) const {
-  if (!plan.open().has_table() || asked_under_ == core_->state.plan()) return std::nullopt;
-  std::set<uint32_t> holding;
+std::map<std::string, uint32_t> KeptCopies::HoldersOf(const model::EpochPlan& plan) {
+  std::map<std::string, uint32_t> holders;
   for (const v1::Shard& shard : plan.open().table().shards()) {
-    holding.insert(shard.holders().begin(), shard.holders().end());
+    for (const uint32_t member : shard.holders()) {
+      holders.emplace(plan.members()[static_cast<int>(member)].server_id(), member);
+    }
   }
-  holding.erase(self);
-  if (holding.empty()) return std::nullopt;
-  std::vector<uint32_t> members(holding.begin(), holding.end());
+  return holders;
+}
+
+bool KeptCopies::IsTold() const {
+  const std::shared_ptr<const model::EpochPlan> plan = core_->state.plan();
+  return plan == nullptr || asked_under_ == plan || !plan->open().has_table() ||
+         HoldersOf(*plan).contains(core_->around.server_id);
+}
+
+// The one that is there longest knows the most, should a copy have just ended.
+std::optional<uint32_t> KeptCopies::ToAsk(const model::EpochPlan& plan, uint32_t failed) const {
+  if (IsTold()) return std::nullopt;
+  std::vector<uint32_t> members;
+  for (const auto& [server, member] : HoldersOf(plan)) members.push_back(member);
+  if (members.empty()) return std::nullopt;
   std::stable_sort(members.begin(), members.end(), [&](uint32_t a, uint32_t b) {
     return model::Compare(plan.members()[static_cast<int>(a)].since(), plan.members()[static_cast<int>(b)].since()) < 0;
   });
@@ -123,10 +135,7 @@ void KeptCopies::Tell(const v1::ExportResponse& answer, const std::set<int64_t>&
   }
 }
 
-bool KeptCopies::waits() const {
-  const bool others = core_->state.plan() != nullptr && core_->state.plan()->open().table().members_size() > 1;
-  return others && (asked_under_ != core_->state.plan() || !told_.empty() || !core_->machine->unfilled().empty());
-}
+bool KeptCopies::waits() const { return !IsTold() || !told_.empty() || !core_->machine->unfilled().empty(); }
 
 void KeptCopies::Took(int64_t version, const HeldChunk& chunk) { have_.insert({version, chunk.store_index}); }
 

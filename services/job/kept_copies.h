@@ -5,7 +5,7 @@
 // the catalog; the newest states of these chunks. An entry names all chunks of its pin and is written whole, so a batch
 // saves entries.
 //
-// Each new table has the server ask a holder which versions it keeps. A version that is not here belongs to this
+// A server that holds nothing yet asks a holder which versions it keeps. A version that is not here belongs to this
 // server if it has no chunk of the version's time: then it began later. Of others it takes no notice, since a version
 // that some server lacks cannot be restored.
 #pragma once
@@ -46,9 +46,11 @@ class KeptCopies {
   // whole, or told versions need no state, and call `written` after that, under the lock.
   void Advance(std::function<void()> written) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
+  // The members that hold something by the plan's table: their indices, by id. They have all kept versions.
+  static std::map<std::string, uint32_t> HoldersOf(const model::EpochPlan& plan);
   // The member to ask which versions it keeps, an index of the plan's, after `failed` tries; none: nobody is to be
   // asked.
-  std::optional<uint32_t> ToAsk(const model::EpochPlan& plan, uint32_t self, uint32_t failed) const
+  std::optional<uint32_t> ToAsk(const model::EpochPlan& plan, uint32_t failed) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Its answer, under the open epoch. `unpinning`: versions that this server is giving up.
   void Tell(const v1::ExportResponse& answer, const std::set<int64_t>& unpinning)
@@ -66,6 +68,8 @@ class KeptCopies {
   bool Forget(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
  private:
+  // This server knows which versions belong to it.
+  bool IsTold() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   using Place = std::pair<int64_t, uint64_t>;  // version, and the store's index of a chunk
   // Pins of this server, and told ones, ascending.
   std::vector<int64_t> Wanted() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
