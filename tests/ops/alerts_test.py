@@ -69,6 +69,7 @@ def test_reasons():
         'RANK_TAKEN',
         'UNSUPPORTED',
         'BUSY',  # has its own alert
+        'NOT_FILLED',  # the client asks the next holder
         'LIMIT',  # BallastLimitNear
         'OTHER_SERVER', 'TLS',  # a client at the wrong door
         'LATER_VERSION',  # ends a start

@@ -140,7 +140,7 @@ def board():
                 '{{training_job}} found within the interval',
             ),
         ],
-        w=12,
+        w=24,
     )
     b.series(
         'NVMe devices',
