@@ -198,7 +198,7 @@ CLI::App* AddPlan(CLI::App& app, PlanCommand* to) {
 
 std::vector<CLI::App*> AddWishes(CLI::App& app, WishCommand* to) {
   const auto command = [&](const char* name, WishCommand::Kind kind, const std::string& what) {
-    CLI::App* const made = app.add_subcommand(name, what + ", from the next start of its group on");
+    CLI::App* const made = app.add_subcommand(name, what + ", while its group trains or when it starts next");
     made->add_option("--job", to->job, "name of the job, which has two or more copies")->required();
     made->final_callback([to, kind] { to->kind = kind; });
     return made;
