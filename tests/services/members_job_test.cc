@@ -280,6 +280,31 @@ TEST_P(KeptVersionsTest, AServerThatKeepsSomeOfThemGetsTheRest) {
   ExpectVersion1({"b"});
 }
 
+// Two servers that begin at once, or that restart before they have anything: what one of them says is no answer.
+TEST_P(KeptVersionsTest, OnlyAHolderTellsThem) {
+  Begin({"a"}, 1);
+  source_.opens = false;
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  const auto ask = [&](const std::string& name) {
+    v1::ExportRequest request;
+    request.set_job("job");
+    request.set_life(table_.life());
+    request.set_spec_digest(group_->plan().open().spec_digest());
+    request.set_tell_kept(true);
+    Answer<ExportedChunk> answer;
+    (*servers_[name])->Export(request, absl::InfiniteFuture(), answer.reply());
+    return answer.Wait();
+  };
+  const absl::StatusOr<ExportedChunk> told = ask("a");
+  ASSERT_TRUE(told.ok()) << told.status();
+  ASSERT_EQ(told->head.kept_size(), 2);
+  EXPECT_EQ(told->head.kept(0).decision().step(), 1);
+  EXPECT_EQ(model::ReasonOf(ask("b").status()), model::kBusy);
+  source_.opens = true;
+  AwaitFilled("b");
+  EXPECT_THAT(KeptBy("b"), ElementsAre(1, 3));
+}
+
 // What was given up is free, on the disk too; and comes back with the chunks.
 TEST_P(KeptVersionsTest, TheyLeaveWithTheChunksAndComeBack) {
   Begin({"a"}, 1);
