@@ -70,8 +70,9 @@ struct Planted {
 
 // Not reached within kChangeSeedsMax seeds of change_cuts_test: kPassedOverIsCopy (MarkFilled, at the end of the
 // replay, compares the chunk with the same least version), kErasedBeforeRecord, kNothingFreed (whole servers free what
-// left their list of chunks), kLeastVersionForgotten and kFilledUndecided. tests/sim_members reaches kNothingFreed and
-// kLeastVersionForgotten.
+// left their list of chunks), kFreedBeforeErase, kLeastVersionForgotten, kFilledUndecided, and kUnfilledForgotten: a
+// restart gives up what the log calls filled and the disk lacks, and copies it anew (rule 33). tests/sim_members
+// reaches kNothingFreed and kLeastVersionForgotten.
 constexpr Planted kPlanted[] = {
     {"SyncDropped", StorageBug::kSyncDropped, Harness::kLogLives},
     {"SyncBeforeWritten", StorageBug::kSyncBeforeWritten, Harness::kLogLives},
@@ -137,11 +138,9 @@ constexpr Planted kPlanted[] = {
     {"CopyRecordedUnsynced", StorageBug::kExtentSyncDropped, Harness::kChanges, 1, SeededBug::kNone, 1},
     {"FilledBeforeDurable", StorageBug::kFilledBeforeDurable, Harness::kChanges, 1, SeededBug::kNone, 18},
     {"OldStateIsCopy", StorageBug::kOldStateIsCopy, Harness::kChanges, 2, SeededBug::kNone, 144},
-    {"FreedBeforeErase", StorageBug::kFreedBeforeErase, Harness::kChanges, 2, SeededBug::kNone, 169},
     {"EntriesStay", StorageBug::kEntriesStay, Harness::kChanges, 1, SeededBug::kNone, 1},
     {"TableNotSynced", StorageBug::kNone, Harness::kChanges, 1, SeededBug::kTableNotSynced, 129},
-    {"LeastVersionIgnored", StorageBug::kNone, Harness::kChanges, 1, SeededBug::kLeastVersionIgnored, 5},
-    {"UnfilledForgotten", StorageBug::kNone, Harness::kChanges, 1, SeededBug::kUnfilledForgotten, 52}};
+    {"LeastVersionIgnored", StorageBug::kNone, Harness::kChanges, 1, SeededBug::kLeastVersionIgnored, 5}};
 
 std::string RunCreation(uint64_t seed) {
   using storage::SimOperation;
