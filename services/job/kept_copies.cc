@@ -3,6 +3,7 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/verdict.h"
@@ -90,14 +91,16 @@ std::map<std::string, uint32_t> KeptCopies::HoldersOf(const model::EpochPlan& pl
   return holders;
 }
 
-bool KeptCopies::IsTold() const {
+bool KeptCopies::IsTold() {
   const std::shared_ptr<const model::EpochPlan> plan = core_->state.plan();
-  return plan == nullptr || asked_under_ == plan || !plan->open().has_table() ||
-         HoldersOf(*plan).contains(core_->around.server_id);
+  if (plan == nullptr || asked_under_ == plan || !plan->open().has_table()) return true;
+  // Asked for each missing chunk, and a table is long.
+  if (std::exchange(looked_at_, plan) != plan) holds_ = HoldersOf(*plan).contains(core_->around.server_id);
+  return holds_;
 }
 
 // The one that is there longest knows the most, should a copy have just ended.
-std::optional<uint32_t> KeptCopies::ToAsk(const model::EpochPlan& plan, uint32_t failed) const {
+std::optional<uint32_t> KeptCopies::ToAsk(const model::EpochPlan& plan, uint32_t failed) {
   if (IsTold()) return std::nullopt;
   std::vector<uint32_t> members;
   for (const auto& [server, member] : HoldersOf(plan)) members.push_back(member);
@@ -135,7 +138,7 @@ void KeptCopies::Tell(const v1::ExportResponse& answer, const std::set<int64_t>&
   }
 }
 
-bool KeptCopies::waits() const { return !IsTold() || !told_.empty() || !core_->machine->unfilled().empty(); }
+bool KeptCopies::waits() { return !IsTold() || !told_.empty() || !core_->machine->unfilled().empty(); }
 
 void KeptCopies::Took(int64_t version, const HeldChunk& chunk) { have_.insert({version, chunk.store_index}); }
 

@@ -50,13 +50,12 @@ class KeptCopies {
   static std::map<std::string, uint32_t> HoldersOf(const model::EpochPlan& plan);
   // The member to ask which versions it keeps, an index of the plan's, after `failed` tries; none: nobody is to be
   // asked.
-  std::optional<uint32_t> ToAsk(const model::EpochPlan& plan, uint32_t failed) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  std::optional<uint32_t> ToAsk(const model::EpochPlan& plan, uint32_t failed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Its answer, under the open epoch. `unpinning`: versions that this server is giving up.
   void Tell(const v1::ExportResponse& answer, const std::set<int64_t>& unpinning)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Versions may still come to this server.
-  bool waits() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  bool waits() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Is the version still needed here?
   bool Wants(int64_t version) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The store has what the version keeps of the chunk.
@@ -69,7 +68,7 @@ class KeptCopies {
 
  private:
   // This server knows which versions belong to it.
-  bool IsTold() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  bool IsTold() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   using Place = std::pair<int64_t, uint64_t>;  // version, and the store's index of a chunk
   // Pins of this server, and told ones, ascending.
   std::vector<int64_t> Wanted() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -84,6 +83,8 @@ class KeptCopies {
   // Versions that belong to this server and have no pin here yet.
   std::map<int64_t, v1::PinnedVersion> told_ ABSL_GUARDED_BY(job_lock);
   std::shared_ptr<const model::EpochPlan> asked_under_ ABSL_GUARDED_BY(job_lock);  // whose members have answered
+  std::shared_ptr<const model::EpochPlan> looked_at_ ABSL_GUARDED_BY(job_lock);    // whose table has been looked at
+  bool holds_ ABSL_GUARDED_BY(job_lock) = false;                                   // by that table
   std::set<Place> have_ ABSL_GUARDED_BY(job_lock);                                 // in the store
   std::set<Place> written_ ABSL_GUARDED_BY(job_lock);                              // ... and in the pins' entries
   std::map<Place, std::set<std::string>> lack_ ABSL_GUARDED_BY(job_lock);

@@ -7,7 +7,6 @@
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/journal/job_journal.h"
 #include "ballast/services/journal/log_records.h"
-#include "ballast/services/space/chunk_changes.h"
 #include "ballast/services/space/space.h"
 
 namespace ballast::services {

@@ -25,7 +25,6 @@
 
 namespace ballast::services {
 
-class ChunkChanges;
 class JobCore;
 class JobJournal;
 class Space;
