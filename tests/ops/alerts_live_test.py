@@ -24,6 +24,7 @@ BY_PROMTOOL = {
     'BallastVersionSkew': 'needs two versions of Ballast',
     'BallastCopiesMissing': 'needs etcd and a job with copies (tests/e2e/members_test loses servers of one)',
     'BallastReplicasDiffer': 'needs etcd, a job with copies and damaged memory (tests/services/differing_copies_test damages a copy)',
+    'BallastChunksDamaged': 'needs etcd, a job with copies and a disk that rots (tests/services/members_damage_test damages one)',
     'BallastFillStuck': 'needs etcd and a job with copies whose servers may not copy',
     'BallastScrubDamage': 'needs a disk that rots in training (tests/services/scrub_test damages one)',
     'BallastLogFull': 'the log of a job is reserved so large that a slow disk holds steps up elsewhere first (test_disks: no push waited)',

@@ -140,7 +140,20 @@ def board():
                 '{{training_job}} found within the interval',
             ),
         ],
-        w=24,
+        w=12,
+    )
+    b.series(
+        'Damaged chunks',
+        'Chunks whose state was found damaged, on the server that found it and copied them from another server of the job within the '
+        'interval. The alert BallastChunksDamaged says what to do about the disk.',
+        'none',
+        [
+            (
+                f'sum by (training_job, instance) (increase(ballast_job_damaged_chunks_total{{{JOBS}}}{RATE}))',
+                '{{training_job}} {{instance}}',
+            )
+        ],
+        w=12,
     )
     b.series(
         'NVMe devices',
