@@ -26,7 +26,7 @@ def test_no_torch(tmp_path):
 
 def test_an_older_python(tmp_path):
     older = "import sys\nsys.version_info = (3, 8, 10)\nimport ballast"
-    assert 'ImportError: ballast needs Python 3.9 or later, and this is 3.8.10' in said(older, tmp_path)
+    assert 'ImportError: ballast needs Python 3.10 or later, and this is 3.8.10' in said(older, tmp_path)
 
 
 def test_a_module_of_another_python(tmp_path):

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     # No `import torch` here: it would make ballast.torch the name of torch itself, for type checkers.
     from ballast.torch.estimate import estimate
 
-if sys.version_info < (3, 9):  # noqa: UP036  # pip refuses such a Python, but the package may be on its path
-    raise ImportError(f"ballast needs Python 3.9 or later, and this is {'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
+if sys.version_info < (3, 10):  # noqa: UP036  # pip refuses such a Python, but the package may be on its path
+    raise ImportError(f"ballast needs Python 3.10 or later, and this is {'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
 
 __all__ = ['Error', 'drop', 'estimate', 'jobs']
 __version__ = '0.1.0'
