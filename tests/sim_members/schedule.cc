@@ -204,9 +204,10 @@ class Schedule {
     Server& server = Some();
     const uint64_t chunk = random_.Below(JobLayout().chunks().size());
     if (oracle_.last() < 0 || !server.MayDamage(chunk)) return false;
-    const bool copied = std::any_of(servers_.begin(), servers_.end(), [&](const auto& other) {
-      return other.get() != &server && other->up() &&
-             other->HasCopy(chunk, oracle_.last(), &oracle_.decision(oracle_.last()));
+    const google::protobuf::RepeatedField<uint32_t>& holders = model::ShardOf(key_.table, chunk).holders();
+    const bool copied = std::any_of(holders.begin(), holders.end(), [&](uint32_t holder) {
+      const Server* const other = Member(holder);
+      return other != nullptr && other != &server && other->up() && Counts(holder, chunk);
     });
     if (!copied) return false;
     ++tally_.damages;
@@ -303,27 +304,42 @@ class Schedule {
     tally_.lost = 1;
   }
 
-  // Somebody of the table in the key has each chunk, or may have it when it comes back.
+  // Somebody of the table in the key has each shard, or may have it when it comes back. A shard counts as a whole: what
+  // fillers have of it makes no holder together. Only holders copy from each other what they lost to damage.
   bool Covered() const {
-    const int64_t last = oracle_.last();
-    for (const model::Chunk& chunk : JobLayout().chunks()) {
-      if (!Covered(chunk.index, last)) return false;
+    for (int shard = 0; shard < key_.table.shards_size(); ++shard) {
+      if (!Covered(shard)) return false;
     }
     return true;
   }
-  bool Covered(uint64_t chunk, int64_t last) const {
-    const v1::Shard& shard = model::ShardOf(key_.table, chunk);
-    for (const auto* places : {&shard.holders(), &shard.fillers()}) {
-      if (last < 0 && places == &shard.fillers()) continue;  // nothing to import yet, and nobody knows that
-      for (const uint32_t m : *places) {
-        const v1::Member& member = key_.table.members(static_cast<int>(m));
-        const Server& server = *servers_[static_cast<size_t>(ServerOf(member.server_id()))];
-        if (server.gone() || server.disk() != member.disk()) continue;
-        if (!server.up() || last < 0) return true;
-        if (Counts(server, member.since(), chunk, last)) return true;
-      }
+  bool Covered(int shard) const {
+    std::vector<uint64_t> chunks;
+    for (const model::Chunk& chunk : JobLayout().chunks()) {
+      if (static_cast<int>(chunk.index) % key_.table.shards_size() == shard) chunks.push_back(chunk.index);
     }
-    return false;
+    const v1::Shard& places = key_.table.shards(shard);
+    const auto& holders = places.holders();
+    const auto has_all = [&](uint32_t m) {
+      return std::all_of(chunks.begin(), chunks.end(), [&](uint64_t chunk) { return Counts(m, chunk); });
+    };
+    const bool whole = std::any_of(holders.begin(), holders.end(), has_all) ||
+                       // Before the first step there is nothing to import yet, and nobody knows that.
+                       (oracle_.last() >= 0 && std::any_of(places.fillers().begin(), places.fillers().end(), has_all));
+    return whole || std::all_of(chunks.begin(), chunks.end(), [&](uint64_t chunk) {
+             return std::any_of(holders.begin(), holders.end(), [&](uint32_t m) { return Counts(m, chunk); });
+           });
+  }
+  // Null: the disk that the table means is lost.
+  const Server* Member(uint32_t m) const {
+    const v1::Member& member = key_.table.members(static_cast<int>(m));
+    const Server* const server = servers_[static_cast<size_t>(ServerOf(member.server_id()))].get();
+    return server->gone() || server->disk() != member.disk() ? nullptr : server;
+  }
+  bool Counts(uint32_t m, uint64_t chunk) const {
+    const Server* const server = Member(m);
+    if (server == nullptr) return false;
+    const v1::Epoch& since = key_.table.members(static_cast<int>(m)).since();
+    return !server->up() || oracle_.last() < 0 || Counts(*server, since, chunk, oracle_.last());
   }
 
   // All copies are filled, as many as wanted, and nothing more is kept.

@@ -36,15 +36,23 @@ absl::Status Server::Push(const v1::PushRequest& header) {
   const auto admission = machine_->Admit(header, [](uint32_t) { return true; });
   if (!admission.ok()) return admission.status();
   if (*admission == StepMachine::Admission::kHeld) return absl::OkStatus();
-  places_[{header.kind(), *SliceIndex(header)}] = header.crc32c();
+  places_[{header.kind(), *SliceIndex(header)}] = {header.attempt(), header.crc32c()};
   return machine_->EndPush(header, absl::OkStatus());
 }
 
 v1::ChunkNorm Server::Norm(uint64_t chunk, absl::string_view gradient_presence) {
   return NormOf(*plan_, chunk, std::string(gradient_presence), [&](uint32_t slice) {
     const auto place = places_.find({v1::SLICE_KIND_GRADIENT, slice});
-    return place == places_.end() ? 0 : place->second;
+    return place == places_.end() ? 0 : place->second.digest;
   });
+}
+
+std::map<std::pair<int, uint32_t>, uint32_t> Server::SlicesOf(uint64_t attempt) const {
+  std::map<std::pair<int, uint32_t>, uint32_t> slices;
+  for (const auto& [place, slice] : places_) {
+    if (slice.attempt == attempt) slices[place] = slice.digest;
+  }
+  return slices;
 }
 
 std::optional<uint64_t> Server::Digests(uint64_t chunk, const Update& update) const {
@@ -64,7 +72,8 @@ std::optional<uint64_t> Server::Digests(uint64_t chunk, const Update& update) co
 
 void Server::Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
   oracle_->Taken(decision, Name());
-  queue_.push_back({decision.step(), prepared.header(), decision.verdict(), plan_, std::exchange(places_, {})});
+  queue_.push_back({decision.step(), prepared.header(), decision.verdict(), plan_, SlicesOf(prepared.attempt())});
+  places_.clear();
   if (replaying_) ApplyNext();
 }
 
@@ -132,7 +141,7 @@ void Server::PassedOver(absl::Span<const uint64_t> chunks, int64_t step) {
     if (state == chunks_.end() || state->second.version >= step) continue;
     chunks_.erase(state);
     imported_.erase(chunk);
-    if (!replaying_) disk_chunks_.erase(chunk);
+    if (!replaying_) ForgetImport(chunk);
   }
 }
 
@@ -211,7 +220,11 @@ void Server::WriteImport() {
   if (model::ReasonOf(status) != model::kVersionGone) return;
   imported_.erase(chunk);
   chunks_.erase(chunk);
-  disk_chunks_.erase(chunk);
+  ForgetImport(chunk);
+}
+
+void Server::ForgetImport(uint64_t chunk) {
+  if (disk_chunks_.erase(chunk) > 0 && machine_->IsHolder(chunk)) damaged_.insert(chunk);  // as before the import
 }
 
 void Server::CutLog() {
@@ -253,13 +266,19 @@ void Server::Restart() {
   applied_ = -1;
   chunks_ = disk_chunks_;
   replaying_ = true;
+  bool begun = false;
   for (const services::StepRecord& record : std::vector<services::StepRecord>(log_)) {
     if (const absl::Status status = machine_->Replay(record); !status.ok()) {
       return oracle_->Broken(absl::StrCat(Name(), " cannot recover: ", status.ToString()));
     }
+    // The log no longer has the steps that make up what the disk lacks.
+    if (std::holds_alternative<services::SnapshotRecord>(record) && machine_->committed() >= 0) {
+      std::erase_if(chunks_, [&](const auto& chunk) { return !begun && !disk_chunks_.contains(chunk.first); });
+    }
+    begun = true;
     if (const auto* slice = std::get_if<services::SliceRecord>(&record)) {
       if (const auto index = SliceIndex(slice->header))
-        places_[{slice->header.kind(), *index}] = slice->header.crc32c();
+        places_[{slice->header.kind(), *index}] = {slice->header.attempt(), slice->header.crc32c()};
     }
   }
   replaying_ = false;
@@ -288,7 +307,10 @@ void Server::Reconcile() {
   for (uint64_t chunk = 0; chunk < JobLayout().chunks().size(); ++chunk) {
     if (!Lies(chunk) || machine_->unfilled().count(chunk) > 0) continue;
     const auto state = chunks_.find(chunk);
-    if (state == chunks_.end() && damaged_.contains(chunk) && machine_->HasOtherHolder(chunk)) {
+    const bool given_up = state == chunks_.end() || PreparedWithout(chunk);
+    if (given_up && damaged_.contains(chunk) && machine_->HasOtherHolder(chunk)) {
+      chunks_.erase(chunk);
+      disk_chunks_.erase(chunk);
       machine_->MarkUnfilled(chunk, machine_->committed());
       continue;
     }
@@ -296,8 +318,19 @@ void Server::Reconcile() {
       return oracle_->Broken(absl::StrCat(Name(), " comes back without chunk ", chunk, " at version ",
                                           machine_->committed(), ", which its log says it has"));
     }
+    damaged_.erase(chunk);  // the log has made it up
     oracle_->CheckChunk(chunk, state->second.version, state->second.content, Name());
   }
+}
+
+bool Server::PreparedWithout(uint64_t chunk) const {
+  const v1::GetJobResponse job = machine_->DescribeProgress();
+  if (!job.has_prepared() || chunks_.at(chunk).version >= job.prepared().step()) return false;
+  Update update;
+  update.header = job.prepared().header();
+  update.plan = plan_;
+  update.slices = SlicesOf(job.prepared().attempt());
+  return !Digests(chunk, update).has_value();
 }
 
 bool Server::MayDamage(uint64_t chunk) const {

@@ -72,6 +72,10 @@ class Server : private services::StepJournal, private services::StepHost {
   uint64_t passed_over() const { return passed_over_; }
 
  private:
+  struct Place {
+    uint64_t attempt = 0;
+    uint32_t digest = 0;
+  };
   struct Update {
     int64_t step = 0;
     v1::StepHeader header;
@@ -95,9 +99,15 @@ class Server : private services::StepJournal, private services::StepHost {
   std::string Name() const { return "server " + ServerName(index_); }
   bool Lies(uint64_t chunk) const;
   void ApplyTo(uint64_t chunk, const Update& update);
+  // Of the step in flight, in this attempt.
+  std::map<std::pair<int, uint32_t>, uint32_t> SlicesOf(uint64_t attempt) const;
+  // After a replay: the undecided step was prepared without all slices of the chunk, which had been given up.
+  bool PreparedWithout(uint64_t chunk) const;
   // The chunk's slices as one number; nullopt: some are missing.
   std::optional<uint64_t> Digests(uint64_t chunk, const Update& update) const;
   std::optional<uint32_t> SliceIndex(const v1::PushRequest& header) const;
+  // An import that was written does not count after all.
+  void ForgetImport(uint64_t chunk);
   void CutLog();
   void Reconcile();
 
@@ -117,7 +127,7 @@ class Server : private services::StepJournal, private services::StepHost {
   bool replaying_ = false;
   uint64_t synced_ = 0, sync_wanted_ = 0;
   std::shared_ptr<const model::EpochPlan> plan_;
-  std::map<std::pair<int, uint32_t>, uint32_t> places_;
+  std::map<std::pair<int, uint32_t>, Place> places_;  // of the step in flight, by (kind, slice): the newest
   std::deque<Update> queue_;
   int64_t applied_ = -1;
   std::map<uint64_t, ChunkState> chunks_;
