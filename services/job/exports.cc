@@ -179,7 +179,9 @@ absl::Status Exports::Describe(const Request& wanted, v1::ExportResponse* head) 
   head->set_elements(wanted.chunk->elements);
   if (!wanted.kept_version.has_value()) {
     head->set_version(*wanted.chunk->version());
-    head->set_changed(wanted.chunk->changed());
+    // After a restart the disk may have a step whose decision the log has lost: then that step may be the last change.
+    const int64_t version = *wanted.chunk->version();
+    head->set_changed(version > core_->machine->committed() ? version : wanted.chunk->changed());
     return absl::OkStatus();
   }
   if (core_->machine->FindPin(*wanted.kept_version) != nullptr) return absl::OkStatus();

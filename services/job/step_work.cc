@@ -98,8 +98,9 @@ class WorkMaker {
       work_.untouched.push_back(chunk);
       return;
     }
-    // A restore leaves alone a chunk that never had a state: no pin has it.
-    const bool restore = header_.kind() == v1::STEP_KIND_RESTORE && chunk->changed() >= 0;
+    // A restore leaves alone a chunk that never had a state: no pin has it. Whether a lacked chunk had one, its copy
+    // tells, and the copy may have come by the time the update runs.
+    const bool restore = header_.kind() == v1::STEP_KIND_RESTORE && (chunk->changed() >= 0 || !chunk->filled());
     if (!skip_ && (restore || Changes(header_, chunk->layout()))) work_.changed.push_back(chunk);
     if (*chunk->version() >= work_.step) return;  // after a restart: the disk's state is ahead of the replayed log
     storage::ChunkUpdate update;

@@ -118,7 +118,9 @@ void Updates::GiveUpUnheld(const v1::PreparedRecord& prepared) {
 }
 
 absl::Status Updates::CheckAllHeld(const StepWork& work, const v1::PreparedRecord& prepared) const {
-  for (const auto& chunk : work.changed) BALLAST_RETURN_IF_ERROR(CheckHeld(*chunk, prepared));
+  for (const auto& chunk : work.changed) {
+    if (chunk->filled()) BALLAST_RETURN_IF_ERROR(CheckHeld(*chunk, prepared));
+  }
   return absl::OkStatus();
 }
 

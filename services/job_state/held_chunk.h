@@ -95,7 +95,7 @@ class HeldChunk {
   // Its state at `version` is that which it has: no transaction up to there changes it. REQUIRES: version().
   void Reach(int64_t version) { version_ = std::max(*version_, version); }
 
-  // The last transaction that changes it; -1: none.
+  // The last transaction that changes it, or after a restart perhaps a later one, never an earlier one; -1: none.
   int64_t changed() const { return changed_; }
   void SetChanged(int64_t step) { changed_ = step; }
 

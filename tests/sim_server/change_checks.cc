@@ -69,6 +69,11 @@ void ChangeChecks::Exported(const v1::ExportRequest& request, const services::Ex
     return Broken(absl::StrCat("chunk ", index, " is exported as of version ", chunk.head.version(), ", wanted ",
                                request.least(), " or later"));
   }
+  if (chunk.head.changed() < reference_.ChangedAt(chunk.head.version(), index)) {
+    Broken(absl::StrCat("chunk ", index, " is exported as of version ", chunk.head.version(),
+                        " as last changed by step ", chunk.head.changed(), ", it was by step ",
+                        reference_.ChangedAt(chunk.head.version(), index)));
+  }
   // Other formats of moments are compared once the copy has arrived.
   const bool f32 = PlanOf(1).open().spec().moment_format() == v1::MOMENT_FORMAT_F32;
   const int arrays = f32 ? reference_.contents() - 1 : 1;

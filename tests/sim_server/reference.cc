@@ -157,6 +157,11 @@ void Reference::Take(int64_t step, Chunk* chunk) const {
   while (chunk->versions.size() > 4) chunk->versions.erase(chunk->versions.begin());
 }
 
+int64_t Reference::ChangedAt(int64_t version, uint64_t chunk) const {
+  const auto after = chunks_[chunk].versions.upper_bound(version);
+  return after == chunks_[chunk].versions.begin() ? -1 : std::prev(after)->first;
+}
+
 absl::Span<const std::byte> Reference::Bits(int64_t version, uint64_t chunk, v1::Content content) const {
   const auto& versions = chunks_[chunk].versions;
   auto after = versions.upper_bound(version);

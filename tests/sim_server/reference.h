@@ -23,6 +23,8 @@ class Reference {
 
   // A whole chunk after `version`, up to last_step(), in Pull's format. Empty if older than its last 4 changes.
   absl::Span<const std::byte> Bits(int64_t version, uint64_t chunk, v1::Content content) const;
+  // The last step up to `version` that changed the chunk; -1: none, or an older one than Bits has.
+  int64_t ChangedAt(int64_t version, uint64_t chunk) const;
   const std::vector<uint64_t>& tensor_steps() const { return tensor_steps_; }
   uint64_t moments_written() const { return moments_written_; }  // transactions with values of moments
   int contents() const { return 2 + kernels::MomentCount(optimizer_); }

@@ -203,5 +203,26 @@ TEST_F(StepWorkTest, ARestoreBringsBackTheChunksThatHadAState) {
   }
 }
 
+// Whether a chunk that is being copied had a state, its copy tells.
+TEST_F(StepWorkTest, ARestoreBringsBackAChunkWhoseCopyHasCome) {
+  ASSERT_GE(chunks_.size(), 3u);
+  step_ = 9;
+  for (const auto& chunk : chunks_) chunk->Reach(8);
+  chunks_[0]->Void(8);
+  chunks_[1]->Void(8);
+  v1::StepHeader header;
+  header.set_kind(v1::STEP_KIND_RESTORE);
+  header.set_restored_version(5);
+  StepWork work = Work(header);
+  ASSERT_EQ(work.touched, std::vector(chunks_.begin(), chunks_.begin() + 2));
+  (void)Commit(work, chunks_, /*release_idle=*/false);
+  chunks_[0]->Fill(8, 4);  // before the worker comes to the step
+  EXPECT_EQ(PassOverOthers(&work).chunks, HeldChunks{chunks_[1]});
+  ASSERT_EQ(work.touched, std::vector{chunks_[0]});
+  EXPECT_EQ(work.updates[0].restored, 5);
+  EXPECT_EQ(chunks_[0]->changed(), 9);
+  EXPECT_EQ(chunks_[1]->version(), 9);
+}
+
 }  // namespace
 }  // namespace ballast::services
