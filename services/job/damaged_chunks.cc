@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/services/job/filling.h"
+#include "ballast/services/job/kept_copies.h"
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/job_state/job_entry.h"
 
@@ -109,6 +110,14 @@ absl::Status DamagedChunks::Found(const std::shared_ptr<HeldChunk>& chunk, const
   });
   return model::Error(absl::StatusCode::kFailedPrecondition, model::kNotFilled,
                       absl::StrCat("server '", core_->around.server_id, "' copies the chunk anew: ", read.message()));
+}
+
+bool DamagedChunks::FoundKept(const storage::ChunkStore& store, const storage::ScrubbedExtent& extent,
+                              const absl::Status& found) {
+  const std::optional<int64_t> version = store.PinOf(extent);
+  if (!version.has_value()) return false;
+  JobMutexLock lock(&core_->mu);
+  return kept_->Mend(*version, extent.chunk, found);
 }
 
 }  // namespace ballast::services

@@ -16,10 +16,11 @@ namespace ballast::services {
 class Filling;
 class HeldChunk;
 class JobCore;
+class KeptCopies;
 
 class DamagedChunks {
  public:
-  DamagedChunks(JobCore* core, Filling* filling) : core_(core), filling_(filling) {}
+  DamagedChunks(JobCore* core, Filling* filling, KeptCopies* kept) : core_(core), filling_(filling), kept_(kept) {}
 
   // May this server give up the chunk with this index in the store?
   bool MayGiveUp(uint64_t store_index) const ABSL_LOCKS_EXCLUDED(job_lock);
@@ -33,6 +34,10 @@ class DamagedChunks {
   // On any thread: a read of the chunk's present state ended with `read`. If that is damage that this server may give
   // up, it does so soon, and the answer is NOT_FILLED; else the answer is `read`.
   absl::Status Found(const std::shared_ptr<HeldChunk>& chunk, const absl::Status& read) ABSL_LOCKS_EXCLUDED(job_lock);
+  // On the worker: these bytes, which a kept version needs, are damaged. True: they are copied from another server, and
+  // the chunk stays as it is (kept_copies.h).
+  bool FoundKept(const storage::ChunkStore& store, const storage::ScrubbedExtent& extent, const absl::Status& found)
+      ABSL_LOCKS_EXCLUDED(job_lock);
 
  private:
   // The filled chunk with this index that another server holds; null: there is none.
@@ -42,6 +47,7 @@ class DamagedChunks {
 
   JobCore* const core_;
   Filling* const filling_;
+  KeptCopies* const kept_;
 };
 
 }  // namespace ballast::services

@@ -64,6 +64,15 @@ storage::WholeState Filling::TakeState(v1::ExportResponse* message) {
   return state;
 }
 
+Filling::Filling(JobCore* core, KeptCopies* kept_copies, KeptVersions* kept)
+    : core_(core), kept_copies_(kept_copies), kept_(kept) {
+  JobMutexLock lock(&core_->mu);
+  kept_copies_->SetResume([this] {
+    core_->mu.AssertHeld();
+    Resume();
+  });
+}
+
 Filling::~Filling() {
   JobMutexLock lock(&core_->mu);
   if (timer_at_ != absl::InfiniteFuture()) core_->around.deadlines->Cancel(timer_);
@@ -132,19 +141,21 @@ std::vector<Filling::CopyPtr> Filling::Choose(absl::Time now) {
     Resume();
   });
   AskForKept(plan, &begun);
-  if (!Lacks(plan.get())) {
+  const bool lacks = Lacks(plan.get());
+  if (lacks) {
+    TellBegin();
+    TellProgress(now);
+  } else {
     told_begin_ = false;  // another table may have taken the last missing chunks away
-    return begun;
   }
-  TellBegin();
-  TellProgress(now);
   Round round{.now = now, .again = HoldsSteps() ? held_until_ : absl::InfiniteFuture()};
   for (const auto& [index, least] : core_->machine->unfilled()) {
-    if (copies_.size() == kCopiesAtOnce || round.paused) break;
+    if (!lacks || copies_.size() == kCopiesAtOnce || round.paused) break;
     const std::shared_ptr<HeldChunk> chunk = core_->state.Find(index);
     if (chunk == nullptr || chunk->filled()) continue;
     if (const CopyPtr copy = NextOf(*chunk, least, &round)) begun.push_back(copies_[KeyOf(*copy)] = copy);
   }
+  ChooseMends(plan.get(), &round, &begun);
   if (round.holds.value_or(false)) round.again = std::min(round.again, held_until_);
   RunAt(round.again);
   return begun;
@@ -161,18 +172,8 @@ Filling::CopyPtr Filling::NextOf(const HeldChunk& chunk, int64_t least, Round* r
     round->again = std::min(round->again, no_room_.until);
     return nullptr;
   }
-  const model::EpochPlan& plan = *core_->state.plan();
-  const uint32_t self = *plan.FindMember(core_->around.server_id);
-  const std::optional<uint32_t> from = sources_.Choose(plan, index, self, round->now, &round->again);
-  if (!from.has_value()) return nullptr;
-  ImportPace* const pace = core_->around.import_pace;
-  if (const absl::Time free = pace == nullptr ? round->now : pace->Take(BytesOf(chunk), round->now);
-      free > round->now) {
-    round->again = std::min(round->again, free);
-    round->paused = true;
-    return nullptr;
-  }
-  CopyPtr copy = MakeCopy(chunk, least, *from);
+  CopyPtr copy = CopyFrom(chunk, least, round);
+  if (copy == nullptr) return nullptr;
   if (next.newest) {
     if (!round->holds.has_value()) round->holds = BeginHold(round->now);
     copy->holds_steps = *round->holds;
@@ -181,6 +182,21 @@ Filling::CopyPtr Filling::NextOf(const HeldChunk& chunk, int64_t least, Round* r
     copy->request.set_kept_version(*next.version);
   }
   return copy;
+}
+
+Filling::CopyPtr Filling::CopyFrom(const HeldChunk& chunk, int64_t least, Round* round) {
+  const model::EpochPlan& plan = *core_->state.plan();
+  const uint32_t self = *plan.FindMember(core_->around.server_id);
+  const std::optional<uint32_t> from = sources_.Choose(plan, chunk.layout().index, self, round->now, &round->again);
+  if (!from.has_value()) return nullptr;
+  ImportPace* const pace = core_->around.import_pace;
+  if (const absl::Time free = pace == nullptr ? round->now : pace->Take(BytesOf(chunk), round->now);
+      free > round->now) {
+    round->again = std::min(round->again, free);
+    round->paused = true;
+    return nullptr;
+  }
+  return MakeCopy(chunk, least, *from);
 }
 
 // With no step prepared here none is decided, so the copies come in time.
@@ -220,7 +236,7 @@ std::shared_ptr<HeldChunk> Filling::ChunkOf(const CopyPtr& copy) const {
   const auto current = copies_.find(KeyOf(*copy));
   if (current == copies_.end() || current->second != copy || copy->plan != core_->state.plan()) return nullptr;
   std::shared_ptr<HeldChunk> chunk = core_->state.Find(copy->chunk);
-  return chunk == nullptr || chunk->filled() ? nullptr : chunk;
+  return chunk == nullptr || chunk->filled() != copy->mends ? nullptr : chunk;
 }
 
 void Filling::End(const CopyPtr& copy) {
@@ -280,7 +296,9 @@ void Filling::Arrive(const CopyPtr& copy, absl::StatusOr<v1::ExportResponse> sta
                                                   chunk->elements, " here")));
     }
     sources_.Answered(copy->from.server_id());
-    if (copy->kept.has_value()) return core_->worker->Post([this, copy] { InstallKept(copy); });
+    if (copy->kept.has_value()) {
+      return core_->worker->Post([this, copy] { copy->mends ? MendKept(copy) : InstallKept(copy); });
+    }
     AwaitMachine(copy, replies);
   });
 }

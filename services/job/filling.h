@@ -5,7 +5,8 @@
 // steps: the chunk's updates of steps up to that version have been passed over, and later ones follow. A copy that
 // comes too late, after a step that was applied without the chunk, is asked for again. If that happens again and again,
 // since steps take less time than copies, some copies hold the next step back until they are there. What kept versions
-// have of the chunk is copied first (KeptCopies).
+// have of the chunk is copied first (KeptCopies). Damaged states of kept versions are copied as well, for chunks that
+// are not missing.
 #pragma once
 
 #include <cstdint>
@@ -39,8 +40,7 @@ class Filling {
   // Copies on their way to this job, each with its memory of up to 16 MiB.
   static constexpr size_t kCopiesAtOnce = 2;
 
-  Filling(JobCore* core, KeptCopies* kept_copies, KeptVersions* kept)
-      : core_(core), kept_copies_(kept_copies), kept_(kept) {}
+  Filling(JobCore* core, KeptCopies* kept_copies, KeptVersions* kept);
   ~Filling();
 
   // Has the clerk begin further copies, if chunks are missing and may be imported. Asks nothing of the step machine, so
@@ -60,6 +60,7 @@ class Filling {
   struct Copy {
     uint64_t chunk = 0;  // index in the layout
     std::optional<int64_t> kept;
+    bool mends = false;  // what a kept version has of it is damaged, and the chunk itself is here
     std::shared_ptr<const model::EpochPlan> plan;
     v1::Member from;
     v1::ExportRequest request;
@@ -83,6 +84,11 @@ class Filling {
   };
   // The copy of the chunk that begins now; null: none does.
   CopyPtr NextOf(const HeldChunk& chunk, int64_t least, Round* round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // A copy of it from a server that may be asked now; null: none may.
+  CopyPtr CopyFrom(const HeldChunk& chunk, int64_t least, Round* round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // ... of damaged states of kept versions.
+  void ChooseMends(const model::EpochPlan* plan, Round* round, std::vector<CopyPtr>* begun)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The copies that begin now.
   std::vector<CopyPtr> Choose(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Whether copies that begin now hold the next step back: not twice the same step.
@@ -101,7 +107,8 @@ class Filling {
 
   // On a thread of the source.
   void Arrive(const CopyPtr& copy, absl::StatusOr<v1::ExportResponse> state) ABSL_LOCKS_EXCLUDED(job_lock);
-  // The chunk is still missing, and the copy is of the open epoch. Null: the copy does not count any more.
+  // The chunk is still missing, or the damage there, and the copy is of the open epoch. Null: the copy does not count
+  // any more.
   std::shared_ptr<HeldChunk> ChunkOf(const CopyPtr& copy) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // May the copy go to the store? As StepMachine::CheckImport; also VERSION_GONE if a step was applied without the
   // chunk.
@@ -126,6 +133,7 @@ class Filling {
   // On the worker.
   void Install(const CopyPtr& copy) ABSL_LOCKS_EXCLUDED(job_lock);
   void InstallKept(const CopyPtr& copy) ABSL_LOCKS_EXCLUDED(job_lock);
+  void MendKept(const CopyPtr& copy) ABSL_LOCKS_EXCLUDED(job_lock);
   // The store has the copy, or says why not. False: what the store has of the chunk does not count.
   bool Installed(const CopyPtr& copy, const absl::Status& status, Replies* replies)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

@@ -65,8 +65,54 @@ void Filling::FailKept(const CopyPtr& copy, const HeldChunk& chunk, const absl::
     if (id != core_->around.server_id) holders.push_back(id);
   }
   if (!kept_copies_->Lack(*copy->kept, chunk, copy->from.server_id(), holders)) return Fail(copy, cause);
-  kept_->GiveUpIncomplete(*copy->kept, copy->chunk);
+  if (copy->mends) {
+    kept_copies_->EndMend(*copy->kept, chunk, cause);
+  } else {
+    kept_->GiveUpIncomplete(*copy->kept, copy->chunk);
+  }
   End(copy);
+}
+
+void Filling::ChooseMends(const model::EpochPlan* plan, Round* round, std::vector<CopyPtr>* begun) {
+  if (plan == nullptr || !plan->FindMember(core_->around.server_id).ok()) return;
+  for (const auto& [version, chunk] : kept_copies_->ToMend()) {
+    if (copies_.size() == kCopiesAtOnce || round->paused) return;
+    if (copies_.contains({chunk->layout().index, version})) continue;
+    const CopyPtr copy = CopyFrom(*chunk, *chunk->version(), round);
+    if (copy == nullptr) continue;
+    copy->mends = true;
+    copy->kept = version;
+    copy->request.set_kept_version(version);
+    begun->push_back(copies_[KeyOf(*copy)] = copy);
+  }
+}
+
+void Filling::MendKept(const CopyPtr& copy) {
+  std::shared_ptr<storage::ChunkStore> store;
+  uint64_t index = 0;
+  core_->LockedOnWorker([&](Replies*) {
+    core_->mu.AssertHeld();
+    const std::shared_ptr<HeldChunk> chunk = ChunkOf(copy);
+    if (chunk == nullptr || !kept_copies_->Wants(*copy->kept) || !core_->Refusal().ok()) return End(copy);
+    store = core_->state.store();
+    index = chunk->store_index;
+  });
+  if (store == nullptr) return;
+  const storage::KeptState kept{.version = copy->state.version(), .state = TakeState(&copy->state)};
+  const absl::Status mended = store->MendKept(*copy->kept, index, kept);
+  core_->LockedOnWorker([&](Replies*) {
+    core_->mu.AssertHeld();
+    if (IsBadCopy(mended)) return Fail(copy, mended);
+    if (mended.ok()) {
+      for (const storage::WholeState::Array& array : kept.state.arrays) {
+        core_->counters.imported_bytes.fetch_add(array.bytes.size(), std::memory_order_relaxed);
+      }
+    }
+    if (const std::shared_ptr<HeldChunk> chunk = core_->state.Find(copy->chunk); chunk != nullptr) {
+      kept_copies_->EndMend(*copy->kept, *chunk, mended);
+    }
+    End(copy);
+  });
 }
 
 void Filling::LackRoom(const CopyPtr& copy, const absl::Status& cause) {

@@ -49,7 +49,69 @@ KeptCopies::Next KeptCopies::NextOf(const HeldChunk& chunk) {
   return {};
 }
 
+bool KeptCopies::Mend(int64_t version, uint64_t store_index, const absl::Status& found) {
+  if (std::exchange(unmended_in_, core_->state.plan()) != core_->state.plan()) unmended_.clear();
+  const HeldChunks& chunks = core_->state.chunks();
+  const auto at =
+      std::find_if(chunks.begin(), chunks.end(), [&](const auto& chunk) { return chunk->store_index == store_index; });
+  const Place place = {version, store_index};
+  if (at == chunks.end() || !Wants(version) || unmended_.contains(place)) return false;
+  const uint64_t index = (*at)->layout().index;
+  if (resume_ == nullptr || core_->around.chunk_source == nullptr || !core_->machine->HasOtherHolder(index)) {
+    return false;
+  }
+  if (mends_.emplace(place, Damage{.chunk = *at, .fills = !(*at)->filled()}).second && (*at)->filled()) {
+    ++core_->counters.damaged_chunks;
+    spdlog::error("job '{}': what version {} keeps of chunk {} is damaged here, and is copied from another server: {}",
+                  core_->name, version, index, std::string(found.message()));
+    resume_();
+  }
+  return true;
+}
+
+bool KeptCopies::Mends(int64_t version) const {
+  const auto first = mends_.lower_bound({version, 0});
+  return first != mends_.end() && first->first.first == version;
+}
+
+std::vector<std::pair<int64_t, std::shared_ptr<HeldChunk>>> KeptCopies::ToMend() const {
+  std::vector<std::pair<int64_t, std::shared_ptr<HeldChunk>>> damaged;
+  for (const auto& [place, damage] : mends_) {
+    if (damage.chunk->filled()) damaged.emplace_back(place.first, damage.chunk);
+  }
+  return damaged;
+}
+
+void KeptCopies::EndMend(int64_t version, const HeldChunk& chunk, const absl::Status& mended) {
+  const Place place = {version, chunk.store_index};
+  if (mends_.erase(place) == 0) return;
+  lack_.erase(place);
+  if (!mended.ok()) {
+    unmended_.insert(place);
+    spdlog::error("job '{}': what version {} keeps of chunk {} stays damaged here, and a restore of it is refused: {}",
+                  core_->name, version, chunk.layout().index, std::string(mended.message()));
+  } else {
+    spdlog::info("job '{}': what version {} keeps of chunk {} is whole again", core_->name, version,
+                 chunk.layout().index);
+  }
+  core_->Moved();
+}
+
+void KeptCopies::AdvanceMends() {
+  const size_t before = mends_.size();
+  for (auto next = mends_.begin(); next != mends_.end();) {
+    const auto at = next++;
+    const HeldChunk& chunk = *at->second.chunk;
+    const bool here = core_->state.Find(chunk.layout().index).get() == &chunk;
+    const bool was_filled = chunk.filled() && at->second.fills;
+    at->second.fills = !chunk.filled();
+    if (was_filled || !here || !Wants(at->first.first)) mends_.erase(at);
+  }
+  if (mends_.size() < before) core_->Moved();
+}
+
 void KeptCopies::Advance(std::function<void()> written) {
+  AdvanceMends();
   std::set<uint64_t> missing;
   for (const auto& [index, least] : core_->machine->unfilled()) {
     if (const std::shared_ptr<HeldChunk> chunk = core_->state.Find(index)) missing.insert(chunk->store_index);
@@ -57,7 +119,10 @@ void KeptCopies::Advance(std::function<void()> written) {
   const auto is_gone = [&](const Place& place) { return !missing.contains(place.second); };
   std::erase_if(have_, is_gone);
   std::erase_if(written_, is_gone);
-  std::erase_if(lack_, [&](const auto& entry) { return is_gone(entry.first); });
+  std::erase_if(lack_, [&](const auto& entry) {
+    core_->mu.AssertHeld();
+    return is_gone(entry.first) && !mends_.contains(entry.first);
+  });
   std::erase_if(batch_, [&](uint64_t index) { return !missing.contains(index); });
   if (writing_ || (batch_.empty() && (!missing.empty() || told_.empty()))) return;
   for (const int64_t version : Wanted()) {

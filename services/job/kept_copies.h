@@ -8,6 +8,9 @@
 // A server that holds nothing yet asks a holder which versions it keeps. A version that is not here belongs to this
 // server if it has no chunk of the version's time: then it began later. Of others it takes no notice, since a version
 // that some server lacks cannot be restored.
+//
+// What a version keeps of a chunk that is here may turn out to be damaged. Its bytes are then copied too, and written
+// to their place, while the chunk stays as it is.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "ballast/services/job_state/held_chunk.h"
 #include "ballast/services/job_state/job_mutex.h"
@@ -66,7 +70,23 @@ class KeptCopies {
   // The version is given up. True if the store may have states of it that no pin of the machine has.
   bool Forget(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
+  // Class Filling: has it begin copies.
+  void SetResume(std::function<void()> resume) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { resume_ = std::move(resume); }
+  // What the version keeps of this chunk, by its store's index, is damaged here. True: the bytes are copied from
+  // another server that holds the chunk, by themselves or with the chunk. False: that came to nothing under this plan,
+  // or nobody else holds it.
+  bool Mend(int64_t version, uint64_t store_index, const absl::Status& found) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // The version has damaged bytes that are to be copied.
+  bool Mends(int64_t version) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Those of chunks that are here, each with its version.
+  std::vector<std::pair<int64_t, std::shared_ptr<HeldChunk>>> ToMend() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Such bytes are whole again, or `mended` says why they stay damaged.
+  void EndMend(int64_t version, const HeldChunk& chunk, const absl::Status& mended)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
  private:
+  // Forgets damage that a copy of its chunk has mended, and damage that is of no concern any more.
+  void AdvanceMends() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // This server knows which versions belong to it.
   bool IsTold() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   using Place = std::pair<int64_t, uint64_t>;  // version, and the store's index of a chunk
@@ -91,6 +111,14 @@ class KeptCopies {
   std::set<uint64_t> batch_ ABSL_GUARDED_BY(job_lock);  // chunks, by the store's index
   uint64_t batch_max_ ABSL_GUARDED_BY(job_lock) = 0;
   bool writing_ ABSL_GUARDED_BY(job_lock) = false;
+  std::function<void()> resume_ ABSL_GUARDED_BY(job_lock);
+  struct Damage {
+    std::shared_ptr<HeldChunk> chunk;
+    bool fills = false;  // the chunk is missing too: its copy brings all that versions keep of it
+  };
+  std::map<Place, Damage> mends_ ABSL_GUARDED_BY(job_lock);
+  std::set<Place> unmended_ ABSL_GUARDED_BY(job_lock);                             // in vain
+  std::shared_ptr<const model::EpochPlan> unmended_in_ ABSL_GUARDED_BY(job_lock);  // under this plan
 };
 
 }  // namespace ballast::services

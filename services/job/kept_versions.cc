@@ -291,6 +291,11 @@ absl::StatusOr<bool> KeptVersions::Checked(const v1::SealRequest& request) {
   // A reading that outlasts its epoch serves the next epoch.
   if (!check.done) {
     check.epoch = request.epoch();
+    if (check.mends && !copies_->Mends(version)) {
+      check.mends = false;
+      check.mended = true;
+      core_->worker->Post([this, version] { RunCheck(version); });
+    }
     return false;
   }
   BALLAST_RETURN_IF_ERROR(check.status);
@@ -300,20 +305,33 @@ absl::StatusOr<bool> KeptVersions::Checked(const v1::SealRequest& request) {
 void KeptVersions::RunCheck(int64_t version) {
   const Working working(&core_->counters.steps.clock(), Stage::kPin);
   std::shared_ptr<storage::ChunkStore> store;
-  bool lost = false;
+  bool lost = false, mended = false, mends = false;
   {
     JobMutexLock lock(&core_->mu);
     if (!core_->Refusal().ok()) return;
     store = core_->state.store();
     lost = core_->machine->state_lost();
+    if (const auto check = checks_.find(version); check != checks_.end()) mended = check->second.mended;
   }
+  const auto mend = [&](uint64_t chunk, const absl::Status& found) {
+    if (mended) return false;
+    JobMutexLock lock(&core_->mu);
+    const bool begun = copies_->Mend(version, chunk, found);
+    mends = mends || begun;
+    return begun;
+  };
   // Without chunks there is nothing to read.
-  const absl::Status status =
-      store == nullptr ? absl::OkStatus() : store->VerifyPin(version, [this] { return core_->Interrupted(); });
+  const absl::Status status = store == nullptr ? absl::OkStatus()
+                                               : store->VerifyPin(
+                                                     version, [this] { return core_->Interrupted(); }, mend);
   core_->LockedOnWorker([&](Replies*) {
     core_->mu.AssertHeld();
     const auto check = checks_.find(version);
     if (check == checks_.end()) return;
+    if (status.ok() && mends) {
+      check->second.mends = true;
+      return core_->Moved();
+    }
     check->second.done = true;
     check->second.status = model::Annotate(
         status, absl::StrCat(

@@ -69,6 +69,8 @@ class KeptVersions {
     v1::Epoch epoch;  // for which the result counts
     bool done = false;
     absl::Status status;
+    bool mends = false;   // waits for damaged bytes that are copied from other servers
+    bool mended = false;  // waited for them before
   };
 
   // `waiting_for`: the pinning that the request waits for; null before.

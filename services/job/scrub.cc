@@ -84,7 +84,9 @@ void Scrub::Next(absl::Span<std::byte> buffer) {
     storage::ScrubbedExtent extent = *piece.checked;
     mended = Mend(store.get(), &extent);
     const bool lost = absl::IsDataLoss(piece.found) && absl::IsDataLoss(mended) && !extent.kept && !extent.dirty;
-    const bool copied = lost && damaged_->GiveUp(store.get(), extent.chunk, piece.found).ok();
+    bool copied = lost && damaged_->GiveUp(store.get(), extent.chunk, piece.found).ok();
+    const bool kept = !mended.ok() && (extent.kept || extent.dirty);  // the chunk has left it to its pins
+    if (kept) copied = damaged_->FoundKept(*store, extent, piece.found);
     if (!copied) line = Tell(extent, piece.found, mended);
   }
   JobMutexLock lock(&core_->mu);

@@ -174,7 +174,8 @@ void AddTraffic(const v1::GetServerStatusResponse& status, const ServerFigures& 
                    "Bytes of whole chunks that this server has sent to the job's other servers.");
   Counter damaged(
       out, "ballast_job_damaged_chunks_total",
-      "Chunks whose state on this server was damaged, so that it copies them from the job's other servers.");
+      "Chunks of which a state on this server, the newest or a kept version's, was damaged, so that it copies it from "
+      "the job's other servers.");
   Counter duplicates(out, "ballast_duplicate_pushes_total", "Slices that came again and were acknowledged again.");
   Counter fences(out, "ballast_fences_total", "Fences that were promised: new groups of trainers, and their retries.");
   Counter flushed(out, "ballast_flushed_chunks_total",

@@ -175,6 +175,14 @@ const DurableChunk* KeptExtents::Find(int64_t pin, uint64_t chunk) const {
   return kept == found->second.chunks.end() ? nullptr : &kept->second->entry;
 }
 
+std::optional<int64_t> KeptExtents::PinAt(uint64_t chunk, const DurableChunk& place) const {
+  for (const auto& [pin, there] : pins_) {
+    const DurableChunk* const entry = Find(pin, chunk);
+    if (entry != nullptr && entry->offset == place.offset && entry->file == place.file) return pin;
+  }
+  return std::nullopt;
+}
+
 std::vector<DurableChunk> KeptExtents::Of(uint64_t chunk) const {
   std::vector<DurableChunk> entries;
   for (const auto& [pin, there] : pins_) {

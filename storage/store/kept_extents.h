@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -65,6 +66,8 @@ class KeptExtents {
   // The chunks that the pin lacks, ascending.
   std::vector<uint64_t> LackedBy(int64_t pin) const;
 
+  // A pin that keeps the chunk's state at this place; none if no pin does.
+  std::optional<int64_t> PinAt(uint64_t chunk, const DurableChunk& place) const;
   // The chunk's states that pins keep, each once.
   std::vector<DurableChunk> Of(uint64_t chunk) const;
 

@@ -93,7 +93,7 @@ absl::Status ChunkStore::TakeBackPin(int64_t version, uint64_t index, const Dura
   return absl::OkStatus();
 }
 
-absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
+absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt, Dispensable mends) {
   StoreCore& core = *core_;
   const KeptExtents& pins = core.versions->pins;
   if (!pins.Has(version)) {
@@ -123,7 +123,8 @@ absl::Status ChunkStore::VerifyPin(int64_t version, Interrupt interrupt) {
     core.tiers->CountTraffic(TierKind::kNvme, reads[i].bytes, 0);
     core.tiers->CountMove(TierKind::kNvme, TierKind::kDram, MoveReason::kPin, reads[i].bytes);
     const DurableChunk& kept = *pins.Find(version, chunks[i]->index);
-    return core.restore.CheckState(*chunks[i], kept, state, {.pool = core.compute, .poll = poll});
+    const absl::Status found = core.restore.CheckState(*chunks[i], kept, state, {.pool = core.compute, .poll = poll});
+    return absl::IsDataLoss(found) && mends(chunks[i]->index, found) ? absl::OkStatus() : found;
   };
   return ForEachRead(queue, reads, {memory.bytes(), largest}, check);
 }

@@ -64,8 +64,9 @@ class NvmeTier {
   // Files that a room may have parts in.
   uint64_t file_count() const;
 
-  // REQUIRES: CheckThere(id).
+  // REQUIRES, of both: CheckThere(id). `home`: to write anew what lies there.
   const BlockFile& file(NvmeFileId id = 0) const;
+  NvmeFile* home(NvmeFileId id) { return FindFile(id); }
   // As NvmeFile::Sync, for these files alone: another device's failure is no concern of theirs.
   absl::Status Sync(std::vector<NvmeFileId> ids);
 

@@ -7,7 +7,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ballast/proto/base/status.h"
@@ -85,6 +87,71 @@ class MembersDamageTest : public MembersFixture {
     }
     return "";
   }
+  // Both servers keep a version, whose bits are in `at_kept_`, and have a later one on the disk.
+  void BeginAndKeep() {
+    Begin({"a", "b"}, 2);
+    Steps(2);
+    for (const char* name : {"a", "b"}) {
+      ASSERT_EQ(PinDurably(servers_[name]->get(), "job", group_->epoch(), step_), absl::OkStatus());
+    }
+    kept_ = step_;
+    at_kept_ = BitsOf(&reference_, kept_);
+    Steps(2);
+    for (const char* name : {"a", "b"}) FlushAll(name);
+  }
+  // Flips a bit of each state that versions alone keep, and restarts the server. The bytes as they were, by place.
+  std::map<off_t, char> RotKept(const std::string& name) {
+    End(name);
+    std::map<off_t, char> whole;
+    {
+      const auto catalog = storage::Catalog::Open(servers_.at(name)->directory());
+      EXPECT_TRUE(catalog.ok()) << catalog.status();
+      const absl::StatusOr<JobEntry> entry = ReadJobEntry(**catalog, "job");
+      EXPECT_TRUE(entry.ok()) << entry.status();
+      for (const v1::PinnedVersion& pin : entry->pins) {
+        for (const storage::DurableChunk& chunk : PinnedChunks(pin)) whole[static_cast<off_t>(chunk.offset + 100)] = 0;
+      }
+      for (const storage::DurableChunk& chunk : entry->chunks) whole.erase(static_cast<off_t>(chunk.offset + 100));
+    }
+    const int fd = OpenTier(name);
+    for (auto& [at, byte] : whole) {
+      EXPECT_EQ(::pread(fd, &byte, 1, at), 1);
+      const char rotten = static_cast<char>(byte ^ 1);
+      EXPECT_EQ(::pwrite(fd, &rotten, 1, at), 1);
+    }
+    ::close(fd);
+    Restart(name);
+    return whole;
+  }
+  static std::vector<std::vector<float>> BitsOf(TrainerGroup* group, int64_t version) {
+    std::vector<std::vector<float>> bits;
+    for (uint32_t tensor = 0; tensor < Tensors(); ++tensor) {
+      for (const v1::Content content : {v1::CONTENT_MASTER, v1::CONTENT_MOMENT1, v1::CONTENT_MOMENT2}) {
+        const auto read = group->Read(tensor, content, version);
+        EXPECT_TRUE(read.ok()) << read.status();
+        if (read.ok()) bits.push_back(*read);
+      }
+    }
+    return bits;
+  }
+  static v1::StepHeader RestoreOf(int64_t version) {
+    v1::StepHeader restore;
+    restore.set_kind(v1::STEP_KIND_RESTORE);
+    restore.set_restored_version(version);
+    restore.set_gradient_presence(model::MakeBitmap(Tensors(), {}));
+    restore.set_value_presence(model::MakeBitmap(Tensors(), {}));
+    return restore;
+  }
+  // The kept version can be restored, and b alone then has its bits.
+  void ExpectRestored() {
+    const auto restored = group_->Finish(RestoreOf(kept_));
+    ASSERT_TRUE(restored.ok()) << restored.status();
+    AwaitFilled("b");
+    ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());  // by whose table b holds its chunks
+    ASSERT_EQ(Reconfigure({"b"}, 2, {"a"}), absl::OkStatus());
+    EXPECT_EQ(BitsOf(group_.get(), step_ + 1), at_kept_);
+    EXPECT_EQ(StatusOf("b").failure(), "");
+  }
   // Each server alone has the bits of the undisturbed run.
   void ExpectSameOnBoth() {
     ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
@@ -94,6 +161,9 @@ class MembersDamageTest : public MembersFixture {
     ASSERT_EQ(Reconfigure({"b"}, 2, {"a"}), absl::OkStatus());
     ExpectSameBits();
   }
+
+  int64_t kept_ = 0;
+  std::vector<std::vector<float>> at_kept_;
 };
 
 // The newest states of some chunks are on the disk alone.
@@ -254,29 +324,75 @@ TEST_P(MembersDamageTest, TheOnlyCopyIsDamaged) {
   EXPECT_THAT(StatusOf("b").failure(), HasSubstr("chunk "));
 }
 
-// A version that was kept has the rotten extent of a chunk that was copied since: its restore is refused by name. One
-// that is kept afterwards is whole.
+// All that is on the disk rots, what versions keep too: a chunk that is copied takes that along.
 TEST_P(MembersDamageTest, KeptVersionsAfterACopy) {
-  Begin({"a", "b"}, 2);
-  Steps(2);
-  for (const char* name : {"a", "b"}) {
-    ASSERT_EQ(PinDurably(servers_[name]->get(), "job", group_->epoch(), step_), absl::OkStatus());
-  }
-  const int64_t kept = step_;
+  BeginAndKeep();
   End("b");
   RotEverything("b");
   Restart("b");
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
   AwaitFilled("b");
-  v1::StepHeader restore;
-  restore.set_kind(v1::STEP_KIND_RESTORE);
-  restore.set_restored_version(kept);
-  restore.set_gradient_presence(model::MakeBitmap(Tensors(), {}));
-  restore.set_value_presence(model::MakeBitmap(Tensors(), {}));
-  const auto refused = group_->Finish(restore);
+  ExpectRestored();
+}
+
+// The restore waits for the copies of the chunks, which mend what it needs.
+TEST_P(MembersDamageTest, ARestoreWhileChunksAreCopied) {
+  BeginAndKeep();
+  End("b");
+  RotEverything("b");
+  Restart("b");
+  source_.opens = false;
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  std::thread opens([this] {
+    absl::SleepFor(absl::Milliseconds(50));
+    source_.opens = true;
+  });
+  ExpectRestored();
+  opens.join();
+}
+
+// The chunks themselves are whole, and stay.
+TEST_P(MembersDamageTest, ARestoreHasDamagedBytesOfItsVersionCopied) {
+  BeginAndKeep();
+  ASSERT_FALSE(RotKept("b").empty());
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  ExpectRestored();
+}
+
+TEST_P(MembersDamageTest, TheScrubHasDamagedBytesOfAKeptVersionCopied) {
+  BeginAndKeep();
+  const std::map<off_t, char> whole = RotKept("b");
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  Scrub("b");
+  EXPECT_EQ(StatusOf("b").unfilled_chunks(), 0);
+  EXPECT_EQ(StatusOf("b").scrub().damaged(), 0) << StatusOf("b").scrub().ShortDebugString();
+  const int fd = OpenTier("b");
+  const auto mended = [&] {
+    return std::all_of(whole.begin(), whole.end(), [&](const auto& byte) {
+      char now = 0;
+      return ::pread(fd, &now, 1, byte.first) == 1 && now == byte.second;
+    });
+  };
+  for (const absl::Time end = absl::Now() + absl::Minutes(1); !mended() && absl::Now() < end;) {
+    absl::SleepFor(absl::Milliseconds(2));
+  }
+  EXPECT_TRUE(mended());
+  ::close(fd);
+  source_.opens = false;
+  ExpectRestored();
+}
+
+// Nobody has the version whole: its restore is refused by name, as without copies, and the job goes on.
+TEST_P(MembersDamageTest, AKeptVersionIsDamagedOnBothServers) {
+  BeginAndKeep();
+  for (const char* name : {"a", "b"}) ASSERT_FALSE(RotKept(name).empty());
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  const auto refused = group_->Finish(RestoreOf(kept_));
   EXPECT_TRUE(absl::IsDataLoss(refused.status())) << refused.status();
   EXPECT_THAT(std::string(refused.status().message()), HasSubstr("chunk "));
   EXPECT_EQ(StatusOf("b").failure(), "");
+  Scrub("b");
+  EXPECT_GT(StatusOf("b").scrub().damaged(), 0);
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
   Steps(1);
   for (const char* name : {"a", "b"}) {

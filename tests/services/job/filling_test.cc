@@ -212,7 +212,7 @@ class FillingTest : public JobPartTest {
   KeptCopies kept_copies_{&core_, &journal_};
   KeptVersions kept_versions_{&core_, &journal_, &flushes_, &kept_copies_};
   Filling filling_{&core_, &kept_copies_, &kept_versions_};
-  DamagedChunks damaged_{&core_, &filling_};
+  DamagedChunks damaged_{&core_, &filling_, &kept_copies_};
   Updates updates_{&core_, &journal_, &room_, &flushes_, &pins_, &moves_, &damaged_};
   std::optional<Holder> holder_;
   std::vector<AskedChunks::Question> kept_;

@@ -121,7 +121,7 @@ class PullsTest : public JobPartTest {
   KeptCopies kept_copies_{&core_, &journal_};
   KeptVersions kept_versions_{&core_, &journal_, &flushes_, &kept_copies_};
   Filling filling_{&core_, &kept_copies_, &kept_versions_};
-  DamagedChunks damaged_{&core_, &filling_};
+  DamagedChunks damaged_{&core_, &filling_, &kept_copies_};
   Pulls pulls_{&core_, &pins_, &damaged_};
 };
 

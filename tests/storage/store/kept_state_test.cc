@@ -1,4 +1,9 @@
 // What durable pins keep of a chunk goes from one server to another: the copy's pin restores the same bits.
+#include <algorithm>
+#include <fstream>
+#include <optional>
+#include <vector>
+
 #include "ballast/proto/base/status.h"
 #include "ballast/tests/storage/store/copied_chunks.h"
 #include "gtest/gtest.h"
@@ -51,6 +56,19 @@ class KeptStateTest : public ::testing::TestWithParam<TierKind> {
     restore.restored = pin;
     return copy_.Run(restore);
   }
+
+  void Rot(int64_t pin, uint64_t chunk) {
+    const std::vector<DurableChunk> kept = copy_.store().KeptBy(pin);
+    const auto entry = std::find_if(kept.begin(), kept.end(), [&](const auto& one) { return one.id == chunk; });
+    ASSERT_NE(entry, kept.end());
+    std::fstream file(copy_.file(), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(static_cast<std::streamoff>(entry->offset + 100));
+    const char rotten = static_cast<char>(file.get() ^ 1);
+    file.seekp(static_cast<std::streamoff>(entry->offset + 100));
+    file.put(rotten);
+    ASSERT_TRUE(file.flush().good());
+  }
+  absl::Status Verify(int64_t pin) { return copy_.store().VerifyPin(pin, Uninterrupted); }
 
   CopyingServer original_{{}, std::vector<CopiedChunk>(kChunks, {GetParam()}), true};
   CopyingServer copy_{{}, std::vector<CopiedChunk>(kChunks, {kDram}), true};
@@ -120,6 +138,69 @@ TEST_P(KeptStateTest, WhatWasTakenIsFreeOnceThePinsAreDropped) {
   EXPECT_EQ(copy_.tiers().used().nvme, before + 2 * state);
   copy_.store().UnpinDurably(1);
   EXPECT_EQ(copy_.tiers().used().nvme, before);
+}
+
+TEST_P(KeptStateTest, DamagedBytesAreMendedInTheirPlace) {
+  CopyKept();
+  CopyNewest();
+  Rot(1, 0);
+  EXPECT_TRUE(absl::IsDataLoss(Verify(1)));
+  std::vector<uint64_t> damaged;
+  const auto note = [&](uint64_t chunk, const absl::Status&) {
+    damaged.push_back(chunk);
+    return true;
+  };
+  EXPECT_EQ(copy_.store().VerifyPin(1, Uninterrupted, note), absl::OkStatus());
+  EXPECT_EQ(damaged, std::vector<uint64_t>{0});
+  EXPECT_EQ(model::ReasonOf(copy_.store().MendKept(1, 0, Kept(2, 0))), model::kDiverged);
+  EXPECT_EQ(model::ReasonOf(copy_.store().MendKept(1, 0, KeptState())), model::kDiverged) << "zero there";
+  KeptState bad = Kept(1, 0);
+  bad.state.arrays[1].bytes[5] ^= std::byte{1};
+  EXPECT_EQ(model::ReasonOf(copy_.store().MendKept(1, 0, bad)), model::kChecksum);
+  EXPECT_TRUE(absl::IsDataLoss(Verify(1)));
+  const uint64_t before = copy_.tiers().used().nvme;
+  ASSERT_EQ(copy_.store().MendKept(1, 0, Kept(1, 0)), absl::OkStatus());
+  EXPECT_EQ(copy_.tiers().used().nvme, before);
+  EXPECT_EQ(Verify(1), absl::OkStatus());
+  EXPECT_EQ(copy_.store().MendKept(1, 0, Kept(2, 0)), absl::OkStatus()) << "it is whole";
+  for (const auto& [pin, chunk] : {std::pair(7, 0), std::pair(1, 2)}) {
+    const absl::Status nothing = copy_.store().MendKept(pin, static_cast<uint64_t>(chunk), Kept(1, 0));
+    EXPECT_EQ(model::ReasonOf(nothing), model::kVersionGone) << pin;
+  }
+  ASSERT_EQ(Restore(0, 1, 4), absl::OkStatus());
+  EXPECT_TRUE(SameState(copy_.Whole(0), at_1_[0]));
+}
+
+// Of a chunk whose newest state was found damaged, pins may keep damaged bytes as well.
+TEST_P(KeptStateTest, AnImportMendsWhatThePinHasAlready) {
+  CopyKept();
+  CopyNewest();
+  Rot(1, 1);  // which both pins keep
+  const uint64_t before = copy_.tiers().used().nvme;
+  EXPECT_EQ(copy_.store().ImportKept(1, 1, Kept(1, 0)), absl::OkStatus());
+  EXPECT_TRUE(absl::IsDataLoss(Verify(1))) << "another state does not replace it";
+  KeptState bad = Kept(1, 1);
+  bad.state.arrays[0].bytes[5] ^= std::byte{1};
+  EXPECT_EQ(model::ReasonOf(copy_.store().ImportKept(1, 1, bad)), model::kChecksum);
+  ASSERT_EQ(copy_.store().ImportKept(1, 1, Kept(1, 1)), absl::OkStatus());
+  for (const int64_t pin : {1, 2}) EXPECT_EQ(Verify(pin), absl::OkStatus());
+  EXPECT_EQ(copy_.tiers().used().nvme, before);
+}
+
+TEST_P(KeptStateTest, AnExtentIsKnownByAPinThatKeepsIt) {
+  CopyKept();
+  CopyNewest();
+  std::vector<std::optional<int64_t>> pins;
+  for (uint64_t chunk = 0; chunk < kChunks; ++chunk) {
+    for (const ScrubbedExtent& extent : copy_.store().Extents(chunk)) {
+      if (extent.kept) {
+        pins.push_back(copy_.store().PinOf(extent));
+      } else {
+        EXPECT_EQ(copy_.store().PinOf(extent), std::nullopt) << chunk;
+      }
+    }
+  }
+  EXPECT_EQ(pins, (std::vector<std::optional<int64_t>>{1, 2, 1})) << "the second chunk has one state for both";
 }
 
 TEST_P(KeptStateTest, ADamagedOrForeignStateChangesNothing) {
