@@ -135,6 +135,10 @@ absl::Status JobKey::WriteTable(const v1::Table& table, const v1::Epoch& epoch, 
       *next.mutable_table() = table;
       const absl::StatusOr<bool> put = registry_->PutJob(job_, next, revision_, Soon(deadline));
       if (!put.ok() && !absl::IsUnavailable(put.status())) return put.status();
+      if (put.ok() && *put) {
+        value_ = std::move(next);
+        return absl::OkStatus();
+      }
       trouble = put.status();  // read back in any case: an answer may have been lost
       if (trouble.ok()) continue;
     }

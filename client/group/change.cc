@@ -7,7 +7,9 @@
 #include "absl/time/clock.h"
 #include "ballast/client/group/change_lines.h"
 #include "ballast/client/group/fencing.h"
+#include "ballast/client/group/opens.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/verdict.h"
@@ -27,6 +29,13 @@ bool IsRefusal(const absl::Status& status) {
 template <typename List>
 bool Contains(const List& list, const std::string& name) {
   return std::find(list.begin(), list.end(), name) != list.end();
+}
+
+// Who needs room for what does not depend on them.
+v1::Table WithoutEpochs(v1::Table table) {
+  for (v1::Member& member : *table.mutable_members()) member.clear_since();
+  table.clear_last_fill();
+  return table;
 }
 
 // As a server's answer to GetJob.
@@ -126,6 +135,10 @@ absl::StatusOr<const model::Layout*> Change::FindLayout() const {
   const v1::OpenRequest* const open = newest();
   const std::string digest = open == nullptr ? "" : open->spec_digest();
   if (plan_ != nullptr && !digest.empty() && plan_->open().spec_digest() == digest) return &plan_->layout();
+  if (open != nullptr && model::IsBrief(*open)) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                        absl::StrCat("the group opened job '", options_.job, "' with further tensors in the meantime"));
+  }
   BALLAST_ASSIGN_OR_RETURN(layout_, model::Layout::Make(open == nullptr ? spec_ : open->spec()));
   return &layout_;
 }
@@ -292,27 +305,36 @@ bool Change::IsNeeded() const {
   return !model::SameTable(next, now_) && !model::OnlySettles(now_, next);
 }
 
-absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenRequest& open, absl::Time deadline) {
+bool Change::HasSpec(const v1::Member& server, const std::string& spec_digest) const {
+  return !spec_digest.empty() && std::any_of(answers_.begin(), answers_.end(), [&](const v1::GetJobResponse& answer) {
+    return answer.server_id() == server.server_id() && answer.disk() == server.disk() &&
+           answer.open().spec_digest() == spec_digest;
+  });
+}
+
+absl::Status Change::MakePlan(const v1::OpenRequest& open) {
   BALLAST_ASSIGN_OR_RETURN(model::EpochPlan plan, model::EpochPlan::Make(open, plan_.get()));
   plan_ = std::make_shared<const model::EpochPlan>(std::move(plan));
-  const auto request = std::make_shared<v1::OpenRequest>(open);
-  request->set_dry_run(true);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenRequest& open, absl::Time deadline) {
+  BALLAST_RETURN_IF_ERROR(MakePlan(open));
   const std::vector<std::string> ids = members_->ids();
-  const int servers = open.table().members_size();
-  const auto asked = std::make_shared<Answers<v1::OpenResponse>>(static_cast<uint32_t>(servers));
-  for (int m = 0; m < servers; ++m) {
-    const auto place = std::find(ids.begin(), ids.end(), open.table().members(m).server_id()) - ids.begin();
-    router_->Call<v1::OpenRequest, v1::OpenResponse>(&Transport::Open, static_cast<uint32_t>(place),
-                                                     absl::StrCat("Space for job '", options_.job, "'"), request,
-                                                     deadline, [asked, m](absl::StatusOr<v1::OpenResponse> answer) {
-                                                       asked->Add(static_cast<uint32_t>(m), std::move(answer));
-                                                     });
+  std::vector<OpenTo> servers;
+  bool all_have_spec = true;
+  for (const v1::Member& member : open.table().members()) {
+    const auto place = std::find(ids.begin(), ids.end(), member.server_id()) - ids.begin();
+    servers.push_back({static_cast<uint32_t>(place), HasSpec(member, open.spec_digest())});
+    all_have_spec = all_have_spec && servers.back().briefly;
   }
+  const auto request = std::make_shared<v1::OpenRequest>(all_have_spec ? model::MakeBrief(open) : plan_->open());
+  request->set_dry_run(true);
+  const auto answers =
+      SendOpenTo(router_, absl::StrCat("Space for job '", options_.job, "'"), request, servers, deadline);
   std::vector<Refusal> refusals;
-  const auto answers = asked->Await(absl::InfiniteFuture());  // each ends by its deadline
-  for (int m = 0; m < servers; ++m) {
-    const absl::Status& status = answers[static_cast<size_t>(m)]->status();
-    if (!status.ok()) refusals.push_back({open.table().members(m).server_id(), status});
+  for (size_t m = 0; m < servers.size(); ++m) {
+    if (!answers[m].ok()) refusals.push_back({open.table().members(static_cast<int>(m)).server_id(), answers[m]});
   }
   return refusals;
 }
@@ -346,10 +368,20 @@ bool Change::GiveWay(const std::vector<Refusal>& refusals) {
   return GiveWay(joins == refusals.end() ? refusals.front() : *joins);
 }
 
+void Change::AskAhead(v1::OpenRequest open, absl::Time deadline) {
+  *open.mutable_table() = Plan();
+  const absl::StatusOr<std::vector<Refusal>> refusals = AskForSpace(open, deadline);
+  if (refusals.ok() && refusals->empty()) has_room_ = WithoutEpochs(open.table());
+}
+
 absl::StatusOr<v1::Table> Change::Next(v1::OpenRequest open, absl::Time deadline) {
   for (;;) {
     v1::Table next = Plan();
     *open.mutable_table() = next;
+    if (has_room_.has_value() && model::SameTable(WithoutEpochs(next), *has_room_)) {
+      BALLAST_RETURN_IF_ERROR(MakePlan(open));
+      return next;
+    }
     BALLAST_ASSIGN_OR_RETURN(const std::vector<Refusal> refusals, AskForSpace(open, deadline));
     if (refusals.empty()) return next;
     if (!GiveWay(refusals)) return refusals.front().status;

@@ -28,7 +28,8 @@
 
 namespace ballast::client {
 
-// For rank 0. Calls come in this order: Look, Claimed, Fence, Next; then, with the job open, Tell and DropLeft.
+// For rank 0. Calls come in this order: Look, maybe AskAhead, Claimed, Fence, Next; then, with the job open, Tell and
+// DropLeft.
 class Change {
  public:
   // Borrows all. `key`: as read. `reached`: the spares (Members::spares) that all ranks reach; others do not join.
@@ -50,6 +51,9 @@ class Change {
   // Whether the next table would differ, by what Look found. Copies that are complete wait for the others: each change
   // holds up a step, and a fence counts them in any case.
   bool IsNeeded() const;
+  // Asks the servers for room for the next table, by what Look found, so that Next need not ask again if the fence
+  // finds the same. `open`: as Next's. Refusals are left to Next.
+  void AskAhead(v1::OpenRequest open, absl::Time deadline);
   // After the claim, whose table it goes by: chooses who shall join, by the operator's wish, and stops using other
   // servers. FAILED_PRECONDITION (STALE_EPOCH) if another group made servers members that this one does not know.
   absl::Status Claimed(const v1::Epoch& epoch, absl::Time deadline);
@@ -61,6 +65,11 @@ class Change {
   const model::Found& found() const { return found_; }
   // The newest Open that a member has, or nullptr.
   const v1::OpenRequest* newest() const;
+
+  // Of the table that Next chose; null before.
+  const std::shared_ptr<const model::EpochPlan>& plan() const { return plan_; }
+  // Whether the server said that it has an Open with this spec.
+  bool HasSpec(const v1::Member& server, const std::string& spec_digest) const;
 
   // The next table. Asks the servers of the next table whether they have room. One that has none does not join, or
   // the wish is not heeded, or no new copies are made: a line says so. `open`: of the claimed epoch, complete but for
@@ -99,6 +108,7 @@ class Change {
   std::vector<std::string> Counted() const;
   std::vector<v1::Member> Choose() const;
   v1::Table Plan() const;
+  absl::Status MakePlan(const v1::OpenRequest& open);
   absl::StatusOr<std::vector<Refusal>> AskForSpace(const v1::OpenRequest& open, absl::Time deadline);
   bool GiveWay(const std::vector<Refusal>& refusals);
   bool GiveWay(const Refusal& refusal);
@@ -122,7 +132,8 @@ class Change {
   model::Found found_;
   v1::Wish wish_;
   bool heeds_wish_ = true;
-  bool copies_ = true;  // false: the copies that there are have to do
+  bool copies_ = true;                 // false: the copies that there are have to do
+  std::optional<v1::Table> has_room_;  // the servers said so before the claim; without epochs
 };
 
 }  // namespace ballast::client

@@ -4,6 +4,7 @@
 #include <set>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
@@ -14,6 +15,7 @@
 #include "ballast/client/group/opens.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/base/threads.h"
+#include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
@@ -240,17 +242,20 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(found.answers, deadline));
   const bool unfinished = IsUnfinished();
   if (!unfinished && !change.IsNeeded()) return outcome;
+  change.AskAhead(model::MakeBrief(routes->open()), deadline);
   const v1::Epoch own = unfinished ? claimed_ : routes->epoch();
   const v1::Epoch least = Fencing(&router, options_.job, Fencing::Promised(found.answers), members.peers()).epoch();
   tried_ = least.nonce();
   SessionOptions options = options_;
   options.open_timeout = std::max(2 * patience, options_.failover_after);
   deadline = absl::Now() + options.open_timeout;
+  router_->ExpectRoutes(deadline);
+  const absl::Cleanup end = [this] { router_->ExpectRoutes(absl::InfinitePast()); };
   BALLAST_ASSIGN_OR_RETURN(claimed_,
                            key.Claim(unfinished ? key.value().table() : routes->open().table(), least, deadline, &own));
   BALLAST_RETURN_IF_ERROR(change.Claimed(claimed_, deadline));
   BALLAST_RETURN_IF_ERROR(change.Fence(routes->open().group(), /*expect_empty=*/false, deadline));
-  v1::OpenRequest open = routes->open();
+  v1::OpenRequest open = model::MakeBrief(routes->open());
   *open.mutable_epoch() = claimed_;
   open.set_continues(true);
   BALLAST_RETURN_IF_ERROR(OpenNext(&router, &members, &key, &change, options, deadline, &open));

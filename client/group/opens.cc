@@ -1,8 +1,12 @@
 #include "ballast/client/group/opens.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/epoch_plan.h"
 
 namespace ballast::client {
@@ -39,6 +43,45 @@ absl::Status SendFirstOpen(Router* router, const v1::OpenRequest& open, absl::Du
   }
 }
 
+std::vector<absl::Status> SendOpenTo(Router* router, const std::string& what,
+                                     const std::shared_ptr<const v1::OpenRequest>& open,
+                                     const std::vector<OpenTo>& servers, absl::Time deadline) {
+  std::shared_ptr<const v1::OpenRequest> brief;
+  const auto answers = std::make_shared<Answers<v1::OpenResponse>>(static_cast<uint32_t>(servers.size()));
+  for (uint32_t i = 0; i < servers.size(); ++i) {
+    if (servers[i].briefly && brief == nullptr)
+      brief = std::make_shared<const v1::OpenRequest>(model::MakeBrief(*open));
+    router->Call<v1::OpenRequest, v1::OpenResponse>(
+        &Transport::Open, servers[i].server, what, servers[i].briefly ? brief : open, deadline,
+        [answers, i](absl::StatusOr<v1::OpenResponse> answer) { answers->Add(i, std::move(answer)); });
+  }
+  std::vector<absl::Status> statuses;
+  for (const auto& answer : answers->Await(absl::InfiniteFuture())) statuses.push_back(answer->status());
+  return statuses;  // each ended by its deadline
+}
+
+namespace {
+
+// To the members of the next table, which come first among the router's servers. `first`: as SendFirstOpen.
+absl::Status SendToMembers(Router* router, const Change& change, const SessionOptions& options, bool first,
+                           absl::Time deadline) {
+  const std::shared_ptr<const v1::OpenRequest> open = change.plan()->shared_open();
+  std::vector<OpenTo> servers;
+  for (const v1::Member& member : open->table().members()) {
+    servers.push_back({static_cast<uint32_t>(servers.size()), change.HasSpec(member, open->spec_digest())});
+  }
+  for (;;) {
+    const absl::Time until = first ? absl::Now() + options.open_timeout : deadline;
+    const auto answers =
+        SendOpenTo(router, absl::StrCat("Open of job '", open->spec().name(), "'"), open, servers, until);
+    const auto failed = std::find_if(answers.begin(), answers.end(), [](const auto& answer) { return !answer.ok(); });
+    if (failed == answers.end()) return absl::OkStatus();
+    if (!first || !IsAtWork(*failed)) return *failed;
+  }
+}
+
+}  // namespace
+
 absl::Status OpenNext(Router* router, Members* members, JobKey* key, Change* change, const SessionOptions& options,
                       absl::Time deadline, v1::OpenRequest* open) {
   const model::Found& found = change->found();
@@ -51,8 +94,7 @@ absl::Status OpenNext(Router* router, Members* members, JobKey* key, Change* cha
   // Before the Opens: whoever comes next goes by this table, and finds its servers in it.
   BALLAST_RETURN_IF_ERROR(key->WriteTable(open->table(), open->epoch(), deadline));
   const bool is_first = change->newest() == nullptr || change->Joins(open->table());
-  BALLAST_RETURN_IF_ERROR(is_first ? SendFirstOpen(router, *open, options.open_timeout)
-                                   : SendOpen(router, *open, deadline));
+  BALLAST_RETURN_IF_ERROR(SendToMembers(router, *change, options, is_first, deadline));
   change->Tell(open->table());
   return absl::OkStatus();
 }

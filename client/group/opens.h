@@ -1,6 +1,11 @@
 // How a group opens its epoch on the servers.
 #pragma once
 
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "ballast/client/discovery/job_key.h"
@@ -19,10 +24,19 @@ absl::Status SendOpen(Router* router, const v1::OpenRequest& open, absl::Time de
 // Sends an Open that is the job's first on some server. Servers reserve the job's log, which can take a disk minutes.
 // `timeout` applies to servers that are down. As long as a server says that it is at work, the call waits.
 absl::Status SendFirstOpen(Router* router, const v1::OpenRequest& open, absl::Duration timeout);
+// A server of the router, and whether it has the Open's spec, so that a brief Open is enough.
+struct OpenTo {
+  uint32_t server = 0;
+  bool briefly = false;
+};
+// Sends `open`, which is whole, to these servers. Returns their answers.
+std::vector<absl::Status> SendOpenTo(Router* router, const std::string& what,
+                                     const std::shared_ptr<const v1::OpenRequest>& open,
+                                     const std::vector<OpenTo>& servers, absl::Time deadline);
 
 // The end of an opening by the table, once `change` has fenced the claimed epoch: chooses the next table, writes it,
-// and opens `open`, which has all but base, step counts and table. Then the router's servers are the members, in their
-// order, and those that left behind them; lines say what has changed.
+// and opens `open`, which has all but base, step counts and table, and is brief if the group is at work. Then the
+// router's servers are the members, in their order, and those that left behind them; lines say what has changed.
 absl::Status OpenNext(Router* router, Members* members, JobKey* key, Change* change, const SessionOptions& options,
                       absl::Time deadline, v1::OpenRequest* open);
 

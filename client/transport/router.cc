@@ -283,7 +283,7 @@ std::string Router::LongestWait(absl::Time now) {
 absl::Time Router::NextWake(bool watching) const {
   absl::Time wake = watching ? absl::Now() + absl::Milliseconds(500) : absl::InfiniteFuture();
   if (!timers_.empty()) wake = std::min(wake, timers_.begin()->first);
-  return LooksForRoutes() ? std::min(wake, look_after_) : wake;
+  return LooksForRoutes() ? std::min(wake, std::max(look_after_, expected_until_)) : wake;
 }
 
 // Fires retries, admits what waits for bytes in flight, shows long waits.

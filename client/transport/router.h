@@ -98,6 +98,11 @@ class Router {
   // The group has this epoch by now. Connects to servers that are new. Does nothing if the routes are as new. Errors:
   // those of EpochPlan::Make, and of Transport::Another.
   absl::Status Continue(const v1::OpenRequest& open);
+  // Until then, or until it is told another time, somebody is about to call Continue: nobody asks servers for routes.
+  void ExpectRoutes(absl::Time until) {
+    absl::MutexLock lock(&mutex_);
+    expected_until_ = until;
+  }
   std::vector<v1::Member> Silent() const;
   // While true, nobody changes the job's servers: then operations at silent ones end as where they never change.
   void PinRoutes(bool pinned) {
@@ -306,6 +311,7 @@ class Router {
   size_t looked_at_ ABSL_GUARDED_BY(mutex_) = 0;
   int looks_ ABSL_GUARDED_BY(mutex_) = 0;  // since the first refusal
   absl::Time look_after_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  absl::Time expected_until_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // somebody brings the next routes
   std::shared_ptr<const v1::OpenRequest> open_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const v1::CommitRequest> commit_ ABSL_GUARDED_BY(mutex_);
   std::array<Lane, kNone> lanes_ ABSL_GUARDED_BY(mutex_);

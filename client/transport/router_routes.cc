@@ -182,7 +182,7 @@ void Router::LookForRoutes() {
   {
     absl::MutexLock lock(&mutex_);
     const absl::Time now = absl::Now();
-    if (!LooksForRoutes() || now < look_after_) return;
+    if (!LooksForRoutes() || now < std::max(look_after_, expected_until_)) return;
     std::erase_if(refused_, [&](const Refused& one) {
       if (one.op->deadline > now) return false;
       late.push_back(one.op);
@@ -291,7 +291,7 @@ absl::Status Router::Continue(const v1::OpenRequest& open) {
     const size_t left_before = left_.size();
     servers_ = TakeMembers(open.table(), std::move(made));
     for (size_t i = left_before; i < left_.size(); ++i) left.push_back(left_[i].get());
-    open_ = std::make_shared<const v1::OpenRequest>(open);
+    open_ = plan.shared_open();
     Install(std::make_shared<const model::EpochPlan>(std::move(plan)));
     // What rests before its next try may be at a server that left.
     std::multimap<absl::Time, std::function<void()>> rested;

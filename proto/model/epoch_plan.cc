@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "absl/container/flat_hash_set.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/names.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/tiling.h"
@@ -111,10 +113,22 @@ absl::Status CheckRoutes(uint64_t chunks, uint64_t members) {
 
 // Whether layout and slices are the same.
 bool SameTiles(const v1::OpenRequest& a, const v1::OpenRequest& b) {
-  return !a.spec_digest().empty() && a.spec_digest() == b.spec_digest() &&
-         a.spec().SerializeAsString() == b.spec().SerializeAsString() &&
-         a.tiling().SerializeAsString() == b.tiling().SerializeAsString();
+  return !a.spec_digest().empty() && SameSpec(a, b) && a.tiling().SerializeAsString() == b.tiling().SerializeAsString();
 }
+
+// An Open whose spec is another's.
+struct SharingOpen {
+  SharingOpen(const v1::OpenRequest& like, std::shared_ptr<const v1::JobSpec> lent)
+      : open(MakeBrief(like)), spec(std::move(lent)) {
+    open.unsafe_arena_set_allocated_spec(const_cast<v1::JobSpec*>(spec.get()));  // nobody changes it
+  }
+  ~SharingOpen() { (void)open.unsafe_arena_release_spec(); }
+  SharingOpen(const SharingOpen&) = delete;
+  SharingOpen& operator=(const SharingOpen&) = delete;
+
+  v1::OpenRequest open;
+  const std::shared_ptr<const v1::JobSpec> spec;
+};
 
 // Between two questions to `interrupt`: some 30 ms.
 constexpr uint64_t kWeighedAtATime = uint64_t{1} << 20;
@@ -202,20 +216,34 @@ absl::StatusOr<std::shared_ptr<const EpochPlan::Tiles>> EpochPlan::Tile(const v1
   return std::shared_ptr<const Tiles>(std::move(tiles));
 }
 
+void EpochPlan::ShareWith(const EpochPlan& like, const v1::OpenRequest& open) {
+  spec_ = like.spec_;
+  tiles_ = like.tiles_;
+  const auto sharing = std::make_shared<const SharingOpen>(open, spec_);
+  open_ = std::shared_ptr<const v1::OpenRequest>(sharing, &sharing->open);
+}
+
 absl::StatusOr<EpochPlan> EpochPlan::Make(const v1::OpenRequest& open, absl::FunctionRef<absl::Status()> interrupt,
                                           const EpochPlan* like) {
   if (like != nullptr && !SameTiles(open, like->open())) like = nullptr;
+  if (like == nullptr && IsBrief(open)) {
+    return Error(
+        absl::StatusCode::kFailedPrecondition, kBadSpec,
+        absl::StrCat("the Open of job '", open.spec().name(),
+                     "' leaves its spec out, and no Open with that spec and tiling came before: send it whole"));
+  }
   EpochPlan plan;
   BALLAST_RETURN_IF_ERROR(CheckOpen(open, like == nullptr ? SpecIs::kUnknown : SpecIs::kChecked));
-  plan.open_ = open;
   BALLAST_RETURN_IF_ERROR(CheckMembers(open));
-  BALLAST_RETURN_IF_ERROR(CheckTableFits(open));
   if (like == nullptr) {
     BALLAST_ASSIGN_OR_RETURN(plan.tiles_, Tile(open, interrupt));
+    plan.open_ = std::make_shared<const v1::OpenRequest>(open);
+    plan.spec_ = std::shared_ptr<const v1::JobSpec>(plan.open_, &plan.open_->spec());
   } else {
-    plan.tiles_ = like->tiles_;
+    plan.ShareWith(*like, open);
     BALLAST_RETURN_IF_ERROR(CheckRoutes(plan.layout().chunks().size(), static_cast<uint64_t>(plan.members().size())));
   }
+  BALLAST_RETURN_IF_ERROR(CheckTableFits(plan.open()));
   if (!open.has_table()) {
     const std::vector<v1::Member> members(open.members().begin(), open.members().end());
     BALLAST_ASSIGN_OR_RETURN(plan.routes_, Route(open.spec().name(), plan.layout(), members, interrupt));
@@ -238,13 +266,13 @@ absl::StatusOr<uint32_t> EpochPlan::FindMember(absl::string_view server_id) cons
 }
 
 absl::Span<const uint32_t> EpochPlan::holders_of(uint64_t chunk) const {
-  if (!open_.has_table()) return {&routes_[chunk], 1};
-  return ShardOf(open_.table(), chunk).holders();
+  if (!open_->has_table()) return {&routes_[chunk], 1};
+  return ShardOf(open_->table(), chunk).holders();
 }
 
 absl::Span<const uint32_t> EpochPlan::fillers_of(uint64_t chunk) const {
-  if (!open_.has_table()) return {};
-  return ShardOf(open_.table(), chunk).fillers();
+  if (!open_->has_table()) return {};
+  return ShardOf(open_->table(), chunk).fillers();
 }
 
 bool EpochPlan::Has(uint32_t member, uint64_t chunk) const {
@@ -255,7 +283,7 @@ bool EpochPlan::Has(uint32_t member, uint64_t chunk) const {
 
 uint64_t EpochPlan::short_chunks(absl::string_view server_id) const {
   const absl::StatusOr<uint32_t> member = FindMember(server_id);
-  return open_.has_table() && member.ok() ? short_chunks_[*member] : 0;
+  return open_->has_table() && member.ok() ? short_chunks_[*member] : 0;
 }
 
 std::string EpochPlan::ShowServersOf(uint64_t chunk) const {

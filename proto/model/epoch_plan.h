@@ -41,7 +41,9 @@ class EpochPlan {
   // INVALID_ARGUMENT for an Open of another version (VERSIONS_DIFFER, as CheckOpen), a bad spec, missing or doubled
   // members, a bad table, too many chunks for so many members, or a tiling that Expand refuses. `interrupt` is asked
   // several times a second, and its error ends the work. `like`: the plan of an earlier Open of the job, or null. If
-  // spec and tiling are the same, the new plan shares what follows from them, and costs little more than its table.
+  // spec and tiling are the same, the new plan shares them and what follows from them, and costs little more than its
+  // table. A brief Open (brief_open.h) takes its spec from there; FAILED_PRECONDITION (BAD_SPEC) if that has
+  // another.
   static absl::StatusOr<EpochPlan> Make(
       const v1::OpenRequest& open, absl::FunctionRef<absl::Status()> interrupt = [] { return absl::OkStatus(); },
       const EpochPlan* like = nullptr);
@@ -50,10 +52,12 @@ class EpochPlan {
         open, [] { return absl::OkStatus(); }, like);
   }
 
-  const v1::OpenRequest& open() const { return open_; }
+  // Whole, also if the plan was made of a brief Open.
+  const v1::OpenRequest& open() const { return *open_; }
+  std::shared_ptr<const v1::OpenRequest> shared_open() const { return open_; }
   const Layout& layout() const { return tiles_->layout; }
-  uint32_t world_size() const { return open_.tiling().world_size(); }
-  const google::protobuf::RepeatedPtrField<v1::Member>& members() const { return MembersOf(open_); }
+  uint32_t world_size() const { return open_->tiling().world_size(); }
+  const google::protobuf::RepeatedPtrField<v1::Member>& members() const { return MembersOf(*open_); }
   // Servers, as indices into members(). Holders have all decided steps of the chunk; without a table there is one.
   // Fillers copy the chunk from a holder while steps go on. Slices of the chunk go to both.
   absl::Span<const uint32_t> holders_of(uint64_t chunk) const;
@@ -95,7 +99,11 @@ class EpochPlan {
   static absl::StatusOr<std::shared_ptr<const Tiles>> Tile(const v1::OpenRequest& open,
                                                            absl::FunctionRef<absl::Status()> interrupt);
 
-  v1::OpenRequest open_;
+  // Takes spec and tiles from a plan that has the same.
+  void ShareWith(const EpochPlan& like, const v1::OpenRequest& open);
+
+  std::shared_ptr<const v1::OpenRequest> open_ = std::make_shared<const v1::OpenRequest>();
+  std::shared_ptr<const v1::JobSpec> spec_;  // the Open's: of the first Open that had it
   std::shared_ptr<const Tiles> tiles_ = std::make_shared<const Tiles>();
   std::vector<uint32_t> routes_;        // without a table
   std::vector<uint64_t> short_chunks_;  // by member

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/brief_open.h"
 #include "ballast/services/job/job_parts.h"
 #include "ballast/services/journal/log_records.h"
 
@@ -227,6 +228,9 @@ void Job::GetJob(bool with_open, Reply<v1::GetJobResponse> reply) {
 void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
   if (const absl::Status status = Peers::Check(request); !status.ok()) return reply(status);
   const auto plan = std::make_shared<SharedPlan>();
+  const auto knows_spec = [group = request.group()](const v1::OpenRequest& open) {
+    return open.has_table() && !open.spec_digest().empty() && !group.empty() && open.group() == group;
+  };
   parts_->core.Ask<v1::FenceResponse>(
       request.ByteSizeLong(),
       [this, plan, request]() -> Outcome<v1::FenceResponse> {
@@ -241,8 +245,11 @@ void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v
         return fenced;
       },
       limit, "the promise to become durable",
-      [plan, reply = std::move(reply)](absl::StatusOr<v1::FenceResponse> fenced) {
-        if (fenced.ok() && *plan != nullptr) *fenced->mutable_job()->mutable_open() = (*plan)->open();
+      [plan, knows_spec, reply = std::move(reply)](absl::StatusOr<v1::FenceResponse> fenced) {
+        if (fenced.ok() && *plan != nullptr) {
+          const v1::OpenRequest& open = (*plan)->open();
+          *fenced->mutable_job()->mutable_open() = knows_spec(open) ? model::MakeBrief(open) : open;
+        }
         reply(std::move(fenced));
       });
 }

@@ -33,6 +33,7 @@ void JobState::Open(std::shared_ptr<const model::EpochPlan> plan, HeldChunks chu
   chunks_ = std::make_shared<const HeldChunks>(std::move(chunks));
   lent_ = nullptr;
   const auto was = std::exchange(by_index_, {});
+  by_index_.reserve(chunks_->size());
   for (size_t i = 0; i < chunks_->size(); ++i) {
     const std::shared_ptr<HeldChunk>& chunk = (*chunks_)[i];
     const auto stays = was.find(indices[i]);

@@ -16,7 +16,7 @@ uint64_t PromiseLog::Append(const StepRecord& record) {
     if (waits && unwritten_.back().key == prefix + kCatalogPromise) unwritten_.pop_back();
     unwritten_.push_back({lsn, prefix + kCatalogPromise, promise->epoch.SerializeAsString()});
   } else if (const auto* open = std::get_if<OpenRecord>(&record)) {
-    unwritten_.push_back({lsn, prefix + kCatalogOpen, open->open.SerializeAsString()});
+    unwritten_.push_back({lsn, prefix + kCatalogOpen, open->open->SerializeAsString()});
     Sync(lsn);  // no request waits for it, but operators read it after a restart
   } else if (std::holds_alternative<PreparedStepRecord>(record) && !marked_) {
     marked_ = true;

@@ -23,7 +23,7 @@ storage::LogRecord EncodeRecord(const StepRecord& record) {
     out.body = message.SerializeAsString();
   };
   if (const auto* promise = std::get_if<PromiseRecord>(&record)) encode(RecordType::kPromise, promise->epoch);
-  if (const auto* open = std::get_if<OpenRecord>(&record)) encode(RecordType::kOpen, open->open);
+  if (const auto* open = std::get_if<OpenRecord>(&record)) encode(RecordType::kOpen, *open->open);
   if (const auto* slice = std::get_if<SliceRecord>(&record)) encode(RecordType::kSlice, slice->header);
   if (const auto* prepared = std::get_if<PreparedStepRecord>(&record)) {
     encode(RecordType::kPrepared, prepared->prepared);
@@ -41,9 +41,9 @@ absl::StatusOr<StepRecord> DecodeRecord(const storage::ReadRecord& record) {
       return promise;
     }
     case RecordType::kOpen: {
-      OpenRecord open;
-      BALLAST_RETURN_IF_ERROR(Parse(record, &open.open));
-      return open;
+      const auto open = std::make_shared<v1::OpenRequest>();
+      BALLAST_RETURN_IF_ERROR(Parse(record, open.get()));
+      return OpenRecord{open};
     }
     case RecordType::kSlice: {
       SliceRecord slice;

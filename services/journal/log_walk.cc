@@ -32,7 +32,7 @@ void LogWalk::Keep(const StepRecord& record, size_t segment) {
   }
   // Slices of older epochs are void but for those that are left.
   if (const auto* open = std::get_if<OpenRecord>(&record)) {
-    for (size_t i = 0; i <= segment; ++i) keep_for_[i] = std::min(keep_for_[i], open->open.base());
+    for (size_t i = 0; i <= segment; ++i) keep_for_[i] = std::min(keep_for_[i], open->open->base());
     for (const LoggedSlice& slice : slices_) {
       keep_for_[slice.segment] = std::max(keep_for_[slice.segment], slice.header.step());
     }
@@ -44,7 +44,7 @@ absl::Status LogWalk::Visit(const StepRecord& record, const storage::PayloadPlac
   if (const auto* promise = std::get_if<PromiseRecord>(&record)) return visitor->VisitPromise(promise->epoch, record);
   if (const auto* open = std::get_if<OpenRecord>(&record)) {
     opened_ = true;
-    BALLAST_RETURN_IF_ERROR(visitor->VisitOpen(open->open, record));
+    BALLAST_RETURN_IF_ERROR(visitor->VisitOpen(*open->open, record));
     std::erase_if(slices_, [&](const LoggedSlice& slice) { return !visitor->Holds(slice.header); });
     return absl::OkStatus();
   }

@@ -28,7 +28,7 @@ struct LargestSlices {
 };
 
 struct NewChunks {
-  v1::JobSpec spec;
+  v1::JobSpec spec;  // name, chunk_elements, durability and pin_interval alone
   kernels::OptimizerSpec optimizer;
   std::vector<uint64_t> ids;              // in the layout
   std::vector<uint64_t> elements;         // same order

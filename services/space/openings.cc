@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/brief_open.h"
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/journal/job_journal.h"
 #include "ballast/services/journal/log_records.h"
@@ -28,18 +29,20 @@ Outcome<v1::OpenResponse> Openings::Try(const v1::OpenRequest& request) {
   if (!opening_->done || opening_->request != bytes) return std::nullopt;
   BALLAST_RETURN_IF_ERROR(opening_->status);
   // The job's first Open only now has a journal.
-  BALLAST_RETURN_IF_ERROR(journal_->MakeRoom(2, request.ByteSizeLong() + kDecisionBytesMax));
+  const uint64_t open_bytes = opening_->plan->open().ByteSizeLong();
+  BALLAST_RETURN_IF_ERROR(journal_->MakeRoom(2, open_bytes + kDecisionBytesMax));
   return core_->machine->Open(request, opening_->plan);
 }
 
 absl::StatusOr<Openings::Plan> Openings::MakePlan(const v1::OpenRequest& request,
                                                   absl::FunctionRef<absl::Status()> interrupt) const {
-  BALLAST_RETURN_IF_ERROR(CheckSupported(request, core_->around.working_copies));
   Plan before;
   {
     JobMutexLock lock(&core_->mu);
     before = core_->state.plan();
   }
+  // The spec of a brief Open is one that was supported.
+  if (!model::IsBrief(request)) BALLAST_RETURN_IF_ERROR(CheckSupported(request, core_->around.working_copies));
   BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request, interrupt, before.get()));
   return std::make_shared<const model::EpochPlan>(std::move(made));
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
@@ -36,10 +35,11 @@ storage::TierBytes TakenBy(const SpaceState& state) {
 // others.
 absl::Status CheckContinues(const SpaceState& state, const model::EpochPlan& plan, const std::vector<uint64_t>& mine) {
   if (state.plan == nullptr) return absl::OkStatus();
-  const std::vector<uint64_t> held = ChunksOf(*state.plan, state.server_id);
   const auto& chunks = plan.layout().chunks();
+  if (plan.open().has_table() && &chunks == &state.plan->layout().chunks()) return absl::OkStatus();  // one layout
+  const std::vector<uint64_t> held = ChunksOf(*state.plan, state.server_id);
   const bool continues = std::all_of(held.begin(), held.end(), [&](uint64_t id) {
-    if (!std::binary_search(mine.begin(), mine.end(), id) && !plan.open().has_table()) return false;
+    if (!plan.open().has_table() && !std::binary_search(mine.begin(), mine.end(), id)) return false;
     const model::Chunk& was = state.plan->layout().chunks()[id];
     return id < chunks.size() && was.unit == chunks[id].unit && was.range == chunks[id].range;
   });
@@ -61,21 +61,34 @@ uint64_t LogSteps(const SpaceState& state) {
 
 // Of `mine`, the chunks that the job has.
 HeldChunks HeldOf(const SpaceState& state, const std::vector<uint64_t>& mine) {
-  absl::flat_hash_map<uint64_t, std::shared_ptr<HeldChunk>> by_id;
+  std::vector<const std::shared_ptr<HeldChunk>*> by_id;
   for (const auto* chunks : {state.chunks.get(), &state.leaving}) {
-    for (const auto& chunk : *chunks) by_id.try_emplace(chunk->id, chunk);
+    for (const auto& chunk : *chunks) {
+      if (chunk->id >= by_id.size()) by_id.resize(chunk->id + 1, nullptr);
+      if (by_id[chunk->id] == nullptr) by_id[chunk->id] = &chunk;
+    }
   }
   HeldChunks held;
+  held.reserve(mine.size());
   for (const uint64_t id : mine) {
-    const auto found = by_id.find(id);
-    held.push_back(found == by_id.end() ? nullptr : found->second);
+    held.push_back(id < by_id.size() && by_id[id] != nullptr ? *by_id[id] : nullptr);
   }
   return held;
 }
 
+// A copy of many tensors takes as long as all the rest of an Open.
+v1::JobSpec WithoutTensors(const v1::JobSpec& spec) {
+  v1::JobSpec rest;
+  rest.set_name(spec.name());
+  rest.set_chunk_elements(spec.chunk_elements());
+  rest.set_durability(spec.durability());
+  rest.set_pin_interval(spec.pin_interval());
+  return rest;
+}
+
 NewChunks NewOf(const SpaceState& state, const model::EpochPlan& plan, const std::vector<uint64_t>& mine,
                 const HeldChunks& held) {
-  NewChunks wanted{.spec = plan.open().spec(),
+  NewChunks wanted{.spec = WithoutTensors(plan.open().spec()),
                    .optimizer = *model::OptimizerOf(plan.open().spec()),
                    .ids = {},
                    .elements = {},
@@ -209,6 +222,11 @@ absl::StatusOr<SpaceNeed> Need(const SpaceState& state, const model::EpochPlan& 
   BALLAST_RETURN_IF_ERROR(CheckContinues(state, plan, need.mine));
   BALLAST_RETURN_IF_ERROR(ChooseStore(state, &need));
   Match(state, &need);
+  const uint32_t self = *plan.FindMember(state.server_id);
+  for (storage::ChunkToAdd& chunk : need.missing) {
+    const absl::Span<const uint32_t> fillers = plan.fillers_of(chunk.id);
+    chunk.copied = !state.recovering && std::find(fillers.begin(), fillers.end(), self) != fillers.end();
+  }
   return need;
 }
 

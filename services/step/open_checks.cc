@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/table.h"
 
 namespace ballast::services {
@@ -16,7 +17,11 @@ bool SamePlaces(const v1::OpenRequest& a, const v1::OpenRequest& b) {
                     });
 }
 
-absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
+namespace {
+
+// Whether the spec is the same, or has grown.
+bool SpecContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
+  if (model::SameSpec(older, newer)) return true;
   const v1::JobSpec& a = older.spec();
   const v1::JobSpec& b = newer.spec();
   const auto fixed = [](v1::JobSpec spec) {
@@ -27,9 +32,16 @@ absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest&
   for (int i = 0; same && i < a.registrations_size(); ++i) {
     same = a.registrations(i).SerializeAsString() == b.registrations(i).SerializeAsString();
   }
-  if (!same) {
+  return same;
+}
+
+}  // namespace
+
+absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
+  const std::string& job = older.spec().name();
+  if (!SpecContinues(older, newer)) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec,
-                        absl::StrCat("the spec of job '", a.name(),
+                        absl::StrCat("the spec of job '", job,
                                      "' may only grow by further registrations; the one that came differs from what "
                                      "is registered: take it from GetJob and append, or drop the job"));
   }
@@ -38,18 +50,18 @@ absl::Status CheckContinues(const v1::OpenRequest& older, const v1::OpenRequest&
   }
   if (newer.has_table()) {
     return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
-                        absl::StrCat("job '", a.name(), "' has ", older.table().shards_size(),
+                        absl::StrCat("job '", job, "' has ", older.table().shards_size(),
                                      " shards for good; the Open that came has ", newer.table().shards_size()));
   }
   if (older.has_table()) {
     return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
-                        absl::StrCat("job '", a.name(),
+                        absl::StrCat("job '", job,
                                      "' has its members in etcd; open it with the address of etcd, not with a list of "
                                      "servers"));
   }
   if (SamePlaces(older, newer)) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
-                      absl::StrCat("job '", a.name(), "' lies on ", model::MembersOf(older).size(),
+                      absl::StrCat("job '", job, "' lies on ", model::MembersOf(older).size(),
                                    " server(s); other members or weights would move its chunks, which is not "
                                    "supported: take the members from GetJob"));
 }
@@ -74,13 +86,11 @@ absl::Status CheckRegistered(const v1::OpenRequest& open, int known) {
 
 bool Continues(const v1::OpenRequest& older, const v1::OpenRequest& newer) {
   return older.has_table() && newer.has_table() && !newer.group().empty() && older.group() == newer.group() &&
-         older.tiling().SerializeAsString() == newer.tiling().SerializeAsString() &&
-         older.spec().SerializeAsString() == newer.spec().SerializeAsString();
+         older.tiling().SerializeAsString() == newer.tiling().SerializeAsString() && model::SameSpec(older, newer);
 }
 
 bool SamePlan(const v1::OpenRequest& a, const v1::OpenRequest& b) {
-  return a.tiling().SerializeAsString() == b.tiling().SerializeAsString() &&
-         a.spec().SerializeAsString() == b.spec().SerializeAsString() && a.spec_digest() == b.spec_digest() &&
+  return a.tiling().SerializeAsString() == b.tiling().SerializeAsString() && model::SameSpec(a, b) &&
          a.protocol_version() == b.protocol_version() && a.group() == b.group() && a.continues() == b.continues() &&
          std::equal(a.tensor_steps().begin(), a.tensor_steps().end(), b.tensor_steps().begin(),
                     b.tensor_steps().end()) &&

@@ -31,7 +31,7 @@ struct PromiseRecord {
   v1::Epoch epoch;
 };
 struct OpenRecord {
-  v1::OpenRequest open;
+  std::shared_ptr<const v1::OpenRequest> open;  // whole
 };
 struct PushedSlice;  // the bytes of a slice, which are the journal's
 struct SliceRecord {

@@ -234,7 +234,7 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
         CheckRegistered(request, m.plan == nullptr ? 0 : m.plan->open().spec().registrations_size()));
   }
   if (plan == nullptr) {
-    BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request));
+    BALLAST_ASSIGN_OR_RETURN(model::EpochPlan made, model::EpochPlan::Make(request, m.plan.get()));
     plan = std::make_shared<const model::EpochPlan>(std::move(made));
   }
   BALLAST_ASSIGN_OR_RETURN(const uint32_t index, plan->FindMember(m.id));
@@ -260,7 +260,7 @@ Outcome<v1::OpenResponse> StepMachine::Open(const v1::OpenRequest& request,
     m.Decide(request.base_decision(), /*log=*/true);
   }
   const bool another_table = change.table;
-  const uint64_t lsn = m.journal->Append(OpenRecord{request});
+  const uint64_t lsn = m.journal->Append(OpenRecord{plan->shared_open()});
   m.Adopt(std::move(plan), index, std::move(change));
   if (!another_table) return v1::OpenResponse();
   m.table_lsn = lsn;

@@ -142,7 +142,7 @@ absl::Status StepMachine::Replay(const StepRecord& record) {
     m.promised = promise->epoch;
     return absl::OkStatus();
   }
-  if (const auto* open = std::get_if<OpenRecord>(&record)) return m.ReplayOpen(open->open);
+  if (const auto* open = std::get_if<OpenRecord>(&record)) return m.ReplayOpen(*open->open);
   if (m.plan == nullptr) return Diverged(absl::StrCat("the log of server '", m.id, "' holds a step before any Open"));
   if (const auto* slice = std::get_if<SliceRecord>(&record)) return m.ReplaySlice(slice->header);
   if (const auto* prepared = std::get_if<PreparedStepRecord>(&record)) return m.ReplayPrepared(prepared->prepared);

@@ -139,9 +139,10 @@ absl::Status Arena::PageLockFor(int device) {
   return absl::OkStatus();
 }
 
-bool Arena::Lock() {
+bool Arena::Lock(Touch touch) {
   if (locked_ || bytes_.empty()) return true;
-  locked_ = mlock(bytes_.data(), bytes_.size()) == 0;
+  const unsigned flags = touch == Touch::kLater ? MLOCK_ONFAULT : 0;
+  locked_ = mlock2(bytes_.data(), bytes_.size(), flags) == 0;
   if (!locked_) (void)munlock(bytes_.data(), bytes_.size());  // a part may be locked
   return locked_;
 }

@@ -30,6 +30,7 @@ struct ChunkToAdd {
   std::optional<DurableChunk> durable;  // state left by an earlier run, in an extent kept by the NVMe tier
   uint64_t aside_bytes = 0;             // durable: NVMe budget to set aside for the chunk's automatic pins
   StateForm form = StateForm::kFull;
+  bool copied = false;  // its state comes later: nothing of it is touched before
 };
 
 // Asked before bytes of NVMe are taken: an error refuses them.

@@ -32,6 +32,10 @@ bool StoreAddition::restores() const {
   return std::all_of(added_.begin(), added_.end(), [](const auto& a) { return a.durable.has_value(); });
 }
 
+bool StoreAddition::AllAreCopied() const {
+  return std::all_of(added_.begin(), added_.end(), [](const auto& a) { return a.copied; });
+}
+
 absl::Status StoreAddition::Check() const {
   if (plan_.chunks.size() != added_.size()) {
     return Bad(model::kBadRequest, absl::StrCat("a plan of ", plan_.chunks.size(), " chunks for ", added_.size()));
@@ -73,7 +77,9 @@ absl::Status StoreAddition::TakeMemory() {
   }
   if (const uint64_t bytes = (shares() ? state.dram : 0) + working.dram; bytes > 0) {
     DramTier& tier = *core_.tiers->dram();
-    BALLAST_ASSIGN_OR_RETURN(dram_, restores() ? tier.AllocateToFill(bytes, kMemory) : tier.Allocate(bytes, kMemory));
+    BALLAST_ASSIGN_OR_RETURN(
+        dram_, restores() || AllAreCopied() ? tier.AllocateToFill(bytes, kMemory) : tier.Allocate(bytes, kMemory));
+    if (AllAreCopied()) tier.LockOnUse(&dram_);
     dram_.MarkRest(working.dram, TierPart::kWorking);
     dram_.Charge(core_.account);
   }

@@ -43,6 +43,7 @@ class StoreAddition {
   bool shares() const { return core_.tiers->hbm() == nullptr; }
   // Every chunk was left by an earlier run.
   bool restores() const;
+  bool AllAreCopied() const;
 
   StoreCore& core_;
   const absl::Span<const ChunkToAdd> added_;

@@ -52,6 +52,12 @@ void DramTier::Settle(DramBlock* block) const {
   Lock(&block->arena_);
 }
 
+void DramTier::LockOnUse(DramBlock* block) const {
+  if (beside_gpu() || block->arena_.Lock(Arena::Touch::kLater)) return;
+  locked_.store(false, std::memory_order_relaxed);
+  SayPageable();
+}
+
 absl::StatusOr<Arena> DramTier::Map(uint64_t bytes) const {
   BALLAST_ASSIGN_OR_RETURN(Arena arena, Arena::Map(bytes));
   if (gpu_.has_value()) {

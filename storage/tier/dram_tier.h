@@ -61,6 +61,9 @@ class DramTier {
   // resident and locks them meanwhile. On a server with a GPU that is done already.
   absl::StatusOr<DramBlock> AllocateToFill(uint64_t bytes, absl::string_view what);
   void Settle(DramBlock* block) const;
+  // Instead of Settle, for memory that is filled bit by bit: its pages become resident, and locked, with their first
+  // use.
+  void LockOnUse(DramBlock* block) const;
   // Memory as from Allocate, for a caller that has taken its budget already.
   absl::StatusOr<Arena> Map(uint64_t bytes) const;
   // All memory from here is locked, for a GPU or against swapping.

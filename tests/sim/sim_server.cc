@@ -280,7 +280,7 @@ void SimServer::CutAtSnapshot() {
   std::vector<int64_t> base(log_.size() + 1, std::numeric_limits<int64_t>::max());  // the lowest from here on
   for (size_t i = log_.size(); i-- > 0;) {
     const auto* open = std::get_if<services::OpenRecord>(&log_[i]);
-    base[i] = open == nullptr ? base[i + 1] : std::min(base[i + 1], open->open.base());
+    base[i] = open == nullptr ? base[i + 1] : std::min(base[i + 1], open->open->base());
   }
   size_t start = 0;
   for (size_t i = 0; i < log_.size(); ++i) {
@@ -332,7 +332,7 @@ void SimServer::Crash() {
 void SimServer::KeepInCatalog(size_t kept) {
   for (size_t i = 0; i < kept; ++i) {
     if (const auto* promise = std::get_if<services::PromiseRecord>(&log_[i])) promised_ = promise->epoch;
-    if (const auto* open = std::get_if<services::OpenRecord>(&log_[i])) open_ = open->open;
+    if (const auto* open = std::get_if<services::OpenRecord>(&log_[i])) open_ = *open->open;
     had_state_ = had_state_ || std::holds_alternative<services::PreparedStepRecord>(log_[i]);
   }
   log_.clear();

@@ -202,7 +202,8 @@ TEST_F(StepMachineTest, ALogOfALaterVersionsSpecIsRefused) {
       *before.mutable_open() = open;
       before.set_committed(-1);
       StepMachine other("a", kDisk, &host_, &host_);
-      const absl::Status status = snapshot ? other.Replay(SnapshotRecord{before}) : other.Replay(OpenRecord{open});
+      const absl::Status status = snapshot ? other.Replay(SnapshotRecord{before})
+                                           : other.Replay(OpenRecord{std::make_shared<const v1::OpenRequest>(open)});
       EXPECT_THAT(status, Fails(StatusCode::kInvalidArgument, model::kVersionsDiffer,
                                 dropped ? "not the digest of its spec" : "a ballast.v1.JobSpec came with field 99"));
     }

@@ -40,9 +40,9 @@ class Log : public storage::RecordSource {
     return Add(record);
   }
   Log& Open(int64_t base) {
-    OpenRecord record;
-    record.open.set_base(base);
-    return Add(record);
+    const auto open = std::make_shared<v1::OpenRequest>();
+    open->set_base(base);
+    return Add(OpenRecord{open});
   }
   Log& Slice(int64_t step, uint64_t attempt, uint64_t begin, v1::SliceKind kind = v1::SLICE_KIND_GRADIENT) {
     SliceRecord record;

@@ -1,0 +1,17 @@
+// Opens that leave their spec out: an Open that changes only the table says no more than that. A spec of 100,000
+// tensors takes megabytes, and a tenth of a second at each end.
+#pragma once
+
+#include "ballast/v1/state_service.pb.h"
+
+namespace ballast::model {
+
+// Does the Open name only its job in the spec? The spec is then that of an earlier Open of the same group's, which the
+// receiver has: the one of this spec_digest. Of the spec's own Open such a digest was compared with the spec.
+bool IsBrief(const v1::OpenRequest& open);
+// The same Open, brief. REQUIRES: spec_digest, a table and a group.
+v1::OpenRequest MakeBrief(const v1::OpenRequest& open);
+// Do both have one spec? At most one of them may be brief.
+bool SameSpec(const v1::OpenRequest& a, const v1::OpenRequest& b);
+
+}  // namespace ballast::model
