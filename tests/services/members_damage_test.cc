@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -79,6 +80,25 @@ class MembersDamageTest : public MembersFixture {
   void FlushAll(const std::string& name) {
     ASSERT_EQ(PinDurably(servers_.at(name)->get(), "job", group_->epoch(), step_), absl::OkStatus());
     ASSERT_EQ(UnpinDurably(servers_.at(name)->get(), "job", group_->epoch(), step_), absl::OkStatus());
+  }
+  // Chunks that nobody can pull from the server.
+  std::set<uint64_t> RefusedBy(const std::string& name) {
+    v1::PullRequest pull;
+    pull.set_job("job");
+    pull.set_version(step_);
+    pull.set_content(v1::CONTENT_WORKING);
+    std::set<uint64_t> refused;
+    for (const model::Chunk& chunk : layout_.chunks()) {
+      pull.set_unit(chunk.unit);
+      pull.set_begin(chunk.range.begin);
+      pull.set_end(chunk.range.end);
+      std::string to;
+      const auto pulled = group_->Pull(servers_[name]->get(), pull, absl::InfiniteFuture(), &to).Wait();
+      if (pulled.ok()) continue;
+      refused.insert(chunk.index);
+      EXPECT_EQ(model::ReasonOf(pulled.status()), model::kNotFilled) << pulled.status();
+    }
+    return refused;
   }
   std::string AwaitFailure(const std::string& name) {
     for (const absl::Time end = absl::Now() + absl::Minutes(1); absl::Now() < end;) {
@@ -212,22 +232,7 @@ TEST_P(RottenNvmeTest, TheScrubGivesUpWhatIsDamaged) {
   EXPECT_EQ(StatusOf("b").scrub().damaged(), 0);
   Steps(2);
   // Rank 0 pulls from the other server.
-  v1::PullRequest pull;
-  pull.set_job("job");
-  pull.set_version(step_);
-  pull.set_content(v1::CONTENT_WORKING);
-  uint64_t refused = 0;
-  for (const model::Chunk& chunk : layout_.chunks()) {
-    pull.set_unit(chunk.unit);
-    pull.set_begin(chunk.range.begin);
-    pull.set_end(chunk.range.end);
-    std::string to;
-    const auto pulled = group_->Pull(servers_["b"]->get(), pull, absl::InfiniteFuture(), &to).Wait();
-    if (pulled.ok()) continue;
-    ++refused;
-    EXPECT_EQ(model::ReasonOf(pulled.status()), model::kNotFilled) << pulled.status();
-  }
-  EXPECT_EQ(refused, unfilled);
+  EXPECT_EQ(RefusedBy("b").size(), unfilled);
   source_.opens = true;
   Steps(1);
   AwaitFilled("b");
@@ -250,6 +255,41 @@ TEST_P(RottenNvmeTest, ACrashBeforeTheCopyComes) {
   EXPECT_EQ(StatusOf("b").failure(), "");
   EXPECT_GE(StatusOf("b").unfilled_chunks(), unfilled);
   ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  Steps(1);
+  source_.opens = true;
+  AwaitFilled("b");
+  Steps(1);
+  ExpectSameOnBoth();
+}
+
+// The log alone makes up the chunks again, as of the last decided step. But the next one was prepared without them.
+TEST_P(RottenNvmeTest, ACrashBehindAPreparedStepWithoutTheChunk) {
+  Begin({"a", "b"}, 2);
+  Steps(3);
+  AwaitIdle(servers_["b"]->get(), "job");
+  RotEverything("b");
+  source_.opens = false;
+  Scrub("b");
+  const std::set<uint64_t> lacks = RefusedBy("b");
+  EXPECT_FALSE(lacks.empty());
+  ++step_;
+  for (uint32_t i = 0; i < group_->plan().slices().size(); ++i) {
+    for (const char* name : {"a", "b"}) {
+      if (name == std::string("b") && lacks.contains(group_->plan().slices()[i].chunk)) continue;
+      const auto pushed =
+          group_->BeginPushSlice(i, v1::SLICE_KIND_GRADIENT, GradientOf(step_), servers_[name]->get()).Wait();
+      ASSERT_TRUE(pushed.ok()) << pushed.status();
+    }
+  }
+  const auto prepared = group_->SealAll(UpdateHeader(Tensors()));
+  ASSERT_TRUE(prepared.ok()) << prepared.status();
+  Restart("b");
+  EXPECT_EQ(StatusOf("b").failure(), "");
+  EXPECT_EQ(StatusOf("b").unfilled_chunks(), lacks.size());
+  ASSERT_EQ(Reconfigure({"a", "b"}, 2), absl::OkStatus());
+  ASSERT_EQ(reference_.PushAll(v1::SLICE_KIND_GRADIENT, AllTensors(Tensors()), GradientOf(step_)), absl::OkStatus());
+  ASSERT_TRUE(reference_.Finish(UpdateHeader(Tensors())).ok());
+  ASSERT_EQ(group_->step(), step_ + 1) << "the prepared step was not adopted";
   Steps(1);
   source_.opens = true;
   AwaitFilled("b");
