@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/table.h"
@@ -19,6 +20,12 @@ absl::Time Soon(absl::Time deadline) { return std::min(deadline, absl::Now() + k
 bool IsMember(const google::protobuf::RepeatedPtrField<v1::Member>& members, const v1::Member& member) {
   return std::any_of(members.begin(), members.end(), [&](const v1::Member& one) {
     return one.server_id() == member.server_id() && one.disk() == member.disk();
+  });
+}
+
+std::string ShowAny(const std::vector<v1::Member>& members) {
+  return absl::StrJoin(members, " or ", [](std::string* out, const v1::Member& member) {
+    absl::StrAppend(out, "'", member.server_id(), "'");
   });
 }
 
@@ -86,23 +93,46 @@ bool JobKey::Has(absl::string_view server_id, uint64_t disk) const {
   });
 }
 
-std::string JobKey::ShowMissing(const std::vector<bool>& there) const {
-  std::vector<v1::Member> missing;
-  for (size_t m = 0; m < there.size(); ++m) {
-    if (!there[m]) missing.push_back(value_.table().members(static_cast<int>(m)));
-  }
-  return registry::ShowMembers(missing);
+std::vector<v1::Member> JobKey::Members(const std::vector<uint32_t>& indices) const {
+  std::vector<v1::Member> members;
+  for (const uint32_t m : indices) members.push_back(value_.table().members(static_cast<int>(m)));
+  return members;
 }
 
-absl::Status JobKey::CheckEnough(const std::vector<bool>& there) const {
-  const std::string lacking = model::ShardsWithout(value_.table(), there, model::Copies::kAny);
+absl::Status JobKey::CheckEnough(const std::vector<bool>& there, const std::vector<bool>& lost) const {
+  const v1::Table& table = value_.table();
+  const std::string lacking = model::ShardsWithout(table, there, model::Copies::kAny);
   if (lacking.empty()) return absl::OkStatus();
+  std::vector<bool> may = there;  // once all have started whose directories may be left
+  for (size_t m = 0; m < may.size(); ++m) may[m] = may[m] || !lost[m];
+  const std::string gone = model::ShardsWithout(table, may, model::Copies::kAny);
+  if (!gone.empty()) {
+    std::vector<uint32_t> others;
+    for (uint32_t m = 0; m < lost.size(); ++m) {
+      if (lost[m]) others.push_back(m);
+    }
+    return model::Error(
+        absl::StatusCode::kUnavailable, model::kServerDown,
+        absl::StrCat("no server has ", gone, " of job '", job_, "' any more: ", registry::ShowMembers(Members(others)),
+                     others.size() == 1 ? " answers" : " answer", " with another data directory than before, as after ",
+                     "a restart with durability none. If the old one is left, start the server with it; if not, the ",
+                     "job is lost: `ballastctl drop --job ", job_,
+                     "`, with --lost and the ids of servers that will not come back"));
+  }
+  const model::Missing missing = model::FindMissing(table, there, lost);
+  std::string start = "start them with their data directories";
+  if (missing.members.size() == 1) {
+    start = "start it with its data directory";
+  } else if (!missing.enough_alone.empty()) {
+    const bool all = missing.enough_alone.size() == missing.members.size();
+    start = absl::StrCat("start ", all ? "one of them" : ShowAny(Members(missing.enough_alone)),
+                         " with its data directory");
+  }
   return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
                       absl::StrCat("no server that answers holds ", lacking, " of job '", job_, "', which ",
-                                   ShowMissing(there), " had: start them with their data directories. If those are ",
-                                   "lost for ever (with durability none a restart is enough), so is the job: ",
-                                   "`ballastctl drop --job ", job_, "`, with --lost and the ids of servers that will ",
-                                   "not come back"));
+                                   registry::ShowMembers(Members(missing.members)),
+                                   missing.members.size() == 1 ? " has: " : " have: ", start,
+                                   "; one that runs is out of reach, or too slow"));
 }
 
 std::string JobKey::WhoRecovers(const std::vector<bool>& there, absl::Time deadline) const {

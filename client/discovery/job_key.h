@@ -2,6 +2,7 @@
 // fence is sent.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,13 +37,12 @@ class JobKey {
 
   // Whether the key names this server: id and directory.
   bool Has(absl::string_view server_id, uint64_t disk) const;
-  // `there`: which members are, by index. UNAVAILABLE (SERVER_DOWN) unless each chunk is on one of them, as far as the
-  // table says; names the members that are not.
-  absl::Status CheckEnough(const std::vector<bool>& there) const;
+  // `there`: which members are, by index. `lost`: under whose name another data directory answers. UNAVAILABLE
+  // (SERVER_DOWN) unless each chunk is on a member that is there, as far as the table says; names the members whose
+  // start helps, or says that none does.
+  absl::Status CheckEnough(const std::vector<bool>& there, const std::vector<bool>& lost) const;
   // A member that is not `there` and that is registered as one that recovers its jobs; empty: none.
   std::string WhoRecovers(const std::vector<bool>& there, absl::Time deadline) const;
-  // The members that are not `there`, for messages.
-  std::string ShowMissing(const std::vector<bool>& there) const;
   // Writes the table of the group that has claimed `epoch`, before it opens the job with it. STALE_EPOCH: another group
   // has claimed the job since. After any other error the key has the old table or the new.
   absl::Status WriteTable(const v1::Table& table, const v1::Epoch& epoch, absl::Time deadline);
@@ -61,6 +61,7 @@ class JobKey {
                                   const v1::Epoch* own = nullptr);
 
  private:
+  std::vector<v1::Member> Members(const std::vector<uint32_t>& indices) const;
   absl::Status CheckSame(const v1::Table& table) const;
   absl::Status CheckTable(absl::Span<const v1::GetJobResponse> answers) const;
   absl::Status CheckOwn(const v1::Epoch& own, const v1::Table& table) const;

@@ -113,8 +113,11 @@ absl::Status FirstSilence(const Answers<v1::IdentifyResponse>::All& answers) {
 absl::Status Members::Identify(const JobKey& key, Spares spares, absl::Duration patience, absl::Time deadline) {
   const uint32_t servers = router_->server_count();
   asked_ = key.has_places() ? static_cast<uint32_t>(key.value().table().members_size()) : servers;
-  const auto identities = router_->Ask(&Transport::Identify, "Identify", v1::IdentifyRequest(), deadline);
-  if (!key.has_places()) return TakeAll(key, spares, identities->Await(absl::InfiniteFuture())).status();
+  if (!key.has_places()) {
+    const auto identities = router_->Ask(&Transport::Identify, "Identify", v1::IdentifyRequest(), deadline);
+    return TakeAll(key, spares, identities->Await(absl::InfiniteFuture())).status();
+  }
+  const auto identities = AskWhoTheyAre(key, deadline);
   deadline = std::max(deadline, absl::Now() + patience);
   absl::Time until = absl::Now() + patience;
   for (;;) {
@@ -134,10 +137,30 @@ absl::Status Members::Identify(const JobKey& key, Spares spares, absl::Duration 
   }
 }
 
+// A server that may join is asked once: one that has just died is registered for some seconds yet, and must not hold up
+// a change.
+std::shared_ptr<Answers<v1::IdentifyResponse>> Members::AskWhoTheyAre(const JobKey& key, absl::Time deadline) const {
+  const uint32_t servers = router_->server_count();
+  const auto identities = std::make_shared<Answers<v1::IdentifyResponse>>(servers);
+  for (uint32_t i = 0; i < servers; ++i) {
+    Transport* const server = router_->transport(i);
+    Callback<v1::IdentifyResponse> done = [identities, i](absl::StatusOr<v1::IdentifyResponse> answer) {
+      identities->Add(i, std::move(answer));
+    };
+    if (IsSpare(key, *server)) {
+      server->Identify(v1::IdentifyRequest(), deadline, std::move(done));
+    } else {
+      router_->Call<v1::IdentifyRequest, v1::IdentifyResponse>(
+          &Transport::Identify, server, "Identify", std::make_shared<v1::IdentifyRequest>(), deadline, std::move(done));
+    }
+  }
+  return identities;
+}
+
 absl::Status Members::CheckEnough(const JobKey& key, absl::Time deadline) const {
   const std::vector<bool> there = There(key);
   if (std::all_of(there.begin(), there.end(), [](bool is) { return is; })) return absl::OkStatus();
-  BALLAST_RETURN_IF_ERROR(key.CheckEnough(there));
+  BALLAST_RETURN_IF_ERROR(key.CheckEnough(there, Lost(key)));
   const std::string recovering = key.WhoRecovers(there, std::max(deadline, absl::Now() + absl::Seconds(1)));
   if (recovering.empty()) return absl::OkStatus();
   return model::Error(
@@ -208,6 +231,15 @@ std::vector<bool> Members::There(const JobKey& key) const {
     there.push_back(known != nullptr && known->member.disk() == member.disk());
   }
   return there;
+}
+
+std::vector<bool> Members::Lost(const JobKey& key) const {
+  std::vector<bool> lost;
+  for (const v1::Member& member : key.value().table().members()) {
+    const Server* const known = Find(member.server_id());
+    lost.push_back(known != nullptr && known->member.disk() != member.disk());
+  }
+  return lost;
 }
 
 void Members::KeepOnly(const std::vector<std::string>& server_ids) {

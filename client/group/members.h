@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "absl/types/span.h"
 #include "ballast/client/discovery/job_key.h"
 #include "ballast/client/grpc_transport.h"
+#include "ballast/client/transport/answers.h"
 #include "ballast/client/transport/router.h"
 #include "ballast/v1/state_service.pb.h"
 
@@ -60,6 +62,8 @@ class Members {
   absl::Status FollowKey(const std::string& job, const JobKey& key);
   // Which members of the key's table are among the servers, by index.
   std::vector<bool> There(const JobKey& key) const;
+  // Under the names of which members another data directory answers.
+  std::vector<bool> Lost(const JobKey& key) const;
   // Stops using all other servers, whoever named them. The order stays.
   void KeepOnly(const std::vector<std::string>& server_ids);
   // Brings the members of `table` first, in its order; others stay behind them. REQUIRES: Has each.
@@ -76,6 +80,7 @@ class Members {
     uint64_t budget_bytes = 0;
   };
   const Server* Find(absl::string_view server_id) const;
+  std::shared_ptr<Answers<v1::IdentifyResponse>> AskWhoTheyAre(const JobKey& key, absl::Time deadline) const;
   // OK if the group can do without those that have not answered: each chunk is on a member, and nobody recovers.
   absl::Status CheckEnough(const JobKey& key, absl::Time deadline) const;
   // Takes a server's answer; false: the server is left out.

@@ -304,6 +304,26 @@ std::string ShardsWithout(const v1::Table& table, const std::vector<bool>& there
   return lacking == 0 ? "" : absl::StrCat(lacking, " of ", table.shards_size(), " shards");
 }
 
+Missing FindMissing(const v1::Table& table, const std::vector<bool>& there, const std::vector<bool>& lost) {
+  size_t lacking = 0;
+  std::vector<size_t> holds(there.size(), 0), has(there.size(), 0);  // of these shards
+  for (const v1::Shard& shard : table.shards()) {
+    std::vector<uint32_t> copies(shard.holders().begin(), shard.holders().end());
+    copies.insert(copies.end(), shard.fillers().begin(), shard.fillers().end());
+    if (std::any_of(copies.begin(), copies.end(), [&](uint32_t m) { return there[m]; })) continue;
+    ++lacking;
+    for (const uint32_t m : shard.holders()) ++holds[m];
+    for (const uint32_t m : copies) ++has[m];
+  }
+  Missing missing;
+  for (uint32_t m = 0; m < has.size(); ++m) {
+    if (has[m] == 0 || lost[m]) continue;
+    missing.members.push_back(m);
+    if (holds[m] == lacking) missing.enough_alone.push_back(m);
+  }
+  return missing;
+}
+
 v1::Table LeaveOut(const v1::Table& table, const std::vector<bool>& there) {
   v1::Table left;
   left.set_replicas(table.replicas());

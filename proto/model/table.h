@@ -58,6 +58,13 @@ std::vector<std::vector<uint32_t>> PlanWanted(const v1::Table& now, const Wanted
 enum class Copies { kHeld, kAny };
 std::string ShardsWithout(const v1::Table& table, const std::vector<bool>& there, Copies copies = Copies::kHeld);
 
+// Who could give the shards that nobody `there` has.
+struct Missing {
+  std::vector<uint32_t> members;       // neither there nor lost, hold or copy some of these shards
+  std::vector<uint32_t> enough_alone;  // those of them that hold all of these
+};
+Missing FindMissing(const v1::Table& table, const std::vector<bool>& there, const std::vector<bool>& lost);
+
 // The table without the members that are not `there`. A shard may have no holder then (ShardsWithout).
 v1::Table LeaveOut(const v1::Table& table, const std::vector<bool>& there);
 

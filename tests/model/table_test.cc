@@ -182,6 +182,13 @@ TEST(TableTest, WithoutAMemberTheOthersHoldWhatTheyHeld) {
   }
   EXPECT_EQ(ShardsWithout(fills, {false, false, true}), "4 of 12 shards") << "who fills a shard may lack it";
   EXPECT_EQ(ShardsWithout(fills, {false, false, true}, Copies::kAny), "");
+  const std::vector<bool> none(3, false);
+  const Missing missing = FindMissing(table, {false, false, true}, none);
+  EXPECT_EQ(missing.members, std::vector<uint32_t>({0, 1}));
+  EXPECT_EQ(missing.enough_alone, missing.members) << "each has what only these two hold";
+  EXPECT_EQ(FindMissing(table, none, none).members, std::vector<uint32_t>({0, 1, 2}));
+  EXPECT_EQ(FindMissing(table, none, none).enough_alone, std::vector<uint32_t>()) << "each shard is on two of three";
+  EXPECT_EQ(FindMissing(table, {false, false, true}, {true, false, false}).members, std::vector<uint32_t>({1}));
   const v1::Table left = LeaveOut(table, {true, false, true});
   EXPECT_EQ(CheckTable(left), absl::OkStatus());
   ASSERT_EQ(left.members_size(), 2);

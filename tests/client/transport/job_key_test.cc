@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -86,6 +87,45 @@ TEST(JobKey, KeepsWhereChunksAre) {
   ASSERT_EQ(first.value().table().shards_size(), 3);
   EXPECT_EQ(first.value().table().shards(2).holders(1), 1u);
   EXPECT_EQ(first.value().table().members(1).server_id(), "b");
+}
+
+// Shards of a ring: each on a server and the next one.
+TEST(JobKey, NamesWhoseStartHelps) {
+  SmallEtcd etcd;
+  registry::Registry registry = etcd.Connect();
+  JobKey key(&registry, "job");
+  ASSERT_EQ(key.Read(Soon()), absl::OkStatus());
+  v1::Table table = TableOf({{"a", 1}, {"b", 2}, {"c", 3}});
+  table.set_replicas(2);
+  for (uint32_t s = 0; s < 3; ++s) {
+    table.add_shards()->add_holders(std::min(s, (s + 1) % 3));
+    table.mutable_shards(static_cast<int>(s))->add_holders(std::max(s, (s + 1) % 3));
+  }
+  ASSERT_TRUE(key.Claim(table, EpochOf(1, 11), Soon()).ok());
+  const std::vector<bool> none(3, false);
+  EXPECT_EQ(key.CheckEnough({true, false, true}, none), absl::OkStatus());
+  const auto said = [&](const std::vector<bool>& there, const std::vector<bool>& lost) {
+    return std::string(key.CheckEnough(there, lost).message());
+  };
+  EXPECT_EQ(
+      said({false, false, true}, none),
+      "no server that answers holds 1 of 3 shards of job 'job', which 'a' (last seen at a:7070), 'b' (last seen at "
+      "b:7070) have: start one of them with its data directory; one that runs is out of reach, or too slow");
+  EXPECT_EQ(
+      said(none, none),
+      "no server that answers holds 3 of 3 shards of job 'job', which 'a' (last seen at a:7070), 'b' (last seen at "
+      "b:7070), 'c' (last seen at c:7070) have: start them with their data directories; one that runs is out of "
+      "reach, or too slow");
+  // 'a' answers with another directory: 'b' still has the shard that only they had.
+  EXPECT_EQ(
+      said({false, false, true}, {true, false, false}),
+      "no server that answers holds 1 of 3 shards of job 'job', which 'b' (last seen at b:7070) has: start it with "
+      "its data directory; one that runs is out of reach, or too slow");
+  const std::string lost = said({false, false, true}, {true, true, false});
+  EXPECT_TRUE(
+      absl::StartsWith(lost, "no server has 1 of 3 shards of job 'job' any more: 'a' (last seen at a:7070), 'b'"))
+      << lost;
+  EXPECT_TRUE(absl::StrContains(lost, "`ballastctl drop --job job`")) << lost;
 }
 
 // etcd came back from a backup: its table may be from before servers changed.
