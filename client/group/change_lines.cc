@@ -55,13 +55,6 @@ ShardCounts ShareOf(const v1::Table& was, const v1::Table& next, uint32_t member
   return part;
 }
 
-std::string ShowMissing(const std::vector<v1::Member>& missing) {
-  return absl::StrJoin(missing, ", ", [](std::string* out, const v1::Member& member) {
-    absl::StrAppend(out, "'", member.server_id(), "'");
-    if (!member.address().empty()) absl::StrAppend(out, " (last seen at ", member.address(), ")");
-  });
-}
-
 void ShowGone(const std::string& job, const v1::Table& was, const v1::Table& next, const model::Found& found,
               absl::Duration patience, std::vector<std::string>* lines) {
   std::vector<v1::Member> missing;
@@ -76,7 +69,7 @@ void ShowGone(const std::string& job, const v1::Table& was, const v1::Table& nex
     }
   }
   if (missing.empty()) return;
-  lines->push_back(absl::StrCat("job '", job, "' goes on without ", ShowMissing(missing), ", which did not answer for ",
+  lines->push_back(absl::StrCat("job '", job, "' goes on without ", ShowServers(missing), ", which did not answer for ",
                                 absl::FormatDuration(patience),
                                 " (failover_after), or lost what it had: the job has forgotten them; ",
                                 model::ShortShards(next), " of ", next.shards_size(), " shards now have fewer than ",
@@ -84,6 +77,13 @@ void ShowGone(const std::string& job, const v1::Table& was, const v1::Table& nex
 }
 
 }  // namespace
+
+std::string ShowServers(const std::vector<v1::Member>& servers) {
+  return absl::StrJoin(servers, ", ", [](std::string* out, const v1::Member& member) {
+    absl::StrAppend(out, "'", member.server_id(), "'");
+    if (!member.address().empty()) absl::StrAppend(out, " (last seen at ", member.address(), ")");
+  });
+}
 
 std::vector<std::string> ShowChange(const std::string& job, const v1::Table& was, const v1::Table& next,
                                     const model::Found& found, absl::Duration patience) {

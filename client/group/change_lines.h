@@ -10,6 +10,9 @@
 
 namespace ballast::client {
 
+// "'e1' (last seen at host:port), 'e2'"
+std::string ShowServers(const std::vector<v1::Member>& servers);
+
 // Who left, joins, copies or has copied, from the table `was` to `next`. `found`: in the fence, by `was`. `patience`:
 // how long silent servers were waited for. Empty if nothing changed.
 std::vector<std::string> ShowChange(const std::string& job, const v1::Table& was, const v1::Table& next,

@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "ballast/client/discovery/job_key.h"
 #include "ballast/client/group/change.h"
+#include "ballast/client/group/change_lines.h"
 #include "ballast/client/group/fencing.h"
 #include "ballast/client/group/members.h"
 #include "ballast/client/group/opens.h"
@@ -40,10 +41,21 @@ constexpr absl::Duration kAskTimeout = absl::Milliseconds(500);
 // machines are busy.
 constexpr absl::Duration kPatience = absl::Seconds(1), kPatienceMax = absl::Seconds(16);
 
+bool IsSame(const v1::Member& one, const v1::Member& server) {
+  return one.server_id() == server.server_id() && one.disk() == server.disk();
+}
+
 bool IsAmong(const std::vector<v1::Member>& servers, const v1::Member& server) {
-  return std::any_of(servers.begin(), servers.end(), [&](const v1::Member& one) {
-    return one.server_id() == server.server_id() && one.disk() == server.disk();
-  });
+  return std::any_of(servers.begin(), servers.end(), [&](const v1::Member& one) { return IsSame(one, server); });
+}
+
+bool IsAmong(const std::vector<Router::SilentServer>& servers, const v1::Member& server) {
+  return std::any_of(servers.begin(), servers.end(), [&](const auto& one) { return IsSame(one.member, server); });
+}
+
+bool AreSame(const std::vector<Router::SilentServer>& some, const std::vector<Router::SilentServer>& others) {
+  return std::equal(some.begin(), some.end(), others.begin(), others.end(),
+                    [](const auto& one, const auto& other) { return IsSame(one.member, other.member); });
 }
 
 v1::Member ServerOf(const v1::ServerEntry& entry) {
@@ -56,7 +68,7 @@ v1::Member ServerOf(const v1::ServerEntry& entry) {
 
 // Members where they were last seen, and servers that are registered, but for the silent ones.
 std::vector<v1::Member> ServersToAsk(const v1::Table& table, const std::vector<v1::ServerEntry>& entries,
-                                     const std::vector<v1::Member>& silent) {
+                                     const std::vector<Router::SilentServer>& silent) {
   std::vector<v1::Member> servers;
   for (const v1::ServerEntry& entry : entries) servers.push_back(ServerOf(entry));
   for (const v1::Member& member : table.members()) {
@@ -67,18 +79,19 @@ std::vector<v1::Member> ServersToAsk(const v1::Table& table, const std::vector<v
 }
 
 // Only who was silent for failover_after may be left out.
-absl::Status CheckOthersAnswer(const v1::Table& table, const std::vector<v1::Member>& silent,
+absl::Status CheckOthersAnswer(const v1::Table& table, const std::vector<Router::SilentServer>& silent,
                                const std::vector<v1::GetJobResponse>& answers, absl::Duration patience) {
+  std::vector<v1::Member> missing;
   for (const v1::Member& member : table.members()) {
     const bool answered = std::any_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& answer) {
       return answer.server_id() == member.server_id();
     });
-    if (answered || IsAmong(silent, member)) continue;
-    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
-                        absl::StrCat("server '", member.server_id(), "' did not answer within ",
-                                     absl::FormatDuration(patience), ", and is waited for"));
+    if (!answered && !IsAmong(silent, member)) missing.push_back(member);
   }
-  return absl::OkStatus();
+  if (missing.empty()) return absl::OkStatus();
+  return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                      absl::StrCat(ShowServers(missing), " did not answer within ", absl::FormatDuration(patience),
+                                   ", and ", missing.size() == 1 ? "is" : "are", " waited for"));
 }
 
 // Copies are missing, or members.
@@ -117,6 +130,19 @@ bool Keeper::Rest(absl::Duration time) {
   return !mutex_.AwaitWithTimeout(absl::Condition(&stopping_), time);
 }
 
+bool Keeper::LookForSilent(Sight* sight) const {
+  router_->LookForSilent();
+  std::vector<Router::SilentServer> silent = router_->Silent();
+  const bool same = AreSame(silent, sight->silent);
+  sight->silent = std::move(silent);
+  return !same;
+}
+
+bool Keeper::IsOver(const Sight& sight) const {
+  router_->LookForSilent();
+  return stopping() || !AreSame(router_->Silent(), sight.silent);
+}
+
 void Keeper::Run() {
   absl::Time ask = absl::InfinitePast(), retry = absl::InfinitePast(), reconsider = absl::InfiniteFuture();
   absl::Time consider = absl::InfinitePast();
@@ -124,7 +150,11 @@ void Keeper::Run() {
   Sight sight;
   while (Rest(kTick)) {
     const absl::Time now = absl::Now();
-    sight.silent = router_->Silent();
+    if (LookForSilent(&sight)) {
+      // What failed perhaps failed for want of a server's answers.
+      retry = absl::InfinitePast();
+      patience = kPatience;
+    }
     if (now >= ask) {
       ask = now + kAskInterval;
       LookAround(&sight);
@@ -138,7 +168,7 @@ void Keeper::Run() {
     const absl::StatusOr<Outcome> changed = Change(sight, patience);
     patience = changed.ok() ? kPatience : std::min(2 * patience, kPatienceMax);
     if (!changed.ok()) {
-      if (!stopping()) Tell(changed.status(), sight);
+      if (!IsOver(sight)) Tell(changed.status(), sight);
       continue;
     }
     // A change may be what a later wish waits for, and so may a server that did not answer.
@@ -155,12 +185,15 @@ void Keeper::Tell(const absl::Status& failed, const Sight& sight) {
   const absl::Time now = absl::Now();
   if (!options_.progress || now - told_ < kTellInterval) return;
   told_ = now;
-  std::vector<std::string> silent;
-  for (const v1::Member& server : sight.silent) silent.push_back(absl::StrCat("'", server.server_id(), "'"));
+  std::vector<std::string> silent, times;
+  for (const Router::SilentServer& server : sight.silent) {
+    silent.push_back(absl::StrCat("'", server.member.server_id(), "'"));
+    times.push_back(absl::StrCat(absl::ToInt64Seconds(now - server.since), " s"));
+  }
   options_.progress(absl::StrCat("job '", options_.job, "' ",
-                                 silent.empty()
-                                     ? "cannot change its servers yet"
-                                     : absl::StrCat("cannot go on without ", absl::StrJoin(silent, ", "), " yet"),
+                                 silent.empty() ? "cannot change its servers yet"
+                                                : absl::StrCat("cannot go on without ", absl::StrJoin(silent, ", "),
+                                                               " yet (no answer for ", absl::StrJoin(times, ", "), ")"),
                                  ": ", failed.message()));
 }
 
@@ -227,7 +260,7 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   for (const v1::Member& server : ServersToAsk(key.value().table(), entries, sight.silent)) {
     BALLAST_ASSIGN_OR_RETURN(transports.emplace_back(), any->Another(server));
   }
-  Router router(std::move(transports), {.interrupted = [this] { return stopping(); }});
+  Router router(std::move(transports), {.interrupted = [this, &sight] { return IsOver(sight); }});
   BALLAST_RETURN_IF_ERROR(router.made());
   Members members(&router);
   BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, patience, deadline));

@@ -52,7 +52,7 @@ class Keeper {
  private:
   // Why the servers may have to change, as far as is known without asking them.
   struct Sight {
-    std::vector<v1::Member> silent;
+    std::vector<Router::SilentServer> silent;
     bool copied = false;  // by the members' answers all that is copied is there
     std::string asked;    // the wish, and the servers that are registered
   };
@@ -60,6 +60,10 @@ class Keeper {
   void Run();
   bool Rest(absl::Duration time);
   bool stopping() const;
+  // Notes who is silent by now. Returns whether they are others than before.
+  bool LookForSilent(Sight* sight) const;
+  // Whether a change that goes by `sight` is to end: the keeper stops, or other servers are silent by now.
+  bool IsOver(const Sight& sight) const;
   // Asks etcd and the servers for all but `silent`.
   void LookAround(Sight* sight) const;
   // Whether members have copied all that they were to copy.

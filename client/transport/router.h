@@ -41,6 +41,7 @@
 #include "ballast/client/transport/admissions.h"
 #include "ballast/client/transport/answers.h"
 #include "ballast/client/transport/routes.h"
+#include "ballast/client/transport/silence.h"
 #include "ballast/client/transport/tally.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -88,10 +89,10 @@ class Router {
   void Reorder(absl::Span<const uint32_t> order);
 
   // The job is open by `plan`, in whose order the servers are. A server is replaceable if others have all its chunks.
-  // It is silent if nobody can connect to it, or if it does not answer a Commit; other calls may wait at a server that
-  // lives. Once a replaceable server has been silent for `failover_after`, Silent names it; or if the job's servers
-  // cannot change while it trains, operations there end with ABORTED (SERVER_DOWN), since the group can go on without
-  // it if it starts again. Other servers are waited for.
+  // It is silent if nobody can connect to it, or if it does not answer a Commit or a look; other calls may wait at a
+  // server that lives. Once a server has been silent for `failover_after`, Silent names it. If the job's servers cannot
+  // change while it trains, operations at a replaceable one end with ABORTED (SERVER_DOWN), since the group can go on
+  // without it if it starts again. Other servers are waited for.
   void SetRoutes(std::shared_ptr<const model::EpochPlan> plan, absl::Duration failover_after);
   // Null before SetRoutes.
   std::shared_ptr<const Routes> routes() const;
@@ -103,7 +104,14 @@ class Router {
     absl::MutexLock lock(&mutex_);
     expected_until_ = until;
   }
-  std::vector<v1::Member> Silent() const;
+  struct SilentServer {
+    v1::Member member;
+    absl::Time since;
+  };
+  std::vector<SilentServer> Silent() const;
+  // While a server does not answer, or a call has waited for a while: asks all servers whether they live, so that
+  // Silent also names those to which no call goes. Returns at once; to be called again and again, by one rank.
+  void LookForSilent();
   // While true, nobody changes the job's servers: then operations at silent ones end as where they never change.
   void PinRoutes(bool pinned) {
     absl::MutexLock lock(&mutex_);
@@ -240,9 +248,8 @@ class Router {
   void Activate(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Send(const OperationPtr& op);
   void OnAnswer(const OperationPtr& op, absl::Status status);
-  // Notes the end of a try that began at `since`. OK, or why operations at the server end: it is silent and
-  // replaceable.
-  absl::Status Silence(const Transport* server, bool prompt, const absl::Status& status, absl::Time since)
+  // After a try that ended with `status`: OK, or why operations at the server end, if it is silent and replaceable.
+  absl::Status CheckSilence(const Transport* server, const absl::Status& status) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Time TryDeadline(const Operation& op) const;
   bool Left(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -250,7 +257,7 @@ class Router {
   // Whether a refusal may come of an epoch that this session does not know yet.
   bool MayBeOutdated(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsSilent(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether the server, of whose chunks others have copies, did not answer the last call.
+  // Whether the server did not answer the last call.
   bool FailedLast(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Install(std::shared_ptr<const model::EpochPlan> plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether by the routes the operation's server has its chunk.
@@ -262,11 +269,13 @@ class Router {
   // Goes on with an operation whose server left, or whose refusal was of an older epoch.
   void Reroute(const OperationPtr& op);
   void AwaitRoutes(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether somebody waits for a later epoch of the group, and no server is asked for it.
+  // For how long the oldest operation has waited.
+  absl::Duration LongestOperation(absl::Time now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether somebody waits for a later epoch of the group, or may do so, and no server is asked for it.
   bool LooksForRoutes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Then asks one. On the router's thread.
   void LookForRoutes();
-  void OnLook(Transport* asked, const absl::StatusOr<v1::GetJobResponse>& answer);
+  void OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::GetJobResponse>& answer);
   // Another group has the job: what waits for a server that does not answer ends.
   void Supersede() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FetchOpen(Transport* asked);
@@ -300,8 +309,7 @@ class Router {
   const RouterOptions options_;
   const std::shared_ptr<Admissions> push_admissions_ = std::make_shared<Admissions>();
 
-  std::map<const Transport*, absl::Time> silent_since_ ABSL_GUARDED_BY(mutex_);  // of replaceable servers
-  absl::Time first_silence_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();    // the least of these
+  Silence silence_ ABSL_GUARDED_BY(mutex_);
   absl::Duration silence_max_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteDuration();
   std::shared_ptr<const Routes> routes_ ABSL_GUARDED_BY(mutex_);
   bool pinned_ ABSL_GUARDED_BY(mutex_) = false;

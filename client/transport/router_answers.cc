@@ -17,19 +17,8 @@ bool IsRetryable(const absl::Status& status) { return absl::IsUnavailable(status
 
 }  // namespace
 
-absl::Status Router::Silence(const Transport* server, bool prompt, const absl::Status& status, absl::Time since) {
-  const auto found = silent_since_.find(server);
-  if (found == silent_since_.end()) return absl::OkStatus();
-  const bool down = absl::IsUnavailable(status) && model::ReasonOf(status) != model::kBusy;
-  const bool hangs = absl::IsDeadlineExceeded(status);
-  const absl::Time now = absl::Now(), was = found->second;
-  if (down || (hangs && prompt)) found->second = std::min(found->second, down ? now : since);
-  if (!down && !hangs) found->second = absl::InfiniteFuture();
-  if (found->second != was) {
-    first_silence_ = absl::InfiniteFuture();
-    for (const auto& [one, silent_since] : silent_since_) first_silence_ = std::min(first_silence_, silent_since);
-  }
-  if (now - found->second < silence_max_ || server->recovers() || (routes_->may_change() && !pinned_)) {
+absl::Status Router::CheckSilence(const Transport* server, const absl::Status& status) const {
+  if (!silence_.IsReplaceable(server) || !IsSilent(server) || (routes_->may_change() && !pinned_)) {
     return absl::OkStatus();
   }
   return model::Error(
@@ -46,7 +35,7 @@ absl::Time Router::TryDeadline(const Operation& op) const {
     absl::MutexLock lock(&mutex_);
     // Seals are answered within half a second, whatever is missing.
     const absl::Duration least = op.prompt ? absl::Seconds(1) : absl::Seconds(2);
-    if (silent_since_.contains(op.server)) timeout = std::min(timeout, std::max(silence_max_, least));
+    if (silence_.IsReplaceable(op.server)) timeout = std::min(timeout, std::max(silence_max_, least));
   }
   return std::min(op.deadline, absl::Now() + timeout);
 }
@@ -60,7 +49,7 @@ Router::Next Router::Classify(const Operation& op, const absl::Status& status) c
     // server lost the Commit, a later try waits there until its deadline.
     const bool overloaded = absl::IsUnavailable(status) && model::ReasonOf(status) == model::kBusy;
     // Of a server that hangs, a Commit tells whether it lives.
-    const bool hangs = absl::IsDeadlineExceeded(status) && silent_since_.contains(op.server);
+    const bool hangs = absl::IsDeadlineExceeded(status) && silence_.IsReplaceable(op.server);
     const bool asks = (op.awaits_commit || hangs) && !overloaded;
     return asks && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
   }
@@ -105,7 +94,8 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
     absl::MutexLock lock(&mutex_);
     if (absl::IsCancelled(status) && !stopped_.ok()) status = stopped_;
     next = Classify(*op, status);
-    absl::Status silence = Silence(op->server, op->prompt, status, op->tried);
+    silence_.Note(op->server, op->prompt ? Silence::Call::kPrompt : Silence::Call::kPatient, status, op->tried);
+    absl::Status silence = CheckSilence(op->server, status);
     if (silence.ok() && IsRetryable(status)) silence = superseded_;
     if (!silence.ok() && next != Next::kDone) {
       status = std::move(silence);
@@ -172,10 +162,10 @@ void Router::Repair(const OperationPtr& op, Next how) {
     server->Open(*open, try_deadline, [then](absl::StatusOr<v1::OpenResponse> r) { then(r.status()); });
   } else if (commit != nullptr) {
     server->Commit(*commit, try_deadline,
-                   [this, server, then, since = absl::Now()](absl::StatusOr<v1::CommitResponse> r) {
+                   [this, server, then, sent = absl::Now()](absl::StatusOr<v1::CommitResponse> r) {
                      {
                        absl::MutexLock lock(&mutex_);
-                       (void)Silence(server, /*prompt=*/true, r.status(), since);  // the operation's next answer tells
+                       silence_.Note(server, Silence::Call::kPrompt, r.status(), sent);
                      }
                      then(r.status());
                    });

@@ -13,10 +13,14 @@
 namespace ballast::client {
 namespace {
 
-// How often a server is asked for the group's next epoch: by calls that were refused as of an older one, and while a
-// server is silent.
-constexpr absl::Duration kLookInterval = absl::Milliseconds(20), kSilentInterval = absl::Milliseconds(200);
-constexpr absl::Duration kLookTimeout = absl::Seconds(1);
+// How often a server is asked for the group's next epoch: by calls that were refused as of an older one, while a server
+// is silent, and while a call waits so long that the server may be, and all ranks may ask.
+constexpr absl::Duration kLookInterval = absl::Milliseconds(20), kSilentInterval = absl::Milliseconds(200),
+                         kWaitingInterval = absl::Milliseconds(500);
+// A look may take failover_after, within these bounds: machines are busy, and who does not answer is named then.
+constexpr absl::Duration kLookTimeout = absl::Seconds(1), kLookTimeoutMax = absl::Seconds(2);
+// How long a call waits before rank 0 looks whether servers live.
+constexpr absl::Duration kSuspectAfter = absl::Milliseconds(250);
 
 // A slice on its way to all servers of its chunk. Tells once all have answered: the first error, or OK.
 class ToAll {
@@ -55,12 +59,7 @@ void Router::SetRoutes(std::shared_ptr<const model::EpochPlan> plan, absl::Durat
 void Router::Install(std::shared_ptr<const model::EpochPlan> plan) {
   auto routes = std::make_shared<Routes>();
   for (const auto& server : servers_) routes->servers.push_back(server.get());
-  silent_since_.clear();
-  first_silence_ = absl::InfiniteFuture();
-  const std::vector<bool> replaceable = model::Replaceable(plan->open().table());
-  for (size_t i = 0; i < replaceable.size(); ++i) {
-    if (replaceable[i]) silent_since_[routes->servers[i]] = absl::InfiniteFuture();
-  }
+  silence_.Watch(routes->servers, model::Replaceable(plan->open().table()));
   routes->plan = std::move(plan);
   routes_ = std::move(routes);
 }
@@ -84,10 +83,7 @@ Transport* Router::HolderFor(Source source) const {
   return wanted;
 }
 
-bool Router::FailedLast(const Transport* server) const {
-  const auto found = silent_since_.find(server);
-  return found != silent_since_.end() && found->second < absl::InfiniteFuture();
-}
+bool Router::FailedLast(const Transport* server) const { return silence_.Since(server) < absl::InfiniteFuture(); }
 
 void Router::PushSlice(uint64_t chunk, const v1::PushRequest& header, absl::Span<const std::byte> payload,
                        absl::Time deadline, std::function<void(absl::Status)> done,
@@ -106,17 +102,44 @@ void Router::PushSlice(uint64_t chunk, const v1::PushRequest& header, absl::Span
 }
 
 bool Router::IsSilent(const Transport* server) const {
-  const auto found = silent_since_.find(server);
-  return found != silent_since_.end() && absl::Now() - found->second >= silence_max_ && !server->recovers();
+  return absl::Now() - silence_.Since(server) >= silence_max_ && !server->recovers();
 }
 
-std::vector<v1::Member> Router::Silent() const {
+std::vector<Router::SilentServer> Router::Silent() const {
   absl::MutexLock lock(&mutex_);
-  std::vector<v1::Member> silent;
+  std::vector<SilentServer> silent;
   for (size_t i = 0; routes_ != nullptr && i < routes_->servers.size(); ++i) {
-    if (IsSilent(routes_->servers[i])) silent.push_back(routes_->plan->members()[static_cast<int>(i)]);
+    const Transport* const server = routes_->servers[i];
+    if (IsSilent(server)) silent.push_back({routes_->plan->members()[static_cast<int>(i)], silence_.Since(server)});
   }
   return silent;
+}
+
+absl::Duration Router::LongestOperation(absl::Time now) const {
+  return active_.empty() ? absl::ZeroDuration() : now - active_.front()->started;
+}
+
+void Router::LookForSilent() {
+  const absl::Time now = absl::Now();
+  std::vector<Transport*> asked;
+  v1::GetJobRequest request;
+  request.set_without_open(true);
+  absl::Duration timeout = kLookTimeout;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (routes_ == nullptr || !stopped_.ok()) return;
+    if (silence_.first() == absl::InfiniteFuture() && LongestOperation(now) < kSuspectAfter) return;
+    asked = silence_.ToAsk(now);
+    request.set_job(routes_->open().spec().name());
+    timeout = std::clamp(silence_max_, kLookTimeout, kLookTimeoutMax);
+  }
+  for (Transport* const server : asked) {
+    server->GetJob(request, now + timeout, [this, server, now](const absl::StatusOr<v1::GetJobResponse>& answer) {
+      absl::MutexLock lock(&mutex_);
+      silence_.Note(server, Silence::Call::kLook, answer.status(), now);
+      silence_.Asked(server, absl::Now() + kSilentInterval);
+    });
+  }
 }
 
 bool Router::MayBeOutdated(const Operation& op, const absl::Status& status) const {
@@ -171,7 +194,8 @@ void Router::Reroute(const OperationPtr& op) {
 
 bool Router::LooksForRoutes() const {
   if (looking_ || routes_ == nullptr || !routes_->may_change() || !stopped_.ok()) return false;
-  return !refused_.empty() || absl::Now() - first_silence_ >= silence_max_;
+  const absl::Time now = absl::Now();
+  return !refused_.empty() || now - silence_.first() >= silence_max_ || LongestOperation(now) >= silence_max_;
 }
 
 void Router::LookForRoutes() {
@@ -197,14 +221,19 @@ void Router::LookForRoutes() {
   }
   for (const OperationPtr& op : late) Finish(op, op->last);
   asked->GetJob(request, absl::Now() + kLookTimeout,
-                [this, asked](const absl::StatusOr<v1::GetJobResponse>& answer) { OnLook(asked, answer); });
+                [this, asked, sent = absl::Now()](const absl::StatusOr<v1::GetJobResponse>& answer) {
+                  OnLook(asked, sent, answer);
+                });
 }
 
 // On a transport's thread: what follows is done on the router's.
-void Router::OnLook(Transport* asked, const absl::StatusOr<v1::GetJobResponse>& answer) {
+void Router::OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::GetJobResponse>& answer) {
   absl::MutexLock lock(&mutex_);
   looking_ = false;
-  look_after_ = absl::Now() + std::min(kSilentInterval, kLookInterval * (1 + looks_++));
+  const bool only_waits = refused_.empty() && silence_.first() == absl::InfiniteFuture();
+  look_after_ =
+      absl::Now() + (only_waits ? kWaitingInterval : std::min(kSilentInterval, kLookInterval * (1 + looks_++)));
+  silence_.Note(asked, Silence::Call::kLook, answer.status(), sent);
   if (!stopped_.ok() || !answer.ok()) return;
   const Routes& now = *routes_;
   if (model::Compare(answer->opened(), now.epoch()) > 0) {

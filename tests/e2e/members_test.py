@@ -213,6 +213,27 @@ def test_a_group_at_work_loses_servers(etcd, folder, bits):
     check_bits(etcd, 'live', training)
 
 
+def test_a_group_at_work_loses_two_servers_at_once(etcd, folder, bits):
+    """No call goes to the second while the first is waited for."""
+    a, b, c, d = several(etcd, 'two', folder, 'abcd')
+    training = Training(f'{etcd.url("two")}?servers=4', 'two', folder, '--replicas', '3', '--failover-after', '1', model=LONG)
+    training.step(4)
+    a.process.kill()
+    b.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: members(etcd, 'two') == ['c', 'd'], 'neither is a member any more')
+    assert 'cannot go on without' not in training.log.read_text(), training.log.read_text()
+    wait_for(lambda: not places(etcd, 'two', 'fillers'), 'c and d have all')
+    # Now either of them is enough, and neither is there.
+    c.process.kill()
+    d.end(signal.SIGKILL)
+    training.says(r"cannot go on without 'c', 'd' yet \(no answer for \d+ s, \d+ s\): no server that answers holds 1024 of 1024 shards of job "
+                  r"'two', which 'c' \(last seen at \S+\), 'd' \(last seen at \S+\) have: start one of them with its data directory")
+    d.start()
+    training.says("goes on without 'c'")
+    assert 'ballastctl drop' not in training.log.read_text(), 'nobody said that anything is lost'
+    check_bits(etcd, 'two', training)
+
+
 def rot(folder, name):
     """Flips a byte of each block that a server that has ended left on its disk, but for zeros."""
     with open(folder / name / 'nvme.tier', 'r+b') as tier:

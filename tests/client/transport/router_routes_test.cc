@@ -83,6 +83,24 @@ class RouterRoutesTest : public ::testing::Test {
     made_[id] = server.get();
     return server;
   }
+  // Of a server that has the first epoch.
+  static v1::GetJobResponse Opened() {
+    v1::GetJobResponse job;
+    job.mutable_opened()->set_counter(3);
+    job.mutable_promised()->set_counter(3);
+    return job;
+  }
+  // Looks until so many servers are silent, and names them.
+  std::vector<std::string> AwaitSilent(size_t count) {
+    for (;;) {
+      router().LookForSilent();
+      const auto silent = router().Silent();
+      std::vector<std::string> names;
+      for (const Router::SilentServer& server : silent) names.push_back(server.member.server_id());
+      if (names.size() == count) return names;
+      absl::SleepFor(absl::Milliseconds(10));
+    }
+  }
   Router& router() { return *servers_.router; }
   std::shared_ptr<Tally> Push(uint64_t chunk) {
     v1::PushRequest header;
@@ -343,18 +361,87 @@ TEST_F(RouterRoutesTest, ASilentServerIsNamedAndWaitedFor) {
   servers_[1].on_push = [](const v1::PushRequest&) -> absl::StatusOr<v1::PushResponse> {
     return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
   };
+  servers_[1].on_get_job = [](const v1::GetJobRequest&) -> absl::StatusOr<v1::GetJobResponse> {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  };
   const auto pushed = Push(0);
-  std::vector<v1::Member> silent;
-  while (silent.empty()) {
-    absl::SleepFor(absl::Milliseconds(10));
-    silent = router().Silent();
-  }
-  ASSERT_EQ(silent.size(), 1);
-  EXPECT_EQ(silent[0].server_id(), "s1");
+  EXPECT_THAT(AwaitSilent(1), ElementsAre("s1"));
   EXPECT_FALSE(pushed->WaitUntil(absl::Now() + absl::Milliseconds(100))) << "a group that may change its servers waits";
   Continue(4, {"s0"}, {{{0}, {}}, {{0}, {}}});
   EXPECT_EQ(pushed->Wait(), absl::OkStatus());
+  EXPECT_THAT(AwaitSilent(0), IsEmpty());
+}
+
+TEST_F(RouterRoutesTest, ASilentServerIsNamedThoughNoCallGoesThere) {
+  const absl::Status down = model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  servers_[0].on_get_job = [&](const v1::GetJobRequest&) -> absl::StatusOr<v1::GetJobResponse> { return down; };
+  servers_[1].on_get_job = servers_[0].on_get_job;
+  router().LookForSilent();
   EXPECT_THAT(router().Silent(), IsEmpty());
+  servers_[1].on_seal = [&](const v1::SealRequest&) -> absl::StatusOr<v1::SealResponse> { return down; };
+  const auto tally = std::make_shared<Tally>();
+  tally->Start();
+  router().Call<v1::SealRequest, v1::SealResponse>(
+      &Transport::Seal, 1, "Seal", std::make_shared<v1::SealRequest>(), Soon(),
+      [tally](const absl::StatusOr<v1::SealResponse>& answer) { tally->Finish(answer.status()); });
+  EXPECT_THAT(AwaitSilent(2), ElementsAre("s0", "s1"));
+  // Both are waited for, and are back.
+  servers_[0].on_get_job = [](const v1::GetJobRequest&) { return absl::StatusOr<v1::GetJobResponse>(Opened()); };
+  servers_[1].on_get_job = servers_[0].on_get_job;
+  EXPECT_THAT(AwaitSilent(0), IsEmpty());
+  servers_[1].on_seal = nullptr;
+  EXPECT_EQ(tally->Wait(), absl::OkStatus());
+}
+
+TEST_F(RouterRoutesTest, AServerThatHangsIsFoundByALook) {
+  servers_[1].HoldPushes();
+  servers_[1].on_get_job = [](const v1::GetJobRequest&) -> absl::StatusOr<v1::GetJobResponse> {
+    return absl::DeadlineExceededError("no answer");
+  };
+  const auto pushed = Push(0);
+  EXPECT_THAT(AwaitSilent(1), ElementsAre("s1"));
+  EXPECT_EQ(servers_[1].pushed().size(), 1) << "the push is still under way";
+  servers_[1].on_get_job = [](const v1::GetJobRequest&) { return absl::StatusOr<v1::GetJobResponse>(Opened()); };
+  EXPECT_THAT(AwaitSilent(0), IsEmpty());
+  servers_[1].AnswerPushes();
+  EXPECT_EQ(pushed->Wait(), absl::OkStatus());
+}
+
+// A rank that waits for a server that hangs learns of the next epoch from another one.
+TEST_F(RouterRoutesTest, ACallThatWaitsLongLooksForTheNextEpoch) {
+  FakeServer& hangs = servers_[1];
+  hangs.HoldPushes();
+  const v1::OpenRequest open = Open(4, {"s0"}, {{{0}, {}}, {{0}, {}}});
+  servers_[0].on_get_job = [&](const v1::GetJobRequest& request) {
+    v1::GetJobResponse job;
+    *job.mutable_opened() = *job.mutable_promised() = open.epoch();
+    if (!request.without_open()) *job.mutable_open() = open;
+    return absl::StatusOr<v1::GetJobResponse>(job);
+  };
+  const auto pushed = Push(0);
+  while (router().routes()->epoch().counter() < 4) absl::SleepFor(absl::Milliseconds(5));
+  hangs.AnswerPushes(absl::CancelledError("cancelled"));
+  EXPECT_EQ(pushed->Wait(), absl::OkStatus());
+}
+
+TEST_F(RouterRoutesTest, ALookFindsThatAHolderIsBack) {
+  FakeServer* const source = &servers_[router().routes()->plan->SourceFor(0, 0)];
+  std::atomic<bool> down{true};
+  source->on_pull = [&](const v1::PullRequest&, absl::Span<std::byte>) {
+    if (!down) return absl::OkStatus();
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  };
+  source->on_get_job = [&](const v1::GetJobRequest&) -> absl::StatusOr<v1::GetJobResponse> {
+    if (!down) return Opened();
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  };
+  EXPECT_EQ(Pull(0), absl::OkStatus());
+  EXPECT_EQ(source->pulled().size(), 1) << "another holder answered";
+  down = false;
+  while (source->pulled().size() < 2) {
+    router().LookForSilent();
+    EXPECT_EQ(Pull(0), absl::OkStatus());
+  }
 }
 
 }  // namespace
