@@ -50,6 +50,8 @@ class Transport {
                         "server " + name() + " was not named by a registry");
   }
 
+  // With `shares_memory`, a transport whose slices could go through shared memory makes this memory now, and not at the
+  // first slice.
   virtual void Identify(const v1::IdentifyRequest&, absl::Time deadline, Callback<v1::IdentifyResponse>) = 0;
   virtual void GetJob(const v1::GetJobRequest&, absl::Time deadline, Callback<v1::GetJobResponse>) = 0;
   virtual void Fence(const v1::FenceRequest&, absl::Time deadline, Callback<v1::FenceResponse>) = 0;

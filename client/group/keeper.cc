@@ -262,7 +262,7 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   }
   Router router(std::move(transports), {.interrupted = [this, &sight] { return IsOver(sight); }});
   BALLAST_RETURN_IF_ERROR(router.made());
-  Members members(&router);
+  Members members(&router, Members::Uses::kCalls);
   BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, patience, deadline));
   Outcome outcome;
   outcome.complete = std::all_of(entries.begin(), entries.end(), [&](const v1::ServerEntry& entry) {

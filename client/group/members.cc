@@ -114,7 +114,7 @@ absl::Status Members::Identify(const JobKey& key, Spares spares, absl::Duration 
   const uint32_t servers = router_->server_count();
   asked_ = key.has_places() ? static_cast<uint32_t>(key.value().table().members_size()) : servers;
   if (!key.has_places()) {
-    const auto identities = router_->Ask(&Transport::Identify, "Identify", v1::IdentifyRequest(), deadline);
+    const auto identities = router_->Ask(&Transport::Identify, "Identify", Question(), deadline);
     return TakeAll(key, spares, identities->Await(absl::InfiniteFuture())).status();
   }
   const auto identities = AskWhoTheyAre(key, deadline);
@@ -137,6 +137,12 @@ absl::Status Members::Identify(const JobKey& key, Spares spares, absl::Duration 
   }
 }
 
+v1::IdentifyRequest Members::Question() const {
+  v1::IdentifyRequest question;
+  question.set_shares_memory(uses_ == Uses::kSlices);
+  return question;
+}
+
 // A server that may join is asked once: one that has just died is registered for some seconds yet, and must not hold up
 // a change.
 std::shared_ptr<Answers<v1::IdentifyResponse>> Members::AskWhoTheyAre(const JobKey& key, absl::Time deadline) const {
@@ -148,10 +154,10 @@ std::shared_ptr<Answers<v1::IdentifyResponse>> Members::AskWhoTheyAre(const JobK
       identities->Add(i, std::move(answer));
     };
     if (IsSpare(key, *server)) {
-      server->Identify(v1::IdentifyRequest(), deadline, std::move(done));
+      server->Identify(Question(), deadline, std::move(done));
     } else {
       router_->Call<v1::IdentifyRequest, v1::IdentifyResponse>(
-          &Transport::Identify, server, "Identify", std::make_shared<v1::IdentifyRequest>(), deadline, std::move(done));
+          &Transport::Identify, server, "Identify", std::make_shared<v1::IdentifyRequest>(Question()), deadline, std::move(done));
     }
   }
   return identities;

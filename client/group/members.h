@@ -30,8 +30,10 @@ inline bool IsSilence(const absl::Status& status) {
 
 class Members {
  public:
+  // What the router is for. Calls alone need no memory that is shared with servers on this host.
+  enum class Uses { kSlices, kCalls };
   // Borrows `router`; Match brings the router's servers into the job's order.
-  explicit Members(Router* router) : router_(router) {}
+  explicit Members(Router* router, Uses uses = Uses::kSlices) : router_(router), uses_(uses) {}
 
   // Asks every server for its id and protocol version. Every rank asks for itself, because its list may have another
   // order than rank 0's, and its program another version. `key`, as read: if it says where chunks are, servers that do
@@ -80,6 +82,7 @@ class Members {
     uint64_t budget_bytes = 0;
   };
   const Server* Find(absl::string_view server_id) const;
+  v1::IdentifyRequest Question() const;
   std::shared_ptr<Answers<v1::IdentifyResponse>> AskWhoTheyAre(const JobKey& key, absl::Time deadline) const;
   // OK if the group can do without those that have not answered: each chunk is on a member, and nobody recovers.
   absl::Status CheckEnough(const JobKey& key, absl::Time deadline) const;
@@ -93,6 +96,7 @@ class Members {
   void Reorder(const std::vector<uint32_t>& order);
 
   Router* router_;
+  Uses uses_;
   uint32_t asked_ = 0;
   std::vector<Server> servers_;
 };

@@ -58,10 +58,13 @@ class GrpcTransport final : public Transport {
     calls_.Cancel();
   }
 
-  // Also begins to share memory, where the server is on this host. Calls back once that is settled.
+  // If the request says so, also begins to share memory where the server is on this host, and calls back once that is
+  // settled.
   void Identify(const v1::IdentifyRequest& request, absl::Time deadline, Callback<v1::IdentifyResponse> done) override {
     done = WithTlsFault(deadline, std::move(done));
-    if (sharing_.Begin(/*at_once=*/true)) return IdentifyAndShare(request, deadline, std::move(done));
+    if (request.shares_memory() && sharing_.Begin(/*at_once=*/true)) {
+      return IdentifyAndShare(request, deadline, std::move(done));
+    }
     Unary(&Async::Identify, request, deadline, std::move(done));
   }
   void GetJob(const v1::GetJobRequest& request, absl::Time deadline, Callback<v1::GetJobResponse> done) override {

@@ -33,7 +33,8 @@ class FakeServer final : public Transport {
   template <typename Request, typename Response>
   using Answers = std::function<absl::StatusOr<Response>(const Request&)>;
 
-  uint64_t disk = 0;  // Member.disk
+  uint64_t disk = 0;           // Member.disk
+  bool shares_memory = false;  // as the last Identify asked for
   // Null: an empty answer.
   Answers<v1::GetJobRequest, v1::GetJobResponse> on_get_job;
   Answers<v1::FenceRequest, v1::FenceResponse> on_fence;
@@ -77,7 +78,8 @@ class FakeServer final : public Transport {
   std::string registered_as() const override { return disk == 0 ? "" : model::TargetOf(name_, disk); }
   absl::StatusOr<std::unique_ptr<Transport>> Another(const v1::Member& member) override { return transports(member); }
   bool checks_bytes() const override { return false; }
-  void Identify(const v1::IdentifyRequest&, absl::Time, Callback<v1::IdentifyResponse> done) override {
+  void Identify(const v1::IdentifyRequest& request, absl::Time, Callback<v1::IdentifyResponse> done) override {
+    shares_memory = request.shares_memory();
     v1::IdentifyResponse identity;
     identity.set_server_id(name_);
     identity.set_protocol_version(model::kProtocolVersion);

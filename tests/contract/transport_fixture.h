@@ -62,8 +62,10 @@ class TransportContract : public ::testing::TestWithParam<Wire> {
     }
     if (GetParam() == Wire::kShared) {
       // A hand-over that takes longer than some seconds is given up.
+      v1::IdentifyRequest share;
+      share.set_shares_memory(true);
       for (int i = 0; i < 10 && shared().mapped_bytes == 0; ++i) {
-        ASSERT_EQ(Call(&client::Transport::Identify, v1::IdentifyRequest()).status(), absl::OkStatus());
+        ASSERT_EQ(Call(&client::Transport::Identify, share).status(), absl::OkStatus());
       }
       ASSERT_GT(shared().mapped_bytes, 0u) << rpc_->shared_memory_status();
     }

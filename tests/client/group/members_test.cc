@@ -2,7 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "ballast/tests/client/fake_server.h"
 
 namespace ballast::client {
 namespace {
@@ -31,6 +37,22 @@ TEST(Members, NoPageWhereNoneIsTold) {
   EXPECT_EQ(PageOf("", "node2:7070"), "");
   EXPECT_EQ(PageOf("javascript:alert(1)", "node2:7070"), "");
   EXPECT_EQ(PageOf("10.0.0.2:9070", "embedded"), "");
+}
+
+TEST(Members, OnlySlicesNeedSharedMemory) {
+  auto made = std::make_unique<FakeServer>("one");
+  FakeServer* const server = made.get();
+  std::vector<std::unique_ptr<Transport>> transports;
+  transports.push_back(std::move(made));
+  Router router(std::move(transports), {});
+  const JobKey key(nullptr, "job");
+  for (const Members::Uses uses : {Members::Uses::kSlices, Members::Uses::kCalls}) {
+    Members members(&router, uses);
+    ASSERT_EQ(members.Identify(key, Spares::kConnect, absl::Seconds(2), absl::Now() + absl::Seconds(10)),
+              absl::OkStatus());
+    EXPECT_EQ(members.ids(), std::vector<std::string>{"one"});
+    EXPECT_EQ(server->shares_memory, uses == Members::Uses::kSlices);
+  }
 }
 
 }  // namespace

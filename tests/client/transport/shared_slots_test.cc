@@ -206,11 +206,12 @@ TEST(SharedSlotsTransport, SharesAgainWithARestartedServer) {
   };
   start(1024 * kMiB);
   const std::unique_ptr<Transport> transport = MakeGrpcTransport(port.address());
+  v1::IdentifyRequest ask;
   const auto identify = [&] {
     for (const absl::Time end = Soon(); absl::Now() < end;) {
       absl::Notification done;
       absl::Status status;
-      transport->Identify({}, Soon(), [&](const absl::StatusOr<v1::IdentifyResponse>& answer) {
+      transport->Identify(ask, Soon(), [&](const absl::StatusOr<v1::IdentifyResponse>& answer) {
         status = answer.status();
         done.Notify();
       });
@@ -220,6 +221,9 @@ TEST(SharedSlotsTransport, SharesAgainWithARestartedServer) {
     FAIL() << "the server does not answer";
   };
   const auto mapped = [&] { return state->counters().shared_memory->mapped_bytes.load(); };
+  identify();
+  EXPECT_EQ(mapped(), 0) << "nobody asked for memory";
+  ask.set_shares_memory(true);
   identify();
   EXPECT_EQ(mapped(), 64 * kMiB);
   identify();
