@@ -14,7 +14,6 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/services/job/kept_copies.h"
 #include "ballast/services/job/kept_versions.h"
-#include "ballast/services/job_state/import_pace.h"
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/threads/chunk_source.h"
 
@@ -151,9 +150,11 @@ std::vector<Filling::CopyPtr> Filling::Choose(absl::Time now) {
   Round round{.now = now, .again = HoldsSteps() ? held_until_ : absl::InfiniteFuture()};
   for (const auto& [index, least] : core_->machine->unfilled()) {
     if (!lacks || copies_.size() == kCopiesAtOnce || round.paused) break;
+    const CopyNeed need = NeedOf(index);
+    if (need == CopyNeed::kMoving && round.moves_paused) continue;
     const std::shared_ptr<HeldChunk> chunk = core_->state.Find(index);
     if (chunk == nullptr || chunk->filled()) continue;
-    if (const CopyPtr copy = NextOf(*chunk, least, &round)) begun.push_back(copies_[KeyOf(*copy)] = copy);
+    if (const CopyPtr copy = NextOf(*chunk, least, need, &round)) begun.push_back(copies_[KeyOf(*copy)] = copy);
   }
   ChooseMends(plan.get(), &round, &begun);
   if (round.holds.value_or(false)) round.again = std::min(round.again, held_until_);
@@ -161,7 +162,25 @@ std::vector<Filling::CopyPtr> Filling::Choose(absl::Time now) {
   return begun;
 }
 
-Filling::CopyPtr Filling::NextOf(const HeldChunk& chunk, int64_t least, Round* round) {
+CopyNeed Filling::NeedOf(uint64_t chunk) const {
+  const model::EpochPlan& plan = *core_->state.plan();
+  // What a holder lacks was damaged.
+  const bool lacking =
+      core_->machine->IsHolder(chunk) || plan.holders_of(chunk).size() < plan.open().table().replicas();
+  return lacking ? CopyNeed::kLacking : CopyNeed::kMoving;
+}
+
+bool Filling::MayBegin(const HeldChunk& chunk, CopyNeed need, Round* round) const {
+  ImportPace* const pace = core_->around.import_pace;
+  if (pace == nullptr) return true;
+  const absl::Time free = pace->Take(need, BytesOf(chunk), round->now);
+  if (free == round->now) return true;
+  round->again = std::min(round->again, free);
+  (need == CopyNeed::kMoving ? round->moves_paused : round->paused) = true;
+  return false;
+}
+
+Filling::CopyPtr Filling::NextOf(const HeldChunk& chunk, int64_t least, CopyNeed need, Round* round) {
   const uint64_t index = chunk.layout().index;
   const KeptCopies::Next next = kept_copies_->NextOf(chunk);
   const bool nothing = !next.newest && !next.version.has_value();
@@ -172,7 +191,7 @@ Filling::CopyPtr Filling::NextOf(const HeldChunk& chunk, int64_t least, Round* r
     round->again = std::min(round->again, no_room_.until);
     return nullptr;
   }
-  CopyPtr copy = CopyFrom(chunk, least, round);
+  CopyPtr copy = CopyFrom(chunk, least, need, round);
   if (copy == nullptr) return nullptr;
   if (next.newest) {
     if (!round->holds.has_value()) round->holds = BeginHold(round->now);
@@ -184,18 +203,12 @@ Filling::CopyPtr Filling::NextOf(const HeldChunk& chunk, int64_t least, Round* r
   return copy;
 }
 
-Filling::CopyPtr Filling::CopyFrom(const HeldChunk& chunk, int64_t least, Round* round) {
+Filling::CopyPtr Filling::CopyFrom(const HeldChunk& chunk, int64_t least, CopyNeed need, Round* round) {
   const model::EpochPlan& plan = *core_->state.plan();
   const uint32_t self = *plan.FindMember(core_->around.server_id);
   const std::optional<uint32_t> from = sources_.Choose(plan, chunk.layout().index, self, round->now, &round->again);
   if (!from.has_value()) return nullptr;
-  ImportPace* const pace = core_->around.import_pace;
-  if (const absl::Time free = pace == nullptr ? round->now : pace->Take(BytesOf(chunk), round->now);
-      free > round->now) {
-    round->again = std::min(round->again, free);
-    round->paused = true;
-    return nullptr;
-  }
+  if (!MayBegin(chunk, need, round)) return nullptr;
   return MakeCopy(chunk, least, *from);
 }
 

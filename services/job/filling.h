@@ -21,6 +21,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/services/job/fill_sources.h"
+#include "ballast/services/job_state/import_pace.h"
 #include "ballast/services/job_state/job_mutex.h"
 #include "ballast/services/threads/waiting.h"
 #include "ballast/storage/store/whole_state.h"
@@ -79,13 +80,19 @@ class Filling {
   struct Round {
     absl::Time now;
     absl::Time again;           // when further ones may begin
-    bool paused = false;        // by the pace of copies
+    bool paused = false;        // by the pace of all copies
+    bool moves_paused = false;  // ... of those of chunks that lack none
     std::optional<bool> holds;  // newest states that begin hold the next step back; none: none has begun
   };
+  CopyNeed NeedOf(uint64_t chunk) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // By the pace of copies.
+  bool MayBegin(const HeldChunk& chunk, CopyNeed need, Round* round) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The copy of the chunk that begins now; null: none does.
-  CopyPtr NextOf(const HeldChunk& chunk, int64_t least, Round* round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  CopyPtr NextOf(const HeldChunk& chunk, int64_t least, CopyNeed need, Round* round)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // A copy of it from a server that may be asked now; null: none may.
-  CopyPtr CopyFrom(const HeldChunk& chunk, int64_t least, Round* round) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  CopyPtr CopyFrom(const HeldChunk& chunk, int64_t least, CopyNeed need, Round* round)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // ... of damaged states of kept versions.
   void ChooseMends(const model::EpochPlan* plan, Round* round, std::vector<CopyPtr>* begun)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);

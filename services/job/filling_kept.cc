@@ -78,7 +78,7 @@ void Filling::ChooseMends(const model::EpochPlan* plan, Round* round, std::vecto
   for (const auto& [version, chunk] : kept_copies_->ToMend()) {
     if (copies_.size() == kCopiesAtOnce || round->paused) return;
     if (copies_.contains({chunk->layout().index, version})) continue;
-    const CopyPtr copy = CopyFrom(*chunk, *chunk->version(), round);
+    const CopyPtr copy = CopyFrom(*chunk, *chunk->version(), CopyNeed::kLacking, round);
     if (copy == nullptr) continue;
     copy->mends = true;
     copy->kept = version;

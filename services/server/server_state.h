@@ -80,7 +80,7 @@ struct StateServer::Impl {
                {options.waiting_request_bytes_max, &counters.waiting_request_bytes},
                {options.waiting_push_bytes_max, &counters.waiting_push_bytes}},
         answer_room(options.answer_bytes_max),
-        import_pace(options.import_bytes_per_s),
+        import_pace(ImportPace::RatesOf(options.import_bytes_per_s, options.compute_threads)),
         compute(std::max(1, options.compute_threads)),
         answers(options, foundation),
         forgetting(foundation->MakeExecutor(1)),

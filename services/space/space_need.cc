@@ -225,7 +225,7 @@ absl::StatusOr<SpaceNeed> Need(const SpaceState& state, const model::EpochPlan& 
   const uint32_t self = *plan.FindMember(state.server_id);
   for (storage::ChunkToAdd& chunk : need.missing) {
     const absl::Span<const uint32_t> fillers = plan.fillers_of(chunk.id);
-    chunk.copied = !state.recovering && std::find(fillers.begin(), fillers.end(), self) != fillers.end();
+    chunk.imported = std::find(fillers.begin(), fillers.end(), self) != fillers.end();
   }
   return need;
 }

@@ -141,8 +141,7 @@ absl::Status Arena::PageLockFor(int device) {
 
 bool Arena::Lock(Touch touch) {
   if (locked_ || bytes_.empty()) return true;
-  const unsigned flags = touch == Touch::kLater ? MLOCK_ONFAULT : 0;
-  locked_ = mlock2(bytes_.data(), bytes_.size(), flags) == 0;
+  locked_ = mlock2(bytes_.data(), bytes_.size(), touch == Touch::kLater ? MLOCK_ONFAULT : 0) == 0;
   if (!locked_) (void)munlock(bytes_.data(), bytes_.size());  // a part may be locked
   return locked_;
 }

@@ -32,7 +32,7 @@ class Arena {
   // Page-locks the memory for GPU `device`. After an error the memory is pageable and still usable. Errors:
   // PageLock's.
   absl::Status PageLockFor(int device);
-  // Locks the memory against swapping; kLater: its pages as they become resident. False: a limit (ulimit -l) forbids
+  // Locks the memory against swapping. kLater: each page once it is resident. False: a limit (ulimit -l) forbids
   // locking; the memory is still usable.
   bool Lock(Touch touch = Touch::kNow);
   // Returns the memory of a part to the system, in whole pages of the system's; the part must not be used any more.

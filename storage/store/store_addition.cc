@@ -32,8 +32,8 @@ bool StoreAddition::restores() const {
   return std::all_of(added_.begin(), added_.end(), [](const auto& a) { return a.durable.has_value(); });
 }
 
-bool StoreAddition::AllAreCopied() const {
-  return std::all_of(added_.begin(), added_.end(), [](const auto& a) { return a.copied; });
+bool StoreAddition::fills() const {
+  return std::all_of(added_.begin(), added_.end(), [](const auto& a) { return a.durable.has_value() || a.imported; });
 }
 
 absl::Status StoreAddition::Check() const {
@@ -77,9 +77,7 @@ absl::Status StoreAddition::TakeMemory() {
   }
   if (const uint64_t bytes = (shares() ? state.dram : 0) + working.dram; bytes > 0) {
     DramTier& tier = *core_.tiers->dram();
-    BALLAST_ASSIGN_OR_RETURN(
-        dram_, restores() || AllAreCopied() ? tier.AllocateToFill(bytes, kMemory) : tier.Allocate(bytes, kMemory));
-    if (AllAreCopied()) tier.LockOnUse(&dram_);
+    BALLAST_ASSIGN_OR_RETURN(dram_, fills() ? tier.AllocateToFill(bytes, kMemory) : tier.Allocate(bytes, kMemory));
     dram_.MarkRest(working.dram, TierPart::kWorking);
     dram_.Charge(core_.account);
   }

@@ -43,7 +43,8 @@ class StoreAddition {
   bool shares() const { return core_.tiers->hbm() == nullptr; }
   // Every chunk was left by an earlier run.
   bool restores() const;
-  bool AllAreCopied() const;
+  // Every chunk was left by an earlier run, or is imported later: memory that is touched now is touched twice.
+  bool fills() const;
 
   StoreCore& core_;
   const absl::Span<const ChunkToAdd> added_;

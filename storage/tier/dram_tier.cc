@@ -43,19 +43,12 @@ absl::StatusOr<DramBlock> DramTier::AllocateToFill(uint64_t bytes, absl::string_
   bytes = AlignUp(bytes);
   BALLAST_ASSIGN_OR_RETURN(BudgetLease lease, ledger_->Lease(TierKind::kDram, bytes, what, TierPart::kState));
   BALLAST_ASSIGN_OR_RETURN(Arena arena, Arena::Map(bytes, Arena::Touch::kLater));
+  Lock(&arena, Arena::Touch::kLater);
   return DramBlock(std::move(lease), std::move(arena));
 }
 
 void DramTier::Settle(DramBlock* block) const {
-  if (beside_gpu()) return;
-  block->arena_.TouchBesideUse();
-  Lock(&block->arena_);
-}
-
-void DramTier::LockOnUse(DramBlock* block) const {
-  if (beside_gpu() || block->arena_.Lock(Arena::Touch::kLater)) return;
-  locked_.store(false, std::memory_order_relaxed);
-  SayPageable();
+  if (!beside_gpu()) block->arena_.TouchBesideUse();
 }
 
 absl::StatusOr<Arena> DramTier::Map(uint64_t bytes) const {
@@ -68,8 +61,8 @@ absl::StatusOr<Arena> DramTier::Map(uint64_t bytes) const {
   return arena;
 }
 
-void DramTier::Lock(Arena* arena) const {
-  if (arena->page_locked() || arena->Lock()) return;
+void DramTier::Lock(Arena* arena, Arena::Touch touch) const {
+  if (arena->page_locked() || arena->Lock(touch)) return;
   locked_.store(false, std::memory_order_relaxed);
   SayPageable();
 }

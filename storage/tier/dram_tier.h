@@ -57,13 +57,10 @@ class DramTier {
   enum class Limit { kBudget, kBeyond };
   absl::StatusOr<DramBlock> Allocate(uint64_t bytes, absl::string_view what, Limit limit = Limit::kBudget,
                                      TierPart part = TierPart::kState);
-  // The same within the budget, for memory that its owner is about to fill: Settle, on another thread, makes the pages
-  // resident and locks them meanwhile. On a server with a GPU that is done already.
+  // The same within the budget, for memory that its owner fills later: pages become resident and locked with their
+  // first use, or by Settle, on another thread, beside that. On a server with a GPU that is done already.
   absl::StatusOr<DramBlock> AllocateToFill(uint64_t bytes, absl::string_view what);
   void Settle(DramBlock* block) const;
-  // Instead of Settle, for memory that is filled bit by bit: its pages become resident, and locked, with their first
-  // use.
-  void LockOnUse(DramBlock* block) const;
   // Memory as from Allocate, for a caller that has taken its budget already.
   absl::StatusOr<Arena> Map(uint64_t bytes) const;
   // All memory from here is locked, for a GPU or against swapping.
@@ -71,7 +68,7 @@ class DramTier {
   bool beside_gpu() const { return gpu_.has_value(); }
 
  private:
-  void Lock(Arena* arena) const;
+  void Lock(Arena* arena, Arena::Touch touch = Arena::Touch::kNow) const;
 
   Ledger* const ledger_;
   const std::optional<int> gpu_;

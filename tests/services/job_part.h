@@ -24,6 +24,7 @@
 #include "ballast/proto/model/verdict.h"
 #include "ballast/services/job/pushes.h"
 #include "ballast/services/job/step_work.h"
+#include "ballast/services/job_state/import_pace.h"
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/job_state/slice_room.h"
 #include "ballast/services/job_state/state_form.h"
@@ -70,6 +71,7 @@ class JobPartTest : public testing::Test, protected StepHost {
     around.answer_room = &answer_room_;
     around.moving = &moving_;
     around.chunk_source = &asked_chunks_;
+    around.import_pace = &*import_pace_;
     return around;
   }
   void RunAll() { thread_.RunAll(); }
@@ -309,6 +311,7 @@ class JobPartTest : public testing::Test, protected StepHost {
   AnswerRoom answer_room_{uint64_t{1} << 20};
   MoveGate moving_;
   AskedChunks asked_chunks_;
+  std::optional<ImportPace> import_pace_{std::in_place, ImportPace::Rates{}};
   const std::unique_ptr<Executor> answers_ = thread_.MakeExecutor(1);
   std::shared_ptr<int> alive_ = std::make_shared<int>();
   HeldChunks chunks_;

@@ -437,6 +437,35 @@ TEST_F(FillingTest, AnAnswerThatComesAfterTheJobsEndIsDropped) {
   EXPECT_EQ(Unfilled(), chunks_.size());
 }
 
+// Copies that move a chunk are paid for by one byte a second: none follows the first. All others may begin.
+TEST_F(FillingTest, ChunksThatLackCopiesDoNotWaitForThoseThatMove) {
+  import_pace_.emplace(ImportPace::Rates{.all = uint64_t{1} << 40, .moving = 1});
+  Join();
+  EXPECT_EQ(AnswerAll(kJoinedAt, 42).size(), 1u) << "t and u hold each chunk, and two are wanted";
+  const size_t left = chunks_.size() - 1;
+  EXPECT_EQ(Unfilled(), left);
+  // Server "t" is lost.
+  table_->mutable_shards(0)->clear_holders();
+  table_->mutable_shards(0)->add_holders(2);
+  OpenAnew();
+  EXPECT_EQ(AnswerAll(kJoinedAt, 42).size(), left);
+  EXPECT_EQ(Unfilled(), 0u);
+  // This server is the second holder, and its state of the last chunk is damaged.
+  table_->mutable_shards(0)->clear_fillers();
+  table_->mutable_shards(0)->set_holders(0, 0);
+  table_->mutable_shards(0)->add_holders(2);
+  OpenAnew();
+  Locked([&] {
+    core_.machine->MarkUnfilled(left, kJoinedAt);
+    chunks_[left]->Void(kJoinedAt);
+  });
+  Resume();
+  EXPECT_EQ(Unfilled(), 1u);
+  EXPECT_EQ(AnswerAll(kJoinedAt, 43).size(), 1u);
+  EXPECT_EQ(Unfilled(), 0u);
+  EXPECT_EQ(Master(left), 43);
+}
+
 TEST(FillSourcesTest, HoldersGoInTurnAndRestAfterErrors) {
   v1::OpenRequest open = OpenOf(MakeSpec("job", SmallModel()), 1);
   open.clear_members();
@@ -477,16 +506,44 @@ TEST(FillSourcesTest, HoldersGoInTurnAndRestAfterErrors) {
 
 TEST(ImportPaceTest, ACopyWaitsUntilThoseBeforeItArePaid) {
   const absl::Time now = absl::UnixEpoch() + absl::Hours(1);
-  ImportPace pace(1000);
-  EXPECT_EQ(pace.Take(500, now), now);
-  const absl::Time free = pace.Take(500, now);
-  EXPECT_EQ(free, now + absl::Milliseconds(400)) << "a tenth of a second was saved up";
-  EXPECT_EQ(pace.Take(500, free - absl::Nanoseconds(1)), free);
-  EXPECT_EQ(pace.Take(500, free), free);
-  EXPECT_EQ(pace.Take(500, free), free + absl::Milliseconds(500)) << "nothing was";
-  ImportPace none(0);
-  EXPECT_EQ(none.Take(uint64_t{1} << 40, now), now);
-  EXPECT_EQ(none.Take(uint64_t{1} << 40, now), now);
+  ImportPace pace({.all = 1000, .moving = 1000});
+  for (const CopyNeed need : {CopyNeed::kLacking, CopyNeed::kMoving}) {
+    const absl::Time begin = now + absl::Hours(static_cast<int>(need));
+    EXPECT_EQ(pace.Take(need, 500, begin), begin);
+    const absl::Time free = pace.Take(need, 500, begin);
+    EXPECT_EQ(free, begin + absl::Milliseconds(400)) << "a tenth of a second was saved up";
+    EXPECT_EQ(pace.Take(need, 500, free - absl::Nanoseconds(1)), free);
+    EXPECT_EQ(pace.Take(need, 500, free), free);
+    EXPECT_EQ(pace.Take(need, 500, free), free + absl::Milliseconds(500)) << "nothing was";
+  }
+  ImportPace none({});
+  EXPECT_EQ(none.Take(CopyNeed::kLacking, uint64_t{1} << 40, now), now);
+  EXPECT_EQ(none.Take(CopyNeed::kMoving, uint64_t{1} << 40, now), now);
+}
+
+TEST(ImportPaceTest, MovesWaitForEachOtherAndNobodyElseWaitsForThem) {
+  const absl::Time now = absl::UnixEpoch() + absl::Hours(1);
+  ImportPace pace({.all = 1000, .moving = 100});
+  EXPECT_EQ(pace.Take(CopyNeed::kMoving, 200, now), now);
+  EXPECT_EQ(pace.Take(CopyNeed::kMoving, 200, now), now + absl::Milliseconds(1900));
+  // What moves counts as any copy does, and no more.
+  EXPECT_EQ(pace.Take(CopyNeed::kLacking, 200, now), now + absl::Milliseconds(100));
+  const absl::Time free = now + absl::Milliseconds(100);
+  EXPECT_EQ(pace.Take(CopyNeed::kLacking, 5000, free), free);
+  EXPECT_EQ(pace.Take(CopyNeed::kMoving, 200, now + absl::Seconds(2)), now + absl::Milliseconds(5100))
+      << "moves wait for all others";
+}
+
+TEST(ImportPaceTest, FewProcessorsMoveLess) {
+  constexpr uint64_t kMiB = uint64_t{1} << 20;
+  const auto rates = [](uint64_t bytes_per_s, int processors) {
+    const ImportPace::Rates of = ImportPace::RatesOf(bytes_per_s, processors);
+    return std::pair(of.all, of.moving);
+  };
+  EXPECT_EQ(rates(256 * kMiB, 2), std::pair(256 * kMiB, 16 * kMiB));
+  EXPECT_EQ(rates(256 * kMiB, 64), std::pair(256 * kMiB, 256 * kMiB));
+  EXPECT_EQ(rates(4 * kMiB, 2), std::pair(4 * kMiB, 4 * kMiB));
+  EXPECT_EQ(rates(0, 2), std::pair(uint64_t{0}, uint64_t{0})) << "as fast as they can";
 }
 
 }  // namespace

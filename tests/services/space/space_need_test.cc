@@ -124,7 +124,7 @@ TEST_F(SpaceNeedTest, ATableChangesTheChunksOfAServer) {
   const size_t chunks = all->layout().chunks().size();
   ASSERT_GE(chunks, 4u);
   // Server "s" is on the shards of `mine`, and another one on all.
-  const auto with = [&](const std::set<size_t>& mine) {
+  const auto with = [&](const std::set<size_t>& mine, bool fills = false) {
     v1::OpenRequest open = OpenOf(Spec(), 1);
     const v1::Member member = open.members(0);
     open.clear_members();
@@ -140,7 +140,7 @@ TEST_F(SpaceNeedTest, ATableChangesTheChunksOfAServer) {
     for (size_t s = 0; s < chunks; ++s) {
       v1::Shard* const shard = table->add_shards();
       shard->add_holders(0);
-      if (mine.contains(s)) shard->add_holders(1);
+      if (mine.contains(s)) fills ? shard->add_fillers(1) : shard->add_holders(1);
     }
     absl::StatusOr<model::EpochPlan> plan = model::EpochPlan::Make(open);
     EXPECT_TRUE(plan.ok()) << plan.status();
@@ -161,6 +161,10 @@ TEST_F(SpaceNeedTest, ATableChangesTheChunksOfAServer) {
   EXPECT_EQ(need.held, (HeldChunks{held[1], nullptr, held[3]}));
   ASSERT_EQ(need.missing.size(), 1u);
   EXPECT_EQ(need.missing[0].id, 2u);
+  EXPECT_FALSE(need.missing[0].imported);
+  const SpaceNeed filled = NeedOf(*with({1, 2, 3}, /*fills=*/true));
+  ASSERT_EQ(filled.missing.size(), 1u);
+  EXPECT_TRUE(filled.missing[0].imported);
   SpaceNeed taken = need;
   taken.taken = {held[2]};
   EXPECT_EQ(ChunksUnder(taken), (HeldChunks{held[1], held[2], held[3]}));

@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <functional>
@@ -79,6 +80,12 @@ bool IsMapped(absl::Span<const std::byte> bytes) {
   return mincore(const_cast<std::byte*>(bytes.data()), bytes.size(), resident) == 0;
 }
 
+uint64_t ResidentPages(absl::Span<std::byte> bytes) {
+  unsigned char resident[kArenaBytes / kPage] = {};
+  EXPECT_EQ(mincore(bytes.data(), bytes.size(), resident), 0);
+  return static_cast<uint64_t>(std::count_if(resident, resident + bytes.size() / kPage, [](auto r) { return r & 1; }));
+}
+
 class ArenaForkTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -123,6 +130,20 @@ TEST_F(ArenaForkTest, AForkedChildThatDestroysItsCopyLeavesWhatLiesThereNow) {
   });
   EXPECT_EQ(code, 0);
   EXPECT_EQ(arena_->bytes()[kArenaBytes - 1], std::byte{7});
+}
+
+// Also if it is locked, as far as the limit of the process allows.
+TEST(ArenaTest, MemoryForLaterBecomesResidentWithItsUse) {
+  auto now = Arena::Map(kArenaBytes), later = Arena::Map(kArenaBytes, Arena::Touch::kLater);
+  ASSERT_TRUE(now.ok() && later.ok());
+  (void)later->Lock(Arena::Touch::kLater);
+  EXPECT_EQ(ResidentPages(now->bytes()), kArenaBytes / kPage);
+  EXPECT_EQ(ResidentPages(later->bytes()), 0u);
+  later->bytes()[0] = std::byte{1};
+  EXPECT_GE(ResidentPages(later->bytes()), 1u);
+  EXPECT_LE(ResidentPages(later->bytes()), 512u) << "a huge page";
+  std::memset(later->bytes().data(), 1, kArenaBytes);
+  EXPECT_EQ(ResidentPages(later->bytes()), kArenaBytes / kPage);
 }
 
 // As on Arm: the system discards whole pages, and what shares one with the part stays.

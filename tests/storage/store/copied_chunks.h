@@ -31,6 +31,7 @@ struct CopiedChunk {
   TierKind tier = TierKind::kDram;
   StateForm form = StateForm::kFull;
   std::optional<TierKind> working = TierKind::kDram;
+  bool imported = false;
 };
 
 class CopyingServer {
@@ -74,7 +75,11 @@ class CopyingServer {
     Plan plan;
     for (const CopiedChunk& chunk : chunks) {
       const uint64_t id = store_->chunk_count() + added.size();
-      added.push_back({.elements = kElements, .id = id, .aside_bytes = aside_bytes, .form = chunk.form});
+      added.push_back({.elements = kElements,
+                       .id = id,
+                       .aside_bytes = aside_bytes,
+                       .form = chunk.form,
+                       .imported = chunk.imported});
       if (const auto entry = recorded_.find(id); entry != recorded_.end()) added.back().durable = entry->second;
       plan.chunks.push_back({.state = chunk.tier, .working = chunk.working});
     }

@@ -5,6 +5,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <fstream>
+
 #include "ballast/proto/base/status.h"
 #include "ballast/tests/storage/store/copied_chunks.h"
 #include "gmock/gmock.h"
@@ -82,6 +84,29 @@ TEST_P(WholeStateTest, AChunkThatWasNeverUpdatedIsZero) {
     EXPECT_TRUE(SameState(copy.Whole(i), original.Whole(i)));
     EXPECT_EQ(copy.Working(i), original.Working(i));
   }
+}
+
+// Of this process, in bytes.
+uint64_t Resident() {
+  uint64_t pages = 0, resident = 0;
+  std::ifstream("/proc/self/statm") >> pages >> resident;
+  return resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+TEST(ImportedLaterTest, MemoryBecomesResidentWithTheImport) {
+  constexpr uint64_t kChunks = 48;
+  CopyingServer original({}, {{}}, false), copy({}, {}, false, /*gpu=*/false);
+  ASSERT_EQ(original.Step(0, 0), absl::OkStatus());
+  const WholeState whole = original.Whole(0);
+  const uint64_t bytes = kChunks * StateLayout(OptimizerSpec()).StateBytes(CopyingServer::kElements);
+  const uint64_t before = Resident();
+  ASSERT_EQ(copy.Add(CopyingServer::Chunks(kChunks, {.imported = true})), absl::OkStatus());
+  EXPECT_LT(Resident(), before + bytes / 4);
+  EXPECT_GE(copy.tiers().used().dram, bytes) << "it is taken";
+  for (uint64_t i = 0; i < kChunks; ++i) ASSERT_EQ(copy.Import(i, whole, 0), absl::OkStatus());
+  EXPECT_GT(Resident(), before + bytes);
+  EXPECT_TRUE(SameState(copy.Whole(kChunks - 1), whole));
+  EXPECT_EQ(copy.Working(0), original.Working(0));
 }
 
 TEST_P(WholeStateTest, AnImportDoesNotReadTheStateThatItReplaces) {
