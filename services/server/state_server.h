@@ -57,7 +57,7 @@ struct StateServerOptions {
   // ScrubNext.
   uint64_t scrub_bytes_per_s = 0;
   // Where jobs copy chunks from that they lack (threads/chunk_source.h), and the rate in bytes a second, of all jobs
-  // together; 0: no bound. Borrowed; null: such chunks stay missing.
+  // together (job_state/import_pace.h); 0: no bound. Borrowed; null: such chunks stay missing.
   ChunkSource* chunk_source = nullptr;
   uint64_t import_bytes_per_s = uint64_t{256} << 20;
   // Profile that `ballastctl iotune` wrote, for predictions of a step's time. Empty: kMachineProfile in the data

@@ -117,6 +117,7 @@ class Cluster:
 
     def __init__(self, folder, names, dram='1GiB'):
         self.folder, self.etcd, self.servers, self.dram = folder, Etcd(folder), {}, dram
+        self.writes = None  # of the job's key, once somebody waits for one
         for name in names:
             self.add(name)
 
@@ -144,6 +145,21 @@ class Cluster:
                     claimed.append(claim)
         threading.Thread(target=read, daemon=True).start()
         return writes
+
+    def once_written(self, condition):
+        """The condition, which looks at the key now and then only when it was written: to ask all the time would cost the training that is
+        measured."""
+        if self.writes is None:
+            self.writes = self.watch()
+        seen = -1
+
+        def look():
+            nonlocal seen
+            if seen == len(self.writes):
+                return None
+            seen = len(self.writes)
+            return condition()
+        return look
 
     @staticmethod
     def name_of_key():
