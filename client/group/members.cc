@@ -156,8 +156,9 @@ std::shared_ptr<Answers<v1::IdentifyResponse>> Members::AskWhoTheyAre(const JobK
     if (IsSpare(key, *server)) {
       server->Identify(Question(), deadline, std::move(done));
     } else {
-      router_->Call<v1::IdentifyRequest, v1::IdentifyResponse>(
-          &Transport::Identify, server, "Identify", std::make_shared<v1::IdentifyRequest>(Question()), deadline, std::move(done));
+      router_->Call<v1::IdentifyRequest, v1::IdentifyResponse>(&Transport::Identify, server, "Identify",
+                                                               std::make_shared<v1::IdentifyRequest>(Question()),
+                                                               deadline, std::move(done));
     }
   }
   return identities;
