@@ -203,8 +203,9 @@ class ChunkStore {
   absl::Status TakeBackPin(int64_t version, uint64_t chunk, const DurableChunk& kept, bool automatic = false);
   // Reads all state that the pin keeps: DATA_LOSS (CHECKSUM) if the disk returns anything else than was written.
   // FAILED_PRECONDITION (VERSION_GONE) if there is no such pin, or it lacks a chunk. Blocks. Not while Run runs.
-  // `interrupt`: asked before each chunk.
-  absl::Status VerifyPin(int64_t version, Interrupt interrupt);
+  // `interrupt`: asked before each chunk. `mends`: asked of each damaged state, by its chunk's index in the store,
+  // which stays as it is; true: the reading goes on.
+  absl::Status VerifyPin(int64_t version, Interrupt interrupt, Dispensable mends = Needed);
   // Drops the pin and frees what nothing else needs. REQUIRES: the pin is not recorded any more.
   void UnpinDurably(int64_t version);
 
@@ -212,12 +213,20 @@ class ChunkStore {
   // one read. FAILED_PRECONDITION (VERSION_GONE): there is no such pin, or it lacks the chunk; DATA_LOSS (CHECKSUM);
   // else as ReadWhole.
   absl::StatusOr<KeptState> ReadKept(int64_t version, uint64_t chunk) const;
-  // The pin, which is made if it is not there, keeps this state of the chunk, which another server kept. Written, not
-  // synced: SyncKept, then record KeptBy, before the chunk is imported. On the store's thread, between runs.
-  // RESOURCE_EXHAUSTED (BUDGET, DISK_FULL), or `admit`'s error; INVALID_ARGUMENT and DATA_LOSS as an imported state:
-  // then nothing has changed. INTERNAL (IO): as in Run.
+  // The pin, which is made if it is not there, keeps this state of the chunk, which another server kept. If it keeps
+  // one already, that one stays, and is mended (MendKept). Written, not synced: SyncKept, then record KeptBy, before
+  // the chunk is imported. On the store's thread, between runs. RESOURCE_EXHAUSTED (BUDGET, DISK_FULL), or `admit`'s
+  // error; INVALID_ARGUMENT and DATA_LOSS as an imported state: then nothing has changed. INTERNAL (IO): as in Run.
   absl::Status ImportKept(int64_t version, uint64_t chunk, const KeptState& kept, Admit admit = Admitted);
   absl::Status SyncKept(int64_t version);
+  // `kept`: what the pin keeps of the chunk, by another server. If the bytes here are damaged, writes them anew in
+  // their place, and syncs. On the store's thread, between runs. FAILED_PRECONDITION (VERSION_GONE): the pin keeps
+  // nothing of the chunk; INVALID_ARGUMENT and DATA_LOSS (CHECKSUM) as an imported state; DATA_LOSS (DIVERGED): the
+  // other server keeps another state; INTERNAL (IO): not written; after a failed sync the store refuses every further
+  // run.
+  absl::Status MendKept(int64_t version, uint64_t chunk, const KeptState& kept);
+  // A pin that keeps these bytes; none if no pin does.
+  std::optional<int64_t> PinOf(const ScrubbedExtent& extent) const;
   // The entries of what the pin keeps, but for chunks `without`.
   std::vector<DurableChunk> KeptBy(int64_t version, absl::Span<const uint64_t> without = {}) const;
 
