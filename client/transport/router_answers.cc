@@ -1,17 +1,14 @@
 // What the router makes of an answer: again, a repair, the next epoch, or the end of the call.
 #include <algorithm>
-#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "ballast/client/transport/backoff.h"
 #include "ballast/client/transport/router.h"
 #include "ballast/proto/base/status.h"
 
 namespace ballast::client {
 namespace {
-
-constexpr absl::Duration kBackoffMin = absl::Milliseconds(5);
-constexpr absl::Duration kBackoffMax = absl::Seconds(1);
 
 bool IsRetryable(const absl::Status& status) { return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status); }
 
@@ -83,8 +80,7 @@ void Router::TakeNextHolder(Operation* op) {
 absl::Duration Router::Backoff(const Operation& op) {
   // A single try that ran out of its time has waited long enough.
   if (absl::IsDeadlineExceeded(op.last)) return absl::ZeroDuration();
-  const absl::Duration full = std::min(kBackoffMax, kBackoffMin * std::pow(1.7, std::min(op.tries - 1, 30)));
-  return full * absl::Uniform(random_, 0.5, 1.0);
+  return LongestPause(op.tries) * absl::Uniform(random_, 0.5, 1.0);
 }
 
 // Runs on a transport's thread, maybe deep inside it: nothing is sent from here.

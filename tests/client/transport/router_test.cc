@@ -8,6 +8,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "ballast/client/transport/backoff.h"
 #include "ballast/client/transport/tally.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
@@ -430,6 +431,18 @@ TEST(Router, AnInterruptEndsCallsAtTheServerAndThoseToBeTriedAgain) {
     EXPECT_TRUE(absl::IsCancelled(status)) << status;
     EXPECT_TRUE(absl::IsCancelled(rig.Ask(absl::Hours(1)))) << "the session has ended";
   }
+}
+
+// Whenever a server comes back, it is asked again soon, as measured by the time that it was away.
+TEST(Router, PausesGrowWithTheTimeThatAServerIsAway) {
+  absl::Duration away;
+  int tries = 1;
+  for (; LongestPause(tries) < absl::Seconds(1); ++tries) {
+    EXPECT_EQ(absl::ToInt64Milliseconds(LongestPause(tries) - 0.3 * away + absl::Microseconds(1)), 5) << tries;
+    away += LongestPause(tries);
+  }
+  EXPECT_EQ(tries, 22);
+  EXPECT_EQ(LongestPause(1000), absl::Seconds(1));
 }
 
 TEST(Router, DestructorCancelsWhatWaits) {
