@@ -19,7 +19,7 @@ v1::OpenRequest MakeBrief(const v1::OpenRequest& open) {
   if (open.has_restores()) brief.set_restores(open.restores());
   brief.set_spec_digest(open.spec_digest());
   brief.set_protocol_version(open.protocol_version());
-  *brief.mutable_table() = open.table();
+  if (open.has_table()) *brief.mutable_table() = open.table();
   brief.set_group(open.group());
   *brief.mutable_tensor_steps() = open.tensor_steps();
   brief.set_continues(open.continues());
