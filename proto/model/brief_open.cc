@@ -10,7 +10,7 @@ bool IsBrief(const v1::OpenRequest& open) {
 v1::OpenRequest MakeBrief(const v1::OpenRequest& open) {
   v1::OpenRequest brief;
   brief.mutable_spec()->set_name(open.spec().name());
-  *brief.mutable_epoch() = open.epoch();
+  if (open.has_epoch()) *brief.mutable_epoch() = open.epoch();
   brief.set_base(open.base());
   if (open.has_base_decision()) *brief.mutable_base_decision() = open.base_decision();
   if (open.has_tiling()) *brief.mutable_tiling() = open.tiling();
@@ -24,6 +24,11 @@ v1::OpenRequest MakeBrief(const v1::OpenRequest& open) {
   *brief.mutable_tensor_steps() = open.tensor_steps();
   brief.set_continues(open.continues());
   return brief;
+}
+
+v1::OpenRequest TellOpen(const v1::OpenRequest& open, absl::string_view group) {
+  const bool opened_it = open.has_table() && !open.spec_digest().empty() && !group.empty() && open.group() == group;
+  return opened_it ? MakeBrief(open) : open;
 }
 
 bool SameSpec(const v1::OpenRequest& a, const v1::OpenRequest& b) {

@@ -228,9 +228,6 @@ void Job::GetJob(bool with_open, Reply<v1::GetJobResponse> reply) {
 void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply) {
   if (const absl::Status status = Peers::Check(request); !status.ok()) return reply(status);
   const auto plan = std::make_shared<SharedPlan>();
-  const auto knows_spec = [group = request.group()](const v1::OpenRequest& open) {
-    return open.has_table() && !open.spec_digest().empty() && !group.empty() && open.group() == group;
-  };
   parts_->core.Ask<v1::FenceResponse>(
       request.ByteSizeLong(),
       [this, plan, request]() -> Outcome<v1::FenceResponse> {
@@ -245,10 +242,9 @@ void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v
         return fenced;
       },
       limit, "the promise to become durable",
-      [plan, knows_spec, reply = std::move(reply)](absl::StatusOr<v1::FenceResponse> fenced) {
+      [plan, group = request.group(), reply = std::move(reply)](absl::StatusOr<v1::FenceResponse> fenced) {
         if (fenced.ok() && *plan != nullptr) {
-          const v1::OpenRequest& open = (*plan)->open();
-          *fenced->mutable_job()->mutable_open() = knows_spec(open) ? model::MakeBrief(open) : open;
+          *fenced->mutable_job()->mutable_open() = model::TellOpen((*plan)->open(), group);
         }
         reply(std::move(fenced));
       });

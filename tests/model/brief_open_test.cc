@@ -71,6 +71,17 @@ TEST(BriefOpenTest, ABriefOpenLeavesOutTheSpecAlone) {
   EXPECT_EQ(brief.SerializeAsString(), open.SerializeAsString());
 }
 
+TEST(BriefOpenTest, WhoOpenedAnOpenIsToldItBriefly) {
+  v1::OpenRequest open;
+  Fill(&open, 3);
+  EXPECT_TRUE(IsBrief(TellOpen(open, "text")));
+  EXPECT_FALSE(IsBrief(TellOpen(open, "another group")));
+  EXPECT_FALSE(IsBrief(TellOpen(open, "")));
+  open.clear_group();
+  EXPECT_FALSE(IsBrief(TellOpen(open, "")));
+  EXPECT_EQ(TellOpen(open, "").SerializeAsString(), open.SerializeAsString());
+}
+
 v1::OpenRequest OpenOf(int tensors) {
   v1::OpenRequest open;
   open.mutable_epoch()->set_counter(1);
@@ -156,6 +167,26 @@ TEST(BriefOpenTest, APlanOfABriefOpenIsThatOfTheWholeOne) {
     EXPECT_EQ(&next->open().spec(), &before->open().spec()) << "shared";
     before = std::move(next);  // the plan before goes, and the spec stays
   }
+}
+
+TEST(BriefOpenTest, APlanOfAJobWithoutATableSharesItsSpecToo) {
+  v1::OpenRequest open = OpenOf(40);
+  open.clear_group();
+  for (const char* id : {"a", "b"}) {
+    v1::Member* const member = open.add_members();
+    member->set_server_id(id);
+    member->set_weight(1);
+  }
+  const auto before = EpochPlan::Make(open);
+  ASSERT_TRUE(before.ok()) << before.status();
+  open.mutable_epoch()->set_counter(2);
+  open.set_base(7);
+  open.mutable_base_decision()->set_step(7);
+  open.set_restores(5);
+  const auto own = EpochPlan::Make(open), next = EpochPlan::Make(open, &*before);
+  ASSERT_TRUE(own.ok() && next.ok()) << own.status() << next.status();
+  ExpectSamePlans(*next, *own);
+  EXPECT_EQ(&next->open().spec(), &before->open().spec()) << "shared";
 }
 
 TEST(BriefOpenTest, ABriefOpenOfAnotherSpecOrTilingIsRefused) {
