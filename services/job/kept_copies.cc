@@ -105,26 +105,45 @@ void KeptCopies::AdvanceMends() {
     const bool here = core_->state.Find(chunk.layout().index).get() == &chunk;
     const bool was_filled = chunk.filled() && at->second.fills;
     at->second.fills = !chunk.filled();
-    if (was_filled || !here || !Wants(at->first.first)) mends_.erase(at);
+    if (!was_filled && here && Wants(at->first.first)) continue;
+    if (chunk.filled() || !here) lack_.erase(at->first);
+    mends_.erase(at);
   }
   if (mends_.size() < before) core_->Moved();
 }
 
-void KeptCopies::Advance(std::function<void()> written) {
-  AdvanceMends();
-  std::set<uint64_t> missing;
+void KeptCopies::ForgetFilled() {
+  const uint64_t changes = core_->machine->unfilled_changes();
+  if (std::exchange(forgot_under_, core_->state.plan()) == core_->state.plan() && forgot_at_ == changes) return;
+  forgot_at_ = changes;
+  std::vector<bool> missing;
+  some_missing_ = false;
   for (const auto& [index, least] : core_->machine->unfilled()) {
-    if (const std::shared_ptr<HeldChunk> chunk = core_->state.Find(index)) missing.insert(chunk->store_index);
+    const std::shared_ptr<HeldChunk> chunk = core_->state.Find(index);
+    if (chunk == nullptr) continue;
+    if (chunk->store_index >= missing.size()) missing.resize(chunk->store_index + 1);
+    missing[chunk->store_index] = some_missing_ = true;
   }
-  const auto is_gone = [&](const Place& place) { return !missing.contains(place.second); };
-  std::erase_if(have_, is_gone);
-  std::erase_if(written_, is_gone);
+  const auto is_filled = [&](uint64_t index) { return index >= missing.size() || !missing[index]; };
+  std::erase_if(have_, [&](const Place& place) { return is_filled(place.second); });
+  std::erase_if(written_, [&](const Place& place) { return is_filled(place.second); });
   std::erase_if(lack_, [&](const auto& entry) {
     core_->mu.AssertHeld();
-    return is_gone(entry.first) && !mends_.contains(entry.first);
+    return is_filled(entry.first.second) && !mends_.contains(entry.first);
   });
-  std::erase_if(batch_, [&](uint64_t index) { return !missing.contains(index); });
-  if (writing_ || (batch_.empty() && (!missing.empty() || told_.empty()))) return;
+  std::erase_if(batch_, is_filled);
+}
+
+// Asked after each copy, and a table adds thousands of chunks.
+bool KeptCopies::KeepsNothing() const {
+  return told_.empty() && have_.empty() && written_.empty() && lack_.empty() && batch_.empty();
+}
+
+void KeptCopies::Advance(std::function<void()> written) {
+  AdvanceMends();
+  if (KeepsNothing()) return;
+  ForgetFilled();
+  if (writing_ || (batch_.empty() && (some_missing_ || told_.empty()))) return;
   for (const int64_t version : Wanted()) {
     const bool whole = std::all_of(batch_.begin(), batch_.end(), [&](uint64_t index) {
       core_->mu.AssertHeld();

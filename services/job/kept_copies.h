@@ -94,6 +94,8 @@ class KeptCopies {
   std::vector<int64_t> Wanted() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // Did the chunk exist at the version?
   bool IsOf(const HeldChunk& chunk, int64_t version) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  bool KeepsNothing() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  void ForgetFilled() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // On the worker.
   void Write(const std::function<void()>& written) ABSL_LOCKS_EXCLUDED(job_lock);
   std::vector<v1::PinnedVersion> Described() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -119,6 +121,10 @@ class KeptCopies {
   std::map<Place, Damage> mends_ ABSL_GUARDED_BY(job_lock);
   std::set<Place> unmended_ ABSL_GUARDED_BY(job_lock);                             // in vain
   std::shared_ptr<const model::EpochPlan> unmended_in_ ABSL_GUARDED_BY(job_lock);  // under this plan
+  // When ForgetFilled last looked at the missing chunks, and whether there were some.
+  std::shared_ptr<const model::EpochPlan> forgot_under_ ABSL_GUARDED_BY(job_lock);
+  uint64_t forgot_at_ ABSL_GUARDED_BY(job_lock) = 0;
+  bool some_missing_ ABSL_GUARDED_BY(job_lock) = false;
 };
 
 }  // namespace ballast::services

@@ -83,6 +83,27 @@ void SliceLedger::PassOver(std::vector<uint64_t> chunks) {
   Forget();
 }
 
+void SliceLedger::PassOverNoMore(uint64_t chunk) {
+  const auto passed = std::lower_bound(passed_.begin(), passed_.end(), chunk);
+  if (passed == passed_.end() || *passed != chunk) return;
+  passed_.erase(passed);
+  for (const uint32_t index : plan_->slices_of_chunk(chunk)) {
+    const auto own = std::lower_bound(own_.begin(), own_.end(), index);
+    if (own == own_.end() || *own != index) continue;
+    const auto place = static_cast<uint32_t>(own - own_.begin());
+    for (int kind : {0, 1}) {
+      Requirement& requirement = requirements_[kind];
+      if (!requirement.valid || !plan_->Touches(slice(place), requirement.presence)) continue;
+      requirement.required[place] = true;
+      if (Covers(entries_[kind][place], requirement.attempt)) continue;
+      ++requirement.missing;
+      Requirement::OfRank& rank = requirement.ranks[slice(place).rank];
+      ++rank.missing;
+      rank.next = 0;
+    }
+  }
+}
+
 bool SliceLedger::Passes(uint32_t place) const {
   return std::binary_search(passed_.begin(), passed_.end(), slice(place).chunk);
 }

@@ -25,6 +25,8 @@ class SliceLedger {
   void Open(const model::EpochPlan* plan, uint32_t member, bool keep = false);
   // Coverage passes over these chunks from here on, and over no others; ascending. Open passes over none.
   void PassOver(std::vector<uint64_t> chunks);
+  // As PassOver with all of them but this one.
+  void PassOverNoMore(uint64_t chunk);
   // The next step of the epoch: nothing is held, every rank is at attempt 0.
   void NextStep();
 

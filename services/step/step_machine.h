@@ -184,6 +184,8 @@ class StepMachine {
   // import may have. Slices, coverage and norms pass over them. A step that is prepared without all slices of such a
   // chunk raises its least version.
   const std::map<uint64_t, int64_t>& unfilled() const;
+  // Differs whenever other chunks are unfilled.
+  uint64_t unfilled_changes() const;
   // Does another server hold the chunk, by the table of the open epoch? And this one?
   bool HasOtherHolder(uint64_t chunk) const;
   bool IsHolder(uint64_t chunk) const;

@@ -172,6 +172,7 @@ void StepMachine::Impl::TellDurable() {
 
 void StepMachine::Impl::SetUnfilled(std::map<uint64_t, int64_t> next) {
   unfilled = std::move(next);
+  ++unfilled_changes;
   std::vector<uint64_t> chunks;
   for (const auto& [chunk, least] : unfilled) chunks.push_back(chunk);
   slices.PassOver(chunks);
@@ -273,6 +274,7 @@ bool StepMachine::Forgets(const v1::OpenRequest& request) const {
 }
 
 const std::map<uint64_t, int64_t>& StepMachine::unfilled() const { return impl_->unfilled; }
+uint64_t StepMachine::unfilled_changes() const { return impl_->unfilled_changes; }
 
 bool StepMachine::Impl::IsHolder(uint64_t chunk) const {
   if (plan == nullptr || !plan->open().has_table() || chunk >= plan->layout().chunks().size()) return false;
@@ -346,8 +348,10 @@ absl::Status StepMachine::CheckImport(uint64_t chunk, int64_t version) {
 absl::Status StepMachine::MarkFilled(uint64_t chunk, int64_t version) {
   Impl& m = *impl_;
   BALLAST_RETURN_IF_ERROR(m.CheckLeast(chunk, version));
-  std::map<uint64_t, int64_t> left = m.unfilled;
-  if (left.erase(chunk) > 0) m.SetUnfilled(std::move(left));
+  if (m.unfilled.erase(chunk) == 0) return absl::OkStatus();
+  ++m.unfilled_changes;
+  m.slices.PassOverNoMore(chunk);  // a table adds thousands of chunks, and each is filled by itself
+  for (model::SealAnswer& answer : m.answers) answer.reset();
   return absl::OkStatus();
 }
 

@@ -144,6 +144,7 @@ struct StepMachine::Impl {
   std::shared_ptr<const model::EpochPlan> plan;
   uint32_t member = 0;                   // this server's, in the plan
   std::map<uint64_t, int64_t> unfilled;  // chunk -> least version of its import
+  uint64_t unfilled_changes = 0;
   // Until the Open of another table is durable: what may go then.
   uint64_t table_lsn = 0;
   std::optional<std::vector<uint64_t>> to_give_up;

@@ -112,6 +112,39 @@ TEST_F(SliceLedgerTest, ATensorsSlicesCoverThatTensorAlone) {
   EXPECT_FALSE(ledger_.Covered(kGradient, t0_, 0));
 }
 
+TEST_F(SliceLedgerTest, AChunkThatIsPassedOverNoMoreCountsAsIfItNeverWas) {
+  const auto missing = [&](SliceLedger* ledger) {
+    std::string all;
+    for (const v1::SliceKind kind : {kGradient, kValue}) {
+      for (const uint32_t asker : {0u, 1u}) {
+        v1::SealResponse::Pending pending;
+        ledger->AddMissing(kind, both_, 0, asker, &pending);
+        all += pending.ShortDebugString() + "; ";
+      }
+    }
+    return all;
+  };
+  const std::vector<model::Slice> slices = Slices(both_);
+  const std::vector<uint64_t> chunks = {0, 1, 2};
+  for (size_t held = 0; held <= slices.size(); ++held) {
+    Open(1, 2);
+    for (size_t i = 0; i < held; ++i) Hold(slices[i], 0);
+    ledger_.PassOver(chunks);
+    for (const std::vector<uint64_t>& left : {std::vector<uint64_t>{0, 2}, {0}, {}}) {
+      missing(&ledger_);  // computed before the chunk counts
+      ledger_.PassOverNoMore(left.size() == 2 ? 1 : left.size() == 1 ? 2 : 0);
+      SliceLedger own = ledger_;
+      own.PassOver(left);  // computes all anew
+      EXPECT_EQ(missing(&ledger_), missing(&own)) << held << " held, " << left.size() << " passed over";
+      EXPECT_EQ(ledger_.Covered(kGradient, both_, 0), own.Covered(kGradient, both_, 0));
+      EXPECT_EQ(ledger_.Lacking(kGradient, both_, 0), own.Lacking(kGradient, both_, 0));
+    }
+    EXPECT_EQ(ledger_.Covered(kGradient, both_, 0), held == slices.size());
+    ledger_.PassOverNoMore(1);  // it is not
+    EXPECT_EQ(ledger_.Covered(kGradient, both_, 0), held == slices.size());
+  }
+}
+
 TEST_F(SliceLedgerTest, ALostOrDroppedSliceIsMissingAgain) {
   const std::vector<model::Slice> slices = Slices(both_);
   for (const model::Slice& slice : slices) Hold(slice, 0);
