@@ -305,11 +305,12 @@ bool Change::IsNeeded() const {
   return !model::SameTable(next, now_) && !model::OnlySettles(now_, next);
 }
 
-bool Change::HasSpec(const v1::Member& server, const std::string& spec_digest) const {
-  return !spec_digest.empty() && std::any_of(answers_.begin(), answers_.end(), [&](const v1::GetJobResponse& answer) {
-    return answer.server_id() == server.server_id() && answer.disk() == server.disk() &&
-           answer.open().spec_digest() == spec_digest;
-  });
+bool Change::HasSpec(const v1::Member& server, const v1::OpenRequest& open) const {
+  return !open.spec_digest().empty() && !open.group().empty() &&
+         std::any_of(answers_.begin(), answers_.end(), [&](const v1::GetJobResponse& answer) {
+           return answer.server_id() == server.server_id() && answer.disk() == server.disk() &&
+                  answer.open().spec_digest() == open.spec_digest();
+         });
 }
 
 absl::Status Change::MakePlan(const v1::OpenRequest& open) {
@@ -325,7 +326,7 @@ absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenR
   bool all_have_spec = true;
   for (const v1::Member& member : open.table().members()) {
     const auto place = std::find(ids.begin(), ids.end(), member.server_id()) - ids.begin();
-    servers.push_back({static_cast<uint32_t>(place), HasSpec(member, open.spec_digest())});
+    servers.push_back({static_cast<uint32_t>(place), HasSpec(member, open)});
     all_have_spec = all_have_spec && servers.back().briefly;
   }
   const auto request = std::make_shared<v1::OpenRequest>(all_have_spec ? model::MakeBrief(open) : plan_->open());

@@ -68,8 +68,8 @@ class Change {
 
   // Of the table that Next chose; null before.
   const std::shared_ptr<const model::EpochPlan>& plan() const { return plan_; }
-  // Whether the server said that it has an Open with this spec.
-  bool HasSpec(const v1::Member& server, const std::string& spec_digest) const;
+  // Whether the server said that it has an Open with this one's spec, so that a brief Open is enough.
+  bool HasSpec(const v1::Member& server, const v1::OpenRequest& open) const;
 
   // The next table. Asks the servers of the next table whether they have room. One that has none does not join, or
   // the wish is not heeded, or no new copies are made: a line says so. `open`: of the claimed epoch, complete but for

@@ -68,7 +68,7 @@ absl::Status SendToMembers(Router* router, const Change& change, const SessionOp
   const std::shared_ptr<const v1::OpenRequest> open = change.plan()->shared_open();
   std::vector<OpenTo> servers;
   for (const v1::Member& member : open->table().members()) {
-    servers.push_back({static_cast<uint32_t>(servers.size()), change.HasSpec(member, open->spec_digest())});
+    servers.push_back({static_cast<uint32_t>(servers.size()), change.HasSpec(member, *open)});
   }
   for (;;) {
     const absl::Time until = first ? absl::Now() + options.open_timeout : deadline;

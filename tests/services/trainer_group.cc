@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/copies.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/protocol.h"
@@ -113,6 +114,7 @@ absl::Status TrainerGroup::Fence(std::vector<v1::GetJobResponse>* answers) {
     Answer<v1::FenceResponse> answer;
     server->Fence(request, absl::Now() + absl::Seconds(55), answer.reply());
     BALLAST_ASSIGN_OR_RETURN(const v1::FenceResponse response, answer.Wait());
+    has_spec_[server->server_id()] = response.job().open().spec_digest() == model::SpecDigest(spec_);
     answers->push_back(response.job());
   }
   return absl::OkStatus();
@@ -149,7 +151,8 @@ absl::Status TrainerGroup::Open(int64_t base, const std::optional<v1::Decision>&
   step_ = base + 1;
   for (StateServer* server : servers_) {
     Answer<v1::OpenResponse> answer;
-    server->Open(request, absl::Now() + absl::Seconds(55), answer.reply());
+    const bool briefly = model::IsBrief(model::MakeBrief(request)) && has_spec_[server->server_id()];
+    server->Open(briefly ? model::MakeBrief(request) : request, absl::Now() + absl::Seconds(55), answer.reply());
     BALLAST_RETURN_IF_ERROR(answer.Wait().status());
   }
   return absl::OkStatus();

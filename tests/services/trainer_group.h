@@ -98,7 +98,8 @@ class TrainerGroup {
  private:
   std::vector<StateServer*> servers_;
   std::optional<v1::Table> table_;
-  std::vector<uint64_t> tensor_steps_;  // of the base, beside a table
+  std::map<std::string, bool> has_spec_;  // the server has an Open with it: with a table it gets brief ones
+  std::vector<uint64_t> tensor_steps_;    // of the base, beside a table
   v1::JobSpec spec_;
   const uint32_t world_size_;
   v1::Epoch epoch_;

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/proto/model/wish.h"
@@ -24,6 +25,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
+using ::testing::UnorderedElementsAre;
 
 constexpr int kShards = 12;
 
@@ -68,6 +70,7 @@ class ChangeTest : public testing::Test {
       };
       server.on_open = [this, i](const v1::OpenRequest& open) -> absl::StatusOr<v1::OpenResponse> {
         EXPECT_TRUE(open.dry_run());
+        asked_.push_back(absl::StrCat("s", i, model::IsBrief(open) ? " briefly" : "", fenced_.empty() ? " ahead" : ""));
         const auto refusal = refusals_.find(i);
         if (refusal != refusals_.end()) return refusal->second;
         return v1::OpenResponse();
@@ -146,6 +149,7 @@ class ChangeTest : public testing::Test {
     change_.emplace(servers_.router.get(), &members_, &key_, options_, reached_);
     BALLAST_ASSIGN_OR_RETURN(const Sight sight, change_->Look(open_.spec(), absl::Now() + patience_));
     EXPECT_EQ(sight.version, 4);
+    if (asks_ahead_) change_->AskAhead(open_, Soon());
     BALLAST_ASSIGN_OR_RETURN(const v1::Epoch epoch, key_.Claim(v1::Table(), At(2), Soon()));
     claimed_ = epoch.counter();
     BALLAST_RETURN_IF_ERROR(change_->Claimed(epoch, Soon()));
@@ -191,6 +195,8 @@ class ChangeTest : public testing::Test {
   v1::Table first_;
   v1::OpenRequest open_;  // of epoch 1
   std::set<int> has_job_, lost_, fills_, fenced_, dropped_;
+  std::vector<std::string> asked_;  // for room
+  bool asks_ahead_ = false;
   std::map<int, absl::Status> errors_, refusals_;
   absl::Duration patience_ = absl::Seconds(60);
   uint64_t claimed_ = 0;
@@ -269,6 +275,31 @@ TEST_F(ChangeTest, WhoHasNoRoomDoesNotJoin) {
   EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2")) << "s4 was not fenced: it joins at the next opening";
   EXPECT_THAT(lines_, Contains(HasSubstr("job 'job': server 's3' does not join: ")));
   EXPECT_THAT(lines_, Contains(HasSubstr("1000 bytes are short in dram")));
+}
+
+TEST_F(ChangeTest, WhoHasTheSpecIsAskedBriefly) {
+  open_.set_group("group");
+  open_.set_spec_digest(model::SpecDigest(open_.spec()));
+  LoseDisk(1);
+  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s3"));
+  EXPECT_THAT(asked_, UnorderedElementsAre("s0 briefly", "s2 briefly", "s3"));
+}
+
+TEST_F(ChangeTest, RoomThatWasThereBeforeTheClaimIsNotAskedForAgain) {
+  asks_ahead_ = true;
+  LoseDisk(1);
+  const v1::Table next = Opened();
+  EXPECT_THAT(Ids(next), ElementsAre("s0", "s2", "s3"));
+  EXPECT_EQ(next.members(2).since().counter(), claimed_);
+  EXPECT_THAT(asked_, UnorderedElementsAre("s0 ahead", "s2 ahead", "s3 ahead"));
+}
+
+TEST_F(ChangeTest, RoomThatWasNotThereBeforeTheClaimIsAskedForAgain) {
+  asks_ahead_ = true;
+  LoseDisk(1);
+  refusals_[3] = NoRoom();
+  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2"));
+  EXPECT_THAT(asked_, UnorderedElementsAre("s0 ahead", "s2 ahead", "s3 ahead", "s0", "s2", "s3", "s0", "s2"));
 }
 
 TEST_F(ChangeTest, WithoutRoomForFurtherCopiesTheJobGoesOnWithThoseThatItHas) {

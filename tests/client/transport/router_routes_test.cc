@@ -171,6 +171,37 @@ TEST_F(RouterRoutesTest, ARouterFindsTheNextEpochAtAnyServer) {
   EXPECT_THAT(Epochs(servers_[0]), ElementsAre(3, 5));
 }
 
+TEST_F(RouterRoutesTest, WhoExpectsRoutesAsksNobodyForThem) {
+  Refuse(&servers_[0], 5);
+  Refuse(&servers_[1], 5);
+  const v1::OpenRequest open = Open(6, {"s0", "s1"}, {{{0, 1}, {}}, {{0, 1}, {}}});
+  std::atomic<int> asked = 0;
+  for (FakeServer* const server : {&servers_[0], &servers_[1]}) {
+    server->on_get_job = [&](const v1::GetJobRequest& request) {
+      ++asked;
+      v1::GetJobResponse job;
+      *job.mutable_opened() = *job.mutable_promised() = open.epoch();
+      if (!request.without_open()) *job.mutable_open() = open;
+      return absl::StatusOr<v1::GetJobResponse>(job);
+    };
+  }
+  router().ExpectRoutes(absl::InfiniteFuture());
+  const auto pushed = Push(1);
+  EXPECT_FALSE(pushed->WaitUntil(absl::Now() + absl::Milliseconds(100)));
+  EXPECT_EQ(asked, 0);
+  Continue(5, {"s0", "s1"}, {{{0, 1}, {}}, {{0, 1}, {}}});
+  EXPECT_EQ(pushed->Wait(), absl::OkStatus());
+  EXPECT_EQ(asked, 0);
+  // Who was expected has failed.
+  Refuse(&servers_[0], 6);
+  const auto later = Push(1);
+  EXPECT_FALSE(later->WaitUntil(absl::Now() + absl::Milliseconds(50)));
+  EXPECT_EQ(asked, 0);
+  router().ExpectRoutes(absl::InfinitePast());
+  EXPECT_EQ(later->Wait(), absl::OkStatus());
+  EXPECT_GT(asked, 0);
+}
+
 TEST_F(RouterRoutesTest, AnotherGroupsEpochEndsCalls) {
   Refuse(&servers_[0], 4, "group 2");
   EXPECT_EQ(model::ReasonOf(Push(0)->Wait()), model::kStaleEpoch);
