@@ -21,21 +21,9 @@ namespace {
 // Servers delete files, and a group that opens its job waits meanwhile.
 constexpr absl::Duration kDropTimeout = absl::Seconds(10);
 
-// The server says that it cannot take the chunks, not that something is wrong.
-bool IsRefusal(const absl::Status& status) {
-  return absl::IsResourceExhausted(status) || absl::IsUnimplemented(status);
-}
-
 template <typename List>
 bool Contains(const List& list, const std::string& name) {
   return std::find(list.begin(), list.end(), name) != list.end();
-}
-
-// Who needs room for what does not depend on them.
-v1::Table WithoutEpochs(v1::Table table) {
-  for (v1::Member& member : *table.mutable_members()) member.clear_since();
-  table.clear_last_fill();
-  return table;
 }
 
 // As a server's answer to GetJob.
@@ -61,6 +49,13 @@ void Change::Report(const std::string& line) const {
 bool Change::IsMember(const v1::Member& server) const {
   return std::any_of(now_.members().begin(), now_.members().end(), [&](const v1::Member& member) {
     return member.server_id() == server.server_id() && member.disk() == server.disk();
+  });
+}
+
+bool Change::IsRemoved(const v1::Member& server) const {
+  return std::any_of(now_.members().begin(), now_.members().end(), [&](const v1::Member& member) {
+    return member.server_id() == server.server_id() && member.disk() == server.disk() &&
+           model::IsRemoved(wish_, member);
   });
 }
 
@@ -106,7 +101,7 @@ absl::Status Change::ReadWish(absl::Time deadline) {
 absl::Status Change::CheckFailed(const v1::Member& server, const absl::Status& status) {
   if (IsSilence(status) && IsMember(server)) return absl::OkStatus();
   // Whose state is lost has no copy; whether the others are enough is for FindBase to say.
-  const bool needed = IsMember(server) && !Contains(wish_.not_(), server.server_id());
+  const bool needed = IsMember(server) && !Contains(wish_.not_(), server.server_id()) && !IsRemoved(server);
   if (needed && !absl::IsDataLoss(status)) return status;
   const bool is_new = excluded_.insert(server.server_id()).second;
   if ((fences_ || needed) && is_new)
@@ -120,7 +115,7 @@ absl::StatusOr<bool> Change::Take(const std::vector<Response>& responses) {
   answers_.clear();
   for (size_t i = 0; i < responses.size(); ++i) {
     if (!responses[i].has_value()) {
-      members_answered = members_answered && !IsMember(servers[i]);
+      members_answered = members_answered && (!IsMember(servers[i]) || IsRemoved(servers[i]));
     } else if (responses[i]->ok()) {
       answers_.push_back(**responses[i]);
     } else {
@@ -145,8 +140,36 @@ absl::StatusOr<const model::Layout*> Change::FindLayout() const {
 
 absl::Status Change::Find() {
   BALLAST_ASSIGN_OR_RETURN(const model::Layout* const layout, FindLayout());
+  removes_ = FindWithoutRemoved(*layout);
+  if (removes_) return absl::OkStatus();
   BALLAST_ASSIGN_OR_RETURN(found_, model::FindBase(now_, *layout, answers_));
   return absl::OkStatus();
+}
+
+bool Change::FindWithoutRemoved(const model::Layout& layout) {
+  not_removed_.clear();
+  std::vector<v1::GetJobResponse> answers;
+  std::vector<std::string> removed;
+  for (const v1::GetJobResponse& answer : answers_) {
+    v1::Member server;
+    server.set_server_id(answer.server_id());
+    server.set_disk(answer.disk());
+    if (IsRemoved(server)) {
+      removed.push_back(absl::StrCat("'", answer.server_id(), "'"));
+    } else {
+      answers.push_back(answer);
+    }
+  }
+  if (removed.empty()) return false;
+  auto found = model::FindBase(now_, layout, answers);
+  if (found.ok() && found->enough()) {
+    found_ = *std::move(found);
+    return true;
+  }
+  not_removed_ = absl::StrCat("the wish to remove ", absl::StrJoin(removed, ", "),
+                              " at once is not heeded, since the others are not enough: ",
+                              found.ok() ? model::ShowWait(now_, *found) : std::string(found.status().message()));
+  return false;
 }
 
 absl::Status Change::NotEnough() const {
@@ -181,6 +204,7 @@ absl::StatusOr<Sight> Change::Look(const v1::JobSpec& spec, absl::Time deadline)
   const auto asked =
       router_->Ask(&Transport::GetJob, absl::StrCat("GetJob of job '", options_.job, "'"), ask, deadline);
   BALLAST_RETURN_IF_ERROR(Gather([&](absl::Time until) { return asked->Await(until); }, deadline));
+  if (!not_removed_.empty()) Report(not_removed_);
   Sight sight;
   for (const v1::GetJobResponse& answer : answers_) {
     v1::Member server;
@@ -267,6 +291,7 @@ std::vector<v1::Member> Change::Choose() const {
     v1::Member server;
     server.set_server_id(id);
     server.set_disk(answer.disk());
+    if (removes_ && IsRemoved(server)) continue;  // it may join in a later epoch, once it has dropped what it has
     const bool may = IsMember(server) || (reached_.contains(target) && !Contains(wish_.not_(), id));
     if (may && !Contains(counted, id) && !excluded_.contains(id)) others.push_back(id);
   }
@@ -305,90 +330,6 @@ bool Change::IsNeeded() const {
   return !model::SameTable(next, now_) && !model::OnlySettles(now_, next);
 }
 
-bool Change::HasSpec(const v1::Member& server, const v1::OpenRequest& open) const {
-  return !open.spec_digest().empty() && !open.group().empty() &&
-         std::any_of(answers_.begin(), answers_.end(), [&](const v1::GetJobResponse& answer) {
-           return answer.server_id() == server.server_id() && answer.disk() == server.disk() &&
-                  answer.open().spec_digest() == open.spec_digest();
-         });
-}
-
-absl::Status Change::MakePlan(const v1::OpenRequest& open) {
-  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan plan, model::EpochPlan::Make(open, plan_.get()));
-  plan_ = std::make_shared<const model::EpochPlan>(std::move(plan));
-  return absl::OkStatus();
-}
-
-absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenRequest& open, absl::Time deadline) {
-  BALLAST_RETURN_IF_ERROR(MakePlan(open));
-  const std::vector<std::string> ids = members_->ids();
-  std::vector<OpenTo> servers;
-  bool all_have_spec = true;
-  for (const v1::Member& member : open.table().members()) {
-    const auto place = std::find(ids.begin(), ids.end(), member.server_id()) - ids.begin();
-    servers.push_back({static_cast<uint32_t>(place), HasSpec(member, open)});
-    all_have_spec = all_have_spec && servers.back().briefly;
-  }
-  const auto request = std::make_shared<v1::OpenRequest>(all_have_spec ? model::MakeBrief(open) : plan_->open());
-  request->set_dry_run(true);
-  const auto answers =
-      SendOpenTo(router_, absl::StrCat("Space for job '", options_.job, "'"), request, servers, deadline);
-  std::vector<Refusal> refusals;
-  for (size_t m = 0; m < servers.size(); ++m) {
-    if (!answers[m].ok()) refusals.push_back({open.table().members(static_cast<int>(m)).server_id(), answers[m]});
-  }
-  return refusals;
-}
-
-// What to do without, so that the job can open all the same; false: nothing is left.
-bool Change::GiveWay(const Refusal& refusal) {
-  const bool counts = Contains(Counted(), refusal.server_id);
-  if (counts && !IsRefusal(refusal.status)) return false;
-  const bool wished = wish_.ByteSizeLong() > 0 && (counts || Contains(wish_.servers(), refusal.server_id));
-  if (heeds_wish_ && wished) {
-    heeds_wish_ = false;
-    Report(absl::StrCat("the wish for ", model::ShowWish(now_, wish_),
-                        " is not heeded, and its servers stay: ", refusal.status.message()));
-  } else if (!counts) {
-    Report(absl::StrCat("server '", refusal.server_id, "' does not join: ", refusal.status.message()));
-  } else if (copies_) {
-    copies_ = false;
-    Report(absl::StrCat("no further copies are made: ", refusal.status.message()));
-  } else {
-    return false;
-  }
-  if (!counts) excluded_.insert(refusal.server_id);
-  return true;
-}
-
-bool Change::GiveWay(const std::vector<Refusal>& refusals) {
-  // One that does not join may make room needless elsewhere.
-  const std::vector<std::string> counted = Counted();
-  const auto joins = std::find_if(refusals.begin(), refusals.end(),
-                                  [&](const Refusal& one) { return !Contains(counted, one.server_id); });
-  return GiveWay(joins == refusals.end() ? refusals.front() : *joins);
-}
-
-void Change::AskAhead(v1::OpenRequest open, absl::Time deadline) {
-  *open.mutable_table() = Plan();
-  const absl::StatusOr<std::vector<Refusal>> refusals = AskForSpace(open, deadline);
-  if (refusals.ok() && refusals->empty()) has_room_ = WithoutEpochs(open.table());
-}
-
-absl::StatusOr<v1::Table> Change::Next(v1::OpenRequest open, absl::Time deadline) {
-  for (;;) {
-    v1::Table next = Plan();
-    *open.mutable_table() = next;
-    if (has_room_.has_value() && model::SameTable(WithoutEpochs(next), *has_room_)) {
-      BALLAST_RETURN_IF_ERROR(MakePlan(open));
-      return next;
-    }
-    BALLAST_ASSIGN_OR_RETURN(const std::vector<Refusal> refusals, AskForSpace(open, deadline));
-    if (refusals.empty()) return next;
-    if (!GiveWay(refusals)) return refusals.front().status;
-  }
-}
-
 bool Change::Joins(const v1::Table& next) const {
   return std::any_of(next.members().begin(), next.members().end(),
                      [&](const v1::Member& member) { return model::Compare(member.since(), epoch_) == 0; });
@@ -396,7 +337,9 @@ bool Change::Joins(const v1::Table& next) const {
 
 void Change::Tell(const v1::Table& next) const {
   if (!options_.progress) return;
-  for (const std::string& line : ShowChange(options_.job, now_, next, found_, options_.failover_after)) {
+  std::vector<bool> removed;
+  for (const v1::Member& member : now_.members()) removed.push_back(model::IsRemoved(wish_, member));
+  for (const std::string& line : ShowChange(options_.job, now_, next, found_, options_.failover_after, removed)) {
     options_.progress(line);
   }
 }

@@ -59,6 +59,8 @@ class Change {
   absl::Status Claimed(const v1::Epoch& epoch, absl::Time deadline);
   // Promises of all servers for the claimed epoch, which `group` will open. Errors as Look's.
   absl::Status Fence(const std::string& group, bool expect_empty, absl::Time deadline);
+  // Whether the operator's wish ends this membership at once.
+  bool IsRemoved(const v1::Member& server) const;
   // The operator's, as read by Look or Claimed.
   const v1::Wish& wish() const { return wish_; }
   // What the fence found.
@@ -93,6 +95,8 @@ class Change {
   // Whether all members have answered, or failed.
   absl::StatusOr<bool> Take(const std::vector<Response>& responses);
   absl::Status Find();
+  // By the answers of those alone whom the wish does not remove. False: they are not enough, or it removes nobody.
+  bool FindWithoutRemoved(const model::Layout& layout);
   // Of the newest Open, or of the spec of a job that no server has opened. Valid until the next call.
   absl::StatusOr<const model::Layout*> FindLayout() const;
   // Spares that have an earlier job of the name are of no use, and a later promise would keep the group out.
@@ -132,6 +136,8 @@ class Change {
   model::Found found_;
   v1::Wish wish_;
   bool heeds_wish_ = true;
+  bool removes_ = false;               // by what was found last, nobody needs those whom the wish removes
+  std::string not_removed_;            // or why somebody does
   bool copies_ = true;                 // false: the copies that there are have to do
   std::optional<v1::Table> has_room_;  // the servers said so before the claim; without epochs
 };

@@ -56,24 +56,28 @@ ShardCounts ShareOf(const v1::Table& was, const v1::Table& next, uint32_t member
 }
 
 void ShowGone(const std::string& job, const v1::Table& was, const v1::Table& next, const model::Found& found,
-              absl::Duration patience, std::vector<std::string>* lines) {
-  std::vector<v1::Member> missing;
+              absl::Duration patience, const std::vector<bool>& removed, std::vector<std::string>* lines) {
+  std::vector<v1::Member> missing, wished_away;
   for (uint32_t m = 0; m < static_cast<uint32_t>(was.members_size()); ++m) {
     const v1::Member& member = was.members(static_cast<int>(m));
     const bool counts = std::find(found.counted.begin(), found.counted.end(), m) != found.counted.end();
     if (!counts && (Holds(was, m) || !In(next, member).has_value())) {
-      missing.push_back(member);
+      (m < removed.size() && removed[m] ? wished_away : missing).push_back(member);
     } else if (counts && !In(next, member).has_value()) {
       lines->push_back(
           absl::StrCat("job '", job, "': server '", member.server_id(), "' has left; others have all that it had"));
     }
   }
+  const std::string shorter = absl::StrCat(model::ShortShards(next), " of ", next.shards_size(),
+                                           " shards now have fewer than ", next.replicas(), " copies");
+  if (!wished_away.empty()) {
+    lines->push_back(absl::StrCat("job '", job, "' goes on without ", ShowServers(wished_away),
+                                  ", removed by an operator (`ballastctl remove --now`); ", shorter));
+  }
   if (missing.empty()) return;
   lines->push_back(absl::StrCat("job '", job, "' goes on without ", ShowServers(missing), ", which did not answer for ",
                                 absl::FormatDuration(patience),
-                                " (failover_after), or lost what it had: the job has forgotten them; ",
-                                model::ShortShards(next), " of ", next.shards_size(), " shards now have fewer than ",
-                                next.replicas(), " copies"));
+                                " (failover_after), or lost what it had: the job has forgotten them; ", shorter));
 }
 
 }  // namespace
@@ -86,9 +90,10 @@ std::string ShowServers(const std::vector<v1::Member>& servers) {
 }
 
 std::vector<std::string> ShowChange(const std::string& job, const v1::Table& was, const v1::Table& next,
-                                    const model::Found& found, absl::Duration patience) {
+                                    const model::Found& found, absl::Duration patience,
+                                    const std::vector<bool>& removed) {
   std::vector<std::string> lines;
-  ShowGone(job, was, next, found, patience, &lines);
+  ShowGone(job, was, next, found, patience, removed, &lines);
   for (uint32_t m = 0; m < static_cast<uint32_t>(next.members_size()); ++m) {
     const v1::Member& member = next.members(static_cast<int>(m));
     const ShardCounts part = ShareOf(was, next, m);

@@ -14,8 +14,10 @@ namespace ballast::client {
 std::string ShowServers(const std::vector<v1::Member>& servers);
 
 // Who left, joins, copies or has copied, from the table `was` to `next`. `found`: in the fence, by `was`. `patience`:
-// how long silent servers were waited for. Empty if nothing changed.
+// how long silent servers were waited for. `removed`: which members of `was` an operator removed at once; shorter:
+// none. Empty if nothing changed.
 std::vector<std::string> ShowChange(const std::string& job, const v1::Table& was, const v1::Table& next,
-                                    const model::Found& found, absl::Duration patience);
+                                    const model::Found& found, absl::Duration patience,
+                                    const std::vector<bool>& removed = {});
 
 }  // namespace ballast::client

@@ -78,15 +78,16 @@ std::vector<v1::Member> ServersToAsk(const v1::Table& table, const std::vector<v
   return servers;
 }
 
-// Only who was silent for failover_after may be left out.
-absl::Status CheckOthersAnswer(const v1::Table& table, const std::vector<Router::SilentServer>& silent,
+// Only who was silent for failover_after, or is removed by the wish, may be left out.
+absl::Status CheckOthersAnswer(const client::Change& change, const v1::Table& table,
+                               const std::vector<Router::SilentServer>& silent,
                                const std::vector<v1::GetJobResponse>& answers, absl::Duration patience) {
   std::vector<v1::Member> missing;
   for (const v1::Member& member : table.members()) {
     const bool answered = std::any_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& answer) {
       return answer.server_id() == member.server_id();
     });
-    if (!answered && !IsAmong(silent, member)) missing.push_back(member);
+    if (!answered && !IsAmong(silent, member) && !change.IsRemoved(member)) missing.push_back(member);
   }
   if (missing.empty()) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
@@ -271,7 +272,7 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   const std::vector<std::string> spares = members.spares(key);
   client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()}, routes->plan);
   BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));
-  BALLAST_RETURN_IF_ERROR(CheckOthersAnswer(key.value().table(), sight.silent, found.answers, patience));
+  BALLAST_RETURN_IF_ERROR(CheckOthersAnswer(change, key.value().table(), sight.silent, found.answers, patience));
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(found.answers, deadline));
   const bool unfinished = IsUnfinished();
   if (!unfinished && !change.IsNeeded()) return outcome;

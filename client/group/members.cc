@@ -118,6 +118,12 @@ absl::Status Members::Identify(const JobKey& key, Spares spares, absl::Duration 
     return TakeAll(key, spares, identities->Await(absl::InfiniteFuture())).status();
   }
   const auto identities = AskWhoTheyAre(key, deadline);
+  const auto settled = [&](const Answers<v1::IdentifyResponse>::All& answers) {  // who may join cannot help
+    for (uint32_t i = 0; i < servers; ++i) {
+      if (!answers[i].has_value() && !IsSpare(key, *router_->transport(i))) return false;
+    }
+    return true;
+  };
   deadline = std::max(deadline, absl::Now() + patience);
   absl::Time until = absl::Now() + patience;
   for (;;) {
@@ -128,8 +134,7 @@ absl::Status Members::Identify(const JobKey& key, Spares spares, absl::Duration 
       if (stay.size() < servers) router_->Reorder(stay);
       return absl::OkStatus();
     }
-    const bool all = std::all_of(answers.begin(), answers.end(), [](const auto& one) { return one.has_value(); });
-    if (all || absl::Now() >= deadline) {
+    if (settled(answers) || absl::Now() >= deadline) {
       const absl::Status silence = FirstSilence(answers);
       return silence.ok() ? enough : model::Annotate(enough, std::string(silence.message()));
     }

@@ -7,6 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/table.h"
+#include "ballast/proto/model/verdict.h"
 
 namespace ballast::model {
 namespace {
@@ -138,6 +139,35 @@ absl::StatusOr<v1::Wish> WishToReplace(const v1::Table& table, v1::Wish wish, co
   return wish;
 }
 
+bool IsRemoved(const v1::Wish& wish, const v1::Member& member) {
+  return std::any_of(wish.now().begin(), wish.now().end(), [&](const v1::Removal& one) {
+    return one.server_id() == member.server_id() && Compare(one.since(), member.since()) == 0;
+  });
+}
+
+absl::StatusOr<v1::Wish> WishToRemove(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers) {
+  v1::Wish next = wish;
+  next.clear_now();  // of memberships that have ended
+  std::vector<bool> stays;
+  for (const v1::Member& member : table.members()) {
+    const bool named = std::find(servers.begin(), servers.end(), member.server_id()) != servers.end();
+    stays.push_back(!named && !IsRemoved(wish, member));
+    if (stays.back()) continue;
+    v1::Removal* const removal = next.add_now();
+    removal->set_server_id(member.server_id());
+    *removal->mutable_since() = member.since();
+  }
+  for (const std::string& server : servers) {
+    if (IsMember(table, server)) continue;
+    return Bad(
+        absl::StrCat("server '", server, "' has nothing of the job; its members are ", ShowServers(table, v1::Wish())));
+  }
+  const std::string lacking = ShardsWithout(table, stays);
+  if (lacking.empty()) return next;
+  return Bad(absl::StrCat(lacking, " would be lost: no other server holds them. Wait until others have copied them ",
+                          "(`ballastctl members`), or let them copy first (`ballastctl drain`)"));
+}
+
 absl::StatusOr<v1::Wish> WishForCopies(const v1::Table& table, v1::Wish wish, uint32_t replicas) {
   const uint32_t servers = WantedServers(table, wish);
   if (replicas < 1 || replicas > kReplicasMax || replicas > servers) {
@@ -154,6 +184,11 @@ std::string ShowWish(const v1::Table& table, const v1::Wish& wish) {
   std::string text = absl::StrCat(WantedServers(table, wish), " server(s)");
   if (!wish.servers().empty()) absl::StrAppend(&text, ", ", Quoted(wish.servers()), " before others");
   if (!wish.not_().empty()) absl::StrAppend(&text, ", without ", Quoted(wish.not_()));
+  Names removed;
+  for (const v1::Member& member : table.members()) {
+    if (IsRemoved(wish, member)) *removed.Add() = member.server_id();
+  }
+  if (!removed.empty()) absl::StrAppend(&text, ", ", Quoted(removed), " removed at once");
   return absl::StrCat(text, ", ", copies, copies == 1 ? " copy" : " copies", " of each chunk");
 }
 

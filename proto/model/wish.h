@@ -30,7 +30,12 @@ absl::StatusOr<v1::Wish> WishToAdd(const v1::Table& table, v1::Wish wish, absl::
 absl::StatusOr<v1::Wish> WishToDrain(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers);
 absl::StatusOr<v1::Wish> WishToReplace(const v1::Table& table, v1::Wish wish, const std::string& old_server,
                                        const std::string& by);
+// `servers` shall be left out at once, as if they did not answer. Also refused if a chunk would be on no other member.
+absl::StatusOr<v1::Wish> WishToRemove(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers);
 absl::StatusOr<v1::Wish> WishForCopies(const v1::Table& table, v1::Wish wish, uint32_t replicas);
+
+// Whether the wish ends this membership at once.
+bool IsRemoved(const v1::Wish& wish, const v1::Member& member);
 
 // "4 server(s), 'd' first, without 'b', 2 copies of each chunk"
 std::string ShowWish(const v1::Table& table, const v1::Wish& wish);

@@ -7,6 +7,7 @@
 //   ballastctl members --job NAME [--restore] --servers etcd://host:port/prefix
 //   ballastctl add --job NAME --server ID,... --servers etcd://host:port/prefix
 //   ballastctl drain --job NAME --server ID,... --servers etcd://host:port/prefix
+//   ballastctl remove --now --job NAME --server ID,... --servers etcd://host:port/prefix
 //   ballastctl replace --job NAME --server ID --by ID --servers etcd://host:port/prefix
 //   ballastctl replicas --job NAME --copies N --servers etcd://host:port/prefix
 //   ballastctl unpin --job NAME --version N --servers host:port,...
@@ -20,11 +21,11 @@
 // Exit codes. status: 0 healthy; 1 degraded (a server down, a job failed or its state lost, versions more than one
 // apart); with --unused: 0 no server has a part of a job; 1 some has, or does not answer. top: as status with --once,
 // else 0. trace: 0 all servers told; 1 not all. drop: 0 no server has the job any more; 1 some server did not drop it.
-// members: 0 all members are registered (--restore: the key is written); 1 not. add, drain, replace, replicas: 0 the
-// wish is written; 1 refused. unpin: 0 no server keeps the version for a request any more; 1 some server may. budget: 0
-// all servers have the new budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the directory.
-// iotune: 0 measured, its profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0 nothing stops
-// a server; 1 something does. completion: 0. All: 2 usage.
+// members: 0 all members are registered (--restore: the key is written); 1 not. add, drain, remove, replace, replicas:
+// 0 the wish is written; 1 refused. unpin: 0 no server keeps the version for a request any more; 1 some server may.
+// budget: 0 all servers have the new budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the
+// directory. iotune: 0 measured, its profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0
+// nothing stops a server; 1 something does. completion: 0. All: 2 usage.
 #include <signal.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
@@ -205,15 +206,20 @@ std::vector<CLI::App*> AddWishes(CLI::App& app, WishCommand* to) {
   };
   CLI::App* const add = command("add", WishCommand::Kind::kAdd, "give a job more servers");
   CLI::App* const drain = command("drain", WishCommand::Kind::kDrain, "take servers from a job");
+  CLI::App* const remove = command("remove", WishCommand::Kind::kRemove,
+                                   "leave servers out at once, as if they did not answer, if others have all chunks; "
+                                   "unless `drain` took them away, they join again and copy all anew");
   CLI::App* const replace = command("replace", WishCommand::Kind::kReplace, "give a job one server for another");
   CLI::App* const replicas = command("replicas", WishCommand::Kind::kReplicas, "change on how many servers chunks are");
-  for (CLI::App* const made : {add, drain}) {
+  remove->add_flag("--now", to->now, "needed: nobody copies from the servers first, as `drain` has others do")
+      ->required();
+  for (CLI::App* const made : {add, drain, remove}) {
     made->add_option("--server", to->named, "ids of the servers, separated by commas")->required()->delimiter(',');
   }
   replace->add_option("--server", to->named, "id of the server that shall go")->required()->expected(1);
   replace->add_option("--by", to->by, "id of the server that shall come")->required();
   replicas->add_option("--copies", to->replicas, "copies of each chunk")->required()->check(CLI::Range(1, 4));
-  return {add, drain, replace, replicas};
+  return {add, drain, remove, replace, replicas};
 }
 
 int Main(int argc, char** argv) {

@@ -30,6 +30,8 @@ const char* NameOf(WishCommand::Kind kind) {
       return "add";
     case WishCommand::Kind::kDrain:
       return "drain";
+    case WishCommand::Kind::kRemove:
+      return "remove";
     case WishCommand::Kind::kReplace:
       return "replace";
     case WishCommand::Kind::kReplicas:
@@ -49,6 +51,8 @@ absl::StatusOr<v1::Wish> NextWish(const WishCommand& command, const v1::Table& t
       return model::WishToAdd(table, so_far, command.named);
     case WishCommand::Kind::kDrain:
       return model::WishToDrain(table, so_far, command.named);
+    case WishCommand::Kind::kRemove:
+      return model::WishToRemove(table, so_far, command.named);
     case WishCommand::Kind::kReplace:
       return model::WishToReplace(table, so_far, command.named.front(), command.by);
     case WishCommand::Kind::kReplicas:
@@ -103,7 +107,8 @@ std::vector<v1::Member> Choose(const v1::Table& table, const v1::Wish& wish, con
   std::vector<std::string> members, others;
   for (const v1::ServerEntry& entry : entries) {
     const bool is_member = std::any_of(table.members().begin(), table.members().end(), [&](const v1::Member& member) {
-      return member.server_id() == entry.server_id() && member.disk() == entry.disk();
+      return member.server_id() == entry.server_id() && member.disk() == entry.disk() &&
+             !model::IsRemoved(wish, member);
     });
     if (is_member) members.push_back(entry.server_id());
     if (!is_member && entry.state() == v1::SERVER_STATE_SERVING) others.push_back(entry.server_id());
@@ -180,7 +185,8 @@ void Preview(const WishCommand& command, const v1::Table& now, const v1::Wish& w
   std::vector<bool> there;
   for (const v1::Member& member : now.members()) {
     there.push_back(std::any_of(entries.begin(), entries.end(), [&](const v1::ServerEntry& entry) {
-      return entry.server_id() == member.server_id() && entry.disk() == member.disk();
+      return entry.server_id() == member.server_id() && entry.disk() == member.disk() &&
+             !model::IsRemoved(wish, member);
     }));
   }
   if (const std::string lacking = model::ShardsWithout(now, there); !lacking.empty()) {

@@ -1,4 +1,4 @@
-// `ballastctl add`, `drain`, `replace` and `replicas`: what an operator wants of a job's servers.
+// `ballastctl add`, `drain`, `remove`, `replace` and `replicas`: what an operator wants of a job's servers.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,13 @@
 namespace ballast::services {
 
 struct WishCommand {
-  enum class Kind { kAdd, kDrain, kReplace, kReplicas };
+  enum class Kind { kAdd, kDrain, kRemove, kReplace, kReplicas };
   Kind kind = Kind::kAdd;
   std::vector<std::string> servers;  // the URL of a registry
   std::string job;
-  std::vector<std::string> named;  // to add, to drain, or the server to replace
+  std::vector<std::string> named;  // to add, to drain, to remove, or the server to replace
   std::string by;                  // in its place
+  bool now = false;                // to remove: always
   uint32_t replicas = 0;
   Asking asking;
 };

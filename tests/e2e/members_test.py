@@ -29,9 +29,9 @@ def train(etcd, prefix, *more):
     return text
 
 
-def go_on(etcd, prefix, *more):
-    """The group starts again."""
-    code, text = open_again(etcd.url(prefix), prefix, '--failover-after', '3', *more)
+def go_on(etcd, prefix, *more, failover_after=3):
+    """The group starts again. failover_after: where no server is lost, more than a busy machine needs for an answer."""
+    code, text = open_again(etcd.url(prefix), prefix, '--failover-after', failover_after, *more)
     assert code == 0, text
     return text
 
@@ -142,13 +142,13 @@ def test_add_drain_replace(etcd, folder, bits):
         nonlocal step
         code, text = ctl(etcd, 'moves', command, *words)
         assert code == 0 and 'The group at work begins with it' in text, text
-        text = go_on(etcd, 'moves', '--stop-at', step + 3)
+        text = go_on(etcd, 'moves', '--stop-at', step + 3, failover_after=60)
         for name in joins:
             assert f"server '{name}' joins and copies" in text, text
         for name in leaves:
             assert f"server '{name}' leaves once others have copied" in text, text
         await_copies(etcd, 'moves')
-        text += go_on(etcd, 'moves', '--stop-at', step + 6)
+        text += go_on(etcd, 'moves', '--stop-at', step + 6, failover_after=60)
         for name in leaves:
             assert f"server '{name}' has left; others have all that it had" in text, text
         check_settled(etcd, 'moves', after)
@@ -161,7 +161,7 @@ def test_add_drain_replace(etcd, folder, bits):
     has = [server['status']['server_id'] for server in status['servers']
            if any(job['name'] == 'moves' for job in server['status'].get('jobs', []))]
     assert sorted(has) == ['a', 'b', 'd'], 'who left has dropped the job'
-    assert digest_of(go_on(etcd, 'moves')) == bits
+    assert digest_of(go_on(etcd, 'moves', failover_after=60)) == bits
 
 
 def test_more_and_fewer_copies(etcd, folder, bits):
@@ -271,9 +271,12 @@ def test_a_group_at_work_heeds_wishes(etcd, folder, bits):
     training = Training(f'{etcd.url("wish")}?servers=4', 'wish', folder, '--replicas', '2', model=LONG)
     training.step(4)
     for command, words, after in (('drain', ('--server', 'd'), 'abc'), ('replace', ('--server', 'a', '--by', 'd'), 'bcd'),
-                                  ('replicas', ('--copies', '3'), 'bcd')):
+                                  ('remove', ('--now', '--server', 'b'), 'bcd'), ('replicas', ('--copies', '3'), 'bcd')):
         code, text = ctl(etcd, 'wish', command, *words)
         assert code == 0, text
+        if command == 'remove':
+            training.says(r"goes on without 'b' \(last seen at \S+\), removed by an operator")
+            training.says("server 'b' joins and copies")
 
         def settled():
             check_settled(etcd, 'wish', after)
@@ -349,6 +352,9 @@ def test_wishes_that_are_refused(etcd, folder, bits):
     assert "does not have server 'x'; it has, or shall have, 'a', 'b', 'c'" in refused('drain', '--server', 'x')
     assert '2 copies of each chunk on 3 server(s), and without 2 of them there is no server' in refused('drain', '--server', 'a,b')
     assert 'got 4, and the job wants 3 server(s)' in refused('replicas', '--copies', '4')
+    assert 'shards would be lost: no other server holds them' in refused('remove', '--now', '--server', 'a,b')
+    code, text = ctl(etcd, 'no', 'remove', '--server', 'a')
+    assert code == 2 and '--now is required' in text, text
     code, text = ctl(etcd, 'no', 'replicas', '--copies', '5')
     assert code == 2 and '--copies' in text, text
     code, text = run(BIN / 'ballastctl', 'add', '--job', 'no', '--server', 'd', '--servers', '127.0.0.1:7070')

@@ -96,6 +96,32 @@ TEST(Wish, CopiesNeedServers) {
   EXPECT_TRUE(WishForCopies(table, more, 4).ok());
 }
 
+TEST(Wish, RemovesAMembershipAtOnceIfOthersHaveAll) {
+  v1::Table table = TableOf({"a", "b", "c"}, 3);
+  for (const auto& [one, other] : {std::pair(0u, 1u), std::pair(1u, 2u)}) {
+    v1::Shard* const shard = table.add_shards();
+    shard->add_holders(one);
+    shard->add_holders(other);
+  }
+  table.mutable_members(0)->mutable_since()->set_counter(4);
+  const v1::Wish wish = Take(WishToRemove(table, Take(WishToDrain(table, v1::Wish(), {"c"})), {"a"}));
+  EXPECT_EQ(ShowWish(table, wish), "2 server(s), without 'c', 'a' removed at once, 2 copies of each chunk");
+  EXPECT_TRUE(IsRemoved(wish, table.members(0)));
+  EXPECT_FALSE(IsRemoved(wish, table.members(1)));
+  EXPECT_THAT(std::string(WishToRemove(table, wish, {"b"}).status().message()),
+              HasSubstr("1 of 2 shards would be lost"))
+      << "a is to go already";
+  EXPECT_THAT(std::string(WishToRemove(table, wish, {"x"}).status().message()),
+              HasSubstr("server 'x' has nothing of the job; its members are 'a', 'b', 'c'"));
+  // It has joined anew: the wish is about what it was.
+  table.mutable_members(0)->mutable_since()->set_counter(7);
+  EXPECT_FALSE(IsRemoved(wish, table.members(0)));
+  const v1::Wish next = Take(WishToRemove(table, wish, {"c"}));
+  ASSERT_EQ(next.now_size(), 1);
+  EXPECT_EQ(next.now(0).server_id(), "c");
+  EXPECT_THAT(next.not_(), ElementsAre("c"));
+}
+
 TEST(Wish, IsShownInWords) {
   const v1::Table table = TableOf({"a", "b", "c"}, 3);
   EXPECT_EQ(ShowWish(table, v1::Wish()), "3 server(s), 2 copies of each chunk");

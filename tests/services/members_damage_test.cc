@@ -15,6 +15,8 @@
 
 #include "ballast/proto/base/status.h"
 #include "ballast/services/job_state/job_entry.h"
+#include "ballast/services/tools/verify/verify.h"
+#include "ballast/services/tools/verify/verify_command.h"
 #include "ballast/tests/services/members_fixture.h"
 
 namespace ballast::services {
@@ -200,6 +202,10 @@ TEST_P(MembersDamageTest, ARestartCopiesWhatIsDamaged) {
   Steps(1);
   End("b");
   RotEverything("b");
+  const auto report = Verify(servers_.at("b")->directory(), nullptr);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_FALSE(report->findings.empty());
+  EXPECT_EQ(report->worst(), Harm::kRepaired) << ShowText(*report);
   source_.opens = false;
   Restart("b");
   const v1::JobStatus status = StatusOf("b");

@@ -31,13 +31,20 @@ std::string NameOf(const NamedExtent& extent) {
 }
 
 // A server reads the pinned state only for a restore of its version, and refuses the restore if the state is damaged.
+// It copies a chunk whose newest state is damaged from another holder.
 Harm HarmOf(const NamedExtent& extent) {
+  if (!extent.pin.has_value() && extent.copied) return Harm::kRepaired;
   return extent.pin.has_value() && !extent.automatic ? Harm::kNone : Harm::kJobRefused;
 }
 std::string AdviceOf(const NamedExtent& extent) {
   if (extent.automatic) {
     return "the job cannot go back to that version, which servers do after a restart (durability every-K): drop "
            "it with `ballastctl drop` and start it again";
+  }
+  if (!extent.pin.has_value() && extent.copied) {
+    return "nothing: once it is started, the server copies the chunk from another one that holds it, and that must "
+           "run. "
+           "Without such a server it refuses the job";
   }
   return extent.pin.has_value() ? absl::StrCat("`ballastctl unpin --version ", *extent.pin, "`: it cannot be restored")
                                 : kOlderVersionAdvice;

@@ -24,6 +24,7 @@ struct NamedExtent {
   storage::DurableChunk chunk;
   std::optional<int64_t> pin = std::nullopt;  // the durable pin that alone keeps the extent; none: the newest state
   bool automatic = false;                     // the pin is automatic: its job may have to go back to it
+  bool copied = false;                        // another server holds the chunk, by the Open in the catalog
 };
 // The extents that the catalog's pins name, each once, and none that `chunks` names.
 // `layout_of`: a chunk's layout.

@@ -1,5 +1,6 @@
 #include "ballast/services/tools/verify/verify.h"
 
+#include <algorithm>
 #include <set>
 
 #include "absl/strings/str_cat.h"
@@ -29,6 +30,8 @@ class Scrub {
   void CompareWithLog(const std::string& name, const JobEntry& entry, const ReadLog& log, int64_t committed,
                       bool prepared);
   void CheckChunks(const std::string& name, const JobEntry& entry);
+  // Whether the job has a table by which another server holds the chunk.
+  bool IsElsewhere(const model::EpochPlan& plan, uint64_t chunk) const;
   void CheckOrphan(const std::string& name);
   void CheckLives(const std::string& name, const JobEntry& entry, uint64_t expected, absl::string_view whose);
   void CheckExtents();
@@ -100,6 +103,14 @@ void Scrub::CheckJob(const std::string& name, const CatalogJob& job) {
   CheckLog(name, job);
 }
 
+bool Scrub::IsElsewhere(const model::EpochPlan& plan, uint64_t chunk) const {
+  if (!plan.open().has_table()) return false;
+  const absl::Span<const uint32_t> holders = plan.holders_of(chunk);
+  return std::any_of(holders.begin(), holders.end(), [&](uint32_t holder) {
+    return plan.members()[static_cast<int>(holder)].server_id() != server_id_;
+  });
+}
+
 void Scrub::CheckChunks(const std::string& name, const JobEntry& entry) {
   const auto optimizer = model::OptimizerOf(entry.open->spec());
   const auto plan = model::EpochPlan::Make(*entry.open);
@@ -128,6 +139,7 @@ void Scrub::CheckChunks(const std::string& name, const JobEntry& entry) {
       continue;
     }
     extents_.push_back({name, layout, chunk});
+    extents_.back().copied = known && IsElsewhere(*plan, chunk.id);
   }
   for (NamedExtent& pinned : PinnedExtents(name, layout_of, entry.chunks, entry.pins)) {
     const storage::DurableChunk& chunk = pinned.chunk;

@@ -384,6 +384,38 @@ TEST_F(ChangeTest, WhoWasLeftOutIsToldToDropTheJob) {
                                             "`ballastctl drop --job job --servers s4` frees it.")));
 }
 
+TEST_F(ChangeTest, AServerIsRemovedAtOnceAndJoinsAnewLater) {
+  Wish(model::WishToRemove(first_, v1::Wish(), {"s1"}));
+  reached_ = {};
+  const v1::Table next = Opened();
+  EXPECT_THAT(Ids(next), ElementsAre("s0", "s2"));
+  EXPECT_THAT(lines_,
+              Contains(HasSubstr("goes on without 's1', removed by an operator (`ballastctl remove --now`); ")));
+  EXPECT_THAT(fenced_, Contains(1));
+  EXPECT_THAT(dropped_, Contains(1)) << "what it has is of no use";
+  has_job_.erase(1);
+  reached_ = {model::TargetOf("s1", 101)};
+  *open_.mutable_table() = next;
+  const v1::Table again = Opened();
+  EXPECT_THAT(Ids(again), ElementsAre("s0", "s2", "s1"));
+  EXPECT_EQ(again.members(2).since().counter(), claimed_);
+}
+
+TEST_F(ChangeTest, WhoIsNeededIsNotRemoved) {
+  Wish(model::WishToRemove(first_, v1::Wish(), {"s1"}));
+  LoseDisk(2);  // after the operator asked
+  const v1::Table next = Opened();
+  EXPECT_THAT(Ids(next), Contains("s1"));
+  EXPECT_THAT(lines_,
+              Contains(HasSubstr("the wish to remove 's1' at once is not heeded, since the others are not enough: ")));
+}
+
+TEST_F(ChangeTest, WhoIsRemovedNeedsNotAnswer) {
+  Wish(model::WishToRemove(first_, v1::Wish(), {"s1"}));
+  errors_[1] = model::Error(absl::StatusCode::kInternal, model::kIo, "the disk is broken");
+  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s3"));
+}
+
 TEST_F(ChangeTest, WhoDoesNotAnswerIsDoneWithout) {
   errors_[1] = model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "is dead");
   patience_ = absl::Seconds(4);

@@ -1,0 +1,117 @@
+// Whether servers have room for the chunks of the next table, and what gives way if not.
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/algorithm/container.h"
+#include "absl/strings/str_cat.h"
+#include "ballast/client/group/change.h"
+#include "ballast/client/group/opens.h"
+#include "ballast/proto/base/status.h"
+#include "ballast/proto/model/brief_open.h"
+#include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/wish.h"
+
+namespace ballast::client {
+namespace {
+
+// The server says that it cannot take the chunks, not that something is wrong.
+bool IsRefusal(const absl::Status& status) {
+  return absl::IsResourceExhausted(status) || absl::IsUnimplemented(status);
+}
+
+// Who needs room for what does not depend on them.
+v1::Table WithoutEpochs(v1::Table table) {
+  for (v1::Member& member : *table.mutable_members()) member.clear_since();
+  table.clear_last_fill();
+  return table;
+}
+
+}  // namespace
+
+bool Change::HasSpec(const v1::Member& server, const v1::OpenRequest& open) const {
+  return !open.spec_digest().empty() && !open.group().empty() &&
+         std::any_of(answers_.begin(), answers_.end(), [&](const v1::GetJobResponse& answer) {
+           return answer.server_id() == server.server_id() && answer.disk() == server.disk() &&
+                  answer.open().spec_digest() == open.spec_digest();
+         });
+}
+
+absl::Status Change::MakePlan(const v1::OpenRequest& open) {
+  BALLAST_ASSIGN_OR_RETURN(model::EpochPlan plan, model::EpochPlan::Make(open, plan_.get()));
+  plan_ = std::make_shared<const model::EpochPlan>(std::move(plan));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenRequest& open, absl::Time deadline) {
+  BALLAST_RETURN_IF_ERROR(MakePlan(open));
+  const std::vector<std::string> ids = members_->ids();
+  std::vector<OpenTo> servers;
+  bool all_have_spec = true;
+  for (const v1::Member& member : open.table().members()) {
+    const auto place = std::find(ids.begin(), ids.end(), member.server_id()) - ids.begin();
+    servers.push_back({static_cast<uint32_t>(place), HasSpec(member, open)});
+    all_have_spec = all_have_spec && servers.back().briefly;
+  }
+  const auto request = std::make_shared<v1::OpenRequest>(all_have_spec ? model::MakeBrief(open) : plan_->open());
+  request->set_dry_run(true);
+  const auto answers =
+      SendOpenTo(router_, absl::StrCat("Space for job '", options_.job, "'"), request, servers, deadline);
+  std::vector<Refusal> refusals;
+  for (size_t m = 0; m < servers.size(); ++m) {
+    if (!answers[m].ok()) refusals.push_back({open.table().members(static_cast<int>(m)).server_id(), answers[m]});
+  }
+  return refusals;
+}
+
+// What to do without, so that the job can open all the same; false: nothing is left.
+bool Change::GiveWay(const Refusal& refusal) {
+  const bool counts = absl::c_linear_search(Counted(), refusal.server_id);
+  if (counts && !IsRefusal(refusal.status)) return false;
+  const bool wished = wish_.ByteSizeLong() > 0 && (counts || absl::c_linear_search(wish_.servers(), refusal.server_id));
+  if (heeds_wish_ && wished) {
+    heeds_wish_ = false;
+    Report(absl::StrCat("the wish for ", model::ShowWish(now_, wish_),
+                        " is not heeded, and its servers stay: ", refusal.status.message()));
+  } else if (!counts) {
+    Report(absl::StrCat("server '", refusal.server_id, "' does not join: ", refusal.status.message()));
+  } else if (copies_) {
+    copies_ = false;
+    Report(absl::StrCat("no further copies are made: ", refusal.status.message()));
+  } else {
+    return false;
+  }
+  if (!counts) excluded_.insert(refusal.server_id);
+  return true;
+}
+
+bool Change::GiveWay(const std::vector<Refusal>& refusals) {
+  // One that does not join may make room needless elsewhere.
+  const std::vector<std::string> counted = Counted();
+  const auto joins = std::find_if(refusals.begin(), refusals.end(),
+                                  [&](const Refusal& one) { return !absl::c_linear_search(counted, one.server_id); });
+  return GiveWay(joins == refusals.end() ? refusals.front() : *joins);
+}
+
+void Change::AskAhead(v1::OpenRequest open, absl::Time deadline) {
+  *open.mutable_table() = Plan();
+  const absl::StatusOr<std::vector<Refusal>> refusals = AskForSpace(open, deadline);
+  if (refusals.ok() && refusals->empty()) has_room_ = WithoutEpochs(open.table());
+}
+
+absl::StatusOr<v1::Table> Change::Next(v1::OpenRequest open, absl::Time deadline) {
+  for (;;) {
+    v1::Table next = Plan();
+    *open.mutable_table() = next;
+    if (has_room_.has_value() && model::SameTable(WithoutEpochs(next), *has_room_)) {
+      BALLAST_RETURN_IF_ERROR(MakePlan(open));
+      return next;
+    }
+    BALLAST_ASSIGN_OR_RETURN(const std::vector<Refusal> refusals, AskForSpace(open, deadline));
+    if (refusals.empty()) return next;
+    if (!GiveWay(refusals)) return refusals.front().status;
+  }
+}
+
+}  // namespace ballast::client
