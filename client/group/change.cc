@@ -111,11 +111,12 @@ absl::Status Change::CheckFailed(const v1::Member& server, const absl::Status& s
 
 absl::StatusOr<bool> Change::Take(const std::vector<Response>& responses) {
   const std::vector<v1::Member> servers = members_->all();
-  bool members_answered = true;
+  bool members_answered = true, removed_answered = true;
   answers_.clear();
   for (size_t i = 0; i < responses.size(); ++i) {
     if (!responses[i].has_value()) {
-      members_answered = members_answered && (!IsMember(servers[i]) || IsRemoved(servers[i]));
+      bool* const answered = IsRemoved(servers[i]) ? &removed_answered : &members_answered;
+      *answered = *answered && !IsMember(servers[i]);
     } else if (responses[i]->ok()) {
       answers_.push_back(**responses[i]);
     } else {
@@ -123,7 +124,7 @@ absl::StatusOr<bool> Change::Take(const std::vector<Response>& responses) {
     }
   }
   BALLAST_RETURN_IF_ERROR(Find());
-  return members_answered;
+  return members_answered && (removed_answered || found_.enough());
 }
 
 absl::StatusOr<const model::Layout*> Change::FindLayout() const {
@@ -205,6 +206,7 @@ absl::StatusOr<Sight> Change::Look(const v1::JobSpec& spec, absl::Time deadline)
       router_->Ask(&Transport::GetJob, absl::StrCat("GetJob of job '", options_.job, "'"), ask, deadline);
   BALLAST_RETURN_IF_ERROR(Gather([&](absl::Time until) { return asked->Await(until); }, deadline));
   if (!not_removed_.empty()) Report(not_removed_);
+  ExcludeRemoved();
   Sight sight;
   for (const v1::GetJobResponse& answer : answers_) {
     v1::Member server;
@@ -216,6 +218,18 @@ absl::StatusOr<Sight> Change::Look(const v1::JobSpec& spec, absl::Time deadline)
     if (answer.exists()) sight.version = std::max(sight.version, answer.committed());
   }
   return sight;
+}
+
+// With what it has it would count as filled, and that is not wanted any more.
+void Change::ExcludeRemoved() {
+  for (const v1::GetJobResponse& answer : answers_) {
+    const bool removed = std::any_of(wish_.now().begin(), wish_.now().end(),
+                                     [&](const v1::Removal& one) { return one.server_id() == answer.server_id(); });
+    if (!removed || !IsLeftOver(answer) || !excluded_.insert(answer.server_id()).second) continue;
+    Report(absl::StrCat("server '", answer.server_id(), "' was removed and has not dropped what it had, so it cannot ",
+                        "join: the job's next change has it dropped, or `ballastctl drop --job ", options_.job,
+                        "` at that server's address"));
+  }
 }
 
 absl::Status Change::Claimed(const v1::Epoch& epoch, absl::Time deadline) {
@@ -291,7 +305,7 @@ std::vector<v1::Member> Change::Choose() const {
     v1::Member server;
     server.set_server_id(id);
     server.set_disk(answer.disk());
-    if (removes_ && IsRemoved(server)) continue;  // it may join in a later epoch, once it has dropped what it has
+    if (removes_ && IsRemoved(server)) continue;  // it may join in a later epoch
     const bool may = IsMember(server) || (reached_.contains(target) && !Contains(wish_.not_(), id));
     if (may && !Contains(counted, id) && !excluded_.contains(id)) others.push_back(id);
   }

@@ -99,6 +99,7 @@ class Change {
   bool FindWithoutRemoved(const model::Layout& layout);
   // Of the newest Open, or of the spec of a job that no server has opened. Valid until the next call.
   absl::StatusOr<const model::Layout*> FindLayout() const;
+  void ExcludeRemoved();
   // Spares that have an earlier job of the name are of no use, and a later promise would keep the group out.
   void ExcludeOtherJobs();
   absl::Status CheckFailed(const v1::Member& server, const absl::Status& status);

@@ -31,11 +31,12 @@ v1::Table WithoutEpochs(v1::Table table) {
 }  // namespace
 
 bool Change::HasSpec(const v1::Member& server, const v1::OpenRequest& open) const {
-  return !open.spec_digest().empty() && !open.group().empty() &&
-         std::any_of(answers_.begin(), answers_.end(), [&](const v1::GetJobResponse& answer) {
-           return answer.server_id() == server.server_id() && answer.disk() == server.disk() &&
-                  answer.open().spec_digest() == open.spec_digest();
-         });
+  if (open.spec_digest().empty() || open.group().empty()) return false;
+  const std::string tiling = open.tiling().SerializeAsString();
+  return std::any_of(answers_.begin(), answers_.end(), [&](const v1::GetJobResponse& answer) {
+    return answer.server_id() == server.server_id() && answer.disk() == server.disk() &&
+           answer.open().spec_digest() == open.spec_digest() && answer.open().tiling().SerializeAsString() == tiling;
+  });
 }
 
 absl::Status Change::MakePlan(const v1::OpenRequest& open) {
@@ -69,10 +70,13 @@ absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenR
 bool Change::GiveWay(const Refusal& refusal) {
   const bool counts = absl::c_linear_search(Counted(), refusal.server_id);
   if (counts && !IsRefusal(refusal.status)) return false;
-  const bool wished = wish_.ByteSizeLong() > 0 && (counts || absl::c_linear_search(wish_.servers(), refusal.server_id));
+  v1::Wish wish = wish_;
+  wish.clear_now();  // who is removed goes all the same
+  const bool asks = !wish.servers().empty() || !wish.not_().empty() || wish.replicas() != 0 || wish.count() != 0;
+  const bool wished = asks && (counts || absl::c_linear_search(wish.servers(), refusal.server_id));
   if (heeds_wish_ && wished) {
     heeds_wish_ = false;
-    Report(absl::StrCat("the wish for ", model::ShowWish(now_, wish_),
+    Report(absl::StrCat("the wish for ", model::ShowWish(now_, wish),
                         " is not heeded, and its servers stay: ", refusal.status.message()));
   } else if (!counts) {
     Report(absl::StrCat("server '", refusal.server_id, "' does not join: ", refusal.status.message()));

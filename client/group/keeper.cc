@@ -1,6 +1,7 @@
 #include "ballast/client/group/keeper.h"
 
 #include <algorithm>
+#include <atomic>
 #include <set>
 #include <utility>
 
@@ -152,9 +153,9 @@ void Keeper::Run() {
   while (Rest(kTick)) {
     const absl::Time now = absl::Now();
     if (LookForSilent(&sight)) {
-      // What failed perhaps failed for want of a server's answers.
+      // What failed perhaps failed for want of a server's answers. On busy machines servers fall silent and come back:
+      // patience grows all the same.
       retry = absl::InfinitePast();
-      patience = kPatience;
     }
     if (now >= ask) {
       ask = now + kAskInterval;
@@ -261,7 +262,8 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   for (const v1::Member& server : ServersToAsk(key.value().table(), entries, sight.silent)) {
     BALLAST_ASSIGN_OR_RETURN(transports.emplace_back(), any->Another(server));
   }
-  Router router(std::move(transports), {.interrupted = [this, &sight] { return IsOver(sight); }});
+  std::atomic<bool> made = false;  // then others of `sight` are silent, and what is left has time
+  Router router(std::move(transports), {.interrupted = [&] { return made ? stopping() : IsOver(sight); }});
   BALLAST_RETURN_IF_ERROR(router.made());
   Members members(&router, Members::Uses::kCalls);
   BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, patience, deadline));
@@ -293,6 +295,7 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   *open.mutable_epoch() = claimed_;
   open.set_continues(true);
   BALLAST_RETURN_IF_ERROR(OpenNext(&router, &members, &key, &change, options, deadline, &open));
+  made = true;
   BALLAST_RETURN_IF_ERROR(router_->Continue(open));
   change.DropLeft(open.table());
   outcome.changed = !model::SameTable(open.table(), routes->open().table());

@@ -21,6 +21,8 @@ constexpr absl::Duration kLookInterval = absl::Milliseconds(20), kSilentInterval
 constexpr absl::Duration kLookTimeout = absl::Seconds(1), kLookTimeoutMax = absl::Seconds(2);
 // How long a call waits before rank 0 looks whether servers live.
 constexpr absl::Duration kSuspectAfter = absl::Milliseconds(250);
+// A deadline that ends later than this did not end in time.
+constexpr absl::Duration kLate = absl::Milliseconds(500);
 
 // A slice on its way to all servers of its chunk. Tells once all have answered: the first error, or OK.
 class ToAll {
@@ -134,9 +136,12 @@ void Router::LookForSilent() {
     timeout = std::clamp(silence_max_, kLookTimeout, kLookTimeoutMax);
   }
   for (Transport* const server : asked) {
-    server->GetJob(request, now + timeout, [this, server, now](const absl::StatusOr<v1::GetJobResponse>& answer) {
+    const absl::Time deadline = now + timeout;
+    server->GetJob(request, deadline, [this, server, now, deadline](const absl::StatusOr<v1::GetJobResponse>& answer) {
       absl::MutexLock lock(&mutex_);
-      silence_.Note(server, Silence::Call::kLook, answer.status(), now);
+      // If this process stood still meanwhile, the answer may be there, and come second.
+      const bool late = absl::IsDeadlineExceeded(answer.status()) && absl::Now() > deadline + kLate;
+      if (!late) silence_.Note(server, Silence::Call::kLook, answer.status(), now);
       silence_.Asked(server, absl::Now() + kSilentInterval);
     });
   }
@@ -206,20 +211,21 @@ void Router::LookForRoutes() {
   {
     absl::MutexLock lock(&mutex_);
     const absl::Time now = absl::Now();
-    if (!LooksForRoutes() || now < std::max(look_after_, expected_until_)) return;
+    if (!LooksForRoutes() || now < look_after_) return;
     std::erase_if(refused_, [&](const Refused& one) {
       if (one.op->deadline > now) return false;
       late.push_back(one.op);
       return true;
     });
-    const size_t servers = routes_->servers.size();
+    const size_t servers = now < expected_until_ ? 0 : routes_->servers.size();
     for (size_t i = 0; i < servers && (asked == nullptr || IsSilent(asked)); ++i) {
       asked = routes_->servers[looked_at_++ % servers];
     }
-    looking_ = true;
+    looking_ = asked != nullptr;
     request.set_job(routes_->open().spec().name());
   }
   for (const OperationPtr& op : late) Finish(op, op->last);
+  if (asked == nullptr) return;
   asked->GetJob(request, absl::Now() + kLookTimeout,
                 [this, asked, sent = absl::Now()](const absl::StatusOr<v1::GetJobResponse>& answer) {
                   OnLook(asked, sent, answer);

@@ -105,7 +105,12 @@ void KeptCopies::AdvanceMends() {
     const bool here = core_->state.Find(chunk.layout().index).get() == &chunk;
     const bool was_filled = chunk.filled() && at->second.fills;
     at->second.fills = !chunk.filled();
-    if (!was_filled && here && Wants(at->first.first)) continue;
+    if (!was_filled && here && Wants(at->first.first)) {
+      if (!chunk.filled() || core_->machine->HasOtherHolder(chunk.layout().index)) continue;
+      EndMend(at->first.first, chunk,
+              model::Error(absl::StatusCode::kDataLoss, model::kStateLost, "no other server holds the chunk any more"));
+      continue;
+    }
     if (chunk.filled() || !here) lack_.erase(at->first);
     mends_.erase(at);
   }

@@ -141,7 +141,9 @@ absl::Status Arena::PageLockFor(int device) {
 
 bool Arena::Lock(Touch touch) {
   if (locked_ || bytes_.empty()) return true;
-  locked_ = mlock2(bytes_.data(), bytes_.size(), touch == Touch::kLater ? MLOCK_ONFAULT : 0) == 0;
+  const bool later = touch == Touch::kLater && mlock2(bytes_.data(), bytes_.size(), MLOCK_ONFAULT) == 0;
+  const bool unknown = touch == Touch::kLater && !later && (errno == ENOSYS || errno == EINVAL);
+  locked_ = later || ((touch == Touch::kNow || unknown) && mlock(bytes_.data(), bytes_.size()) == 0);
   if (!locked_) (void)munlock(bytes_.data(), bytes_.size());  // a part may be locked
   return locked_;
 }

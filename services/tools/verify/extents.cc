@@ -43,8 +43,7 @@ std::string AdviceOf(const NamedExtent& extent) {
   }
   if (!extent.pin.has_value() && extent.copied) {
     return "nothing: once it is started, the server copies the chunk from another one that holds it, and that must "
-           "run. "
-           "Without such a server it refuses the job";
+           "run. Without such a server it refuses the job";
   }
   return extent.pin.has_value() ? absl::StrCat("`ballastctl unpin --version ", *extent.pin, "`: it cannot be restored")
                                 : kOlderVersionAdvice;

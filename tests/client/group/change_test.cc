@@ -159,6 +159,7 @@ class ChangeTest : public testing::Test {
     *open.mutable_epoch() = epoch;
     open.set_base(4);
     *open.mutable_base_decision() = *change_->found().decision;
+    if (tiling_.has_value()) *open.mutable_tiling() = *tiling_;
     BALLAST_ASSIGN_OR_RETURN(const v1::Table next, change_->Next(open, Soon()));
     BALLAST_RETURN_IF_ERROR(model::CheckTable(next));
     members_.PutFirst(next);
@@ -197,6 +198,7 @@ class ChangeTest : public testing::Test {
   std::set<int> has_job_, lost_, fills_, fenced_, dropped_;
   std::vector<std::string> asked_;  // for room
   bool asks_ahead_ = false;
+  std::optional<v1::Tiling> tiling_;  // of the next Open; none: as before
   std::map<int, absl::Status> errors_, refusals_;
   absl::Duration patience_ = absl::Seconds(60);
   uint64_t claimed_ = 0;
@@ -283,6 +285,15 @@ TEST_F(ChangeTest, WhoHasTheSpecIsAskedBriefly) {
   LoseDisk(1);
   EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s3"));
   EXPECT_THAT(asked_, UnorderedElementsAre("s0 briefly", "s2 briefly", "s3"));
+}
+
+// A server takes a brief Open for slices that it knows alone.
+TEST_F(ChangeTest, OtherRanksSendTheSpecAgain) {
+  open_.set_group("group");
+  open_.set_spec_digest(model::SpecDigest(open_.spec()));
+  tiling_ = model::EvenTiling(3);
+  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s1", "s2"));
+  EXPECT_THAT(asked_, UnorderedElementsAre("s0", "s1", "s2"));
 }
 
 TEST_F(ChangeTest, RoomThatWasThereBeforeTheClaimIsNotAskedForAgain) {
@@ -393,9 +404,12 @@ TEST_F(ChangeTest, AServerIsRemovedAtOnceAndJoinsAnewLater) {
               Contains(HasSubstr("goes on without 's1', removed by an operator (`ballastctl remove --now`); ")));
   EXPECT_THAT(fenced_, Contains(1));
   EXPECT_THAT(dropped_, Contains(1)) << "what it has is of no use";
-  has_job_.erase(1);
   reached_ = {model::TargetOf("s1", 101)};
   *open_.mutable_table() = next;
+  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2")) << "it would count as filled";
+  EXPECT_THAT(lines_,
+              Contains(HasSubstr("server 's1' was removed and has not dropped what it had, so it cannot join")));
+  has_job_.erase(1);
   const v1::Table again = Opened();
   EXPECT_THAT(Ids(again), ElementsAre("s0", "s2", "s1"));
   EXPECT_EQ(again.members(2).since().counter(), claimed_);
