@@ -227,7 +227,7 @@ def wipes(args, folder):
         trainer.wait(cluster.once_written(cluster.two_copies), 'two copies of each chunk')
         copies.append(time.monotonic() - killed)
         print(f'  {name}: next step after {waits[-1]:.2f} s, two copies after {copies[-1]:.2f} s', file=sys.stderr)
-        trainer.wait(cluster.once_written(lambda: len(cluster.members()) == 3 and cluster.holders()), f'{name} is back', 18)
+        # The server comes back when its name's lease has ended, and fills slowly: the next kill may find it amid that.
     ceased = trainer.more(3)
     trainer.wait(lambda: time.monotonic() >= fire + 20 * args.wipes, 'the last 20 s')
     ceased = trainer.more(1)
