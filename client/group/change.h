@@ -68,7 +68,7 @@ class Change {
   // The newest Open that a member has, or nullptr.
   const v1::OpenRequest* newest() const;
 
-  // Of the table that Next chose; null before.
+  // Of the table that was asked for last, at first the constructor's. After Next: of the table that Next returned.
   const std::shared_ptr<const model::EpochPlan>& plan() const { return plan_; }
   // Whether the server said that it has an Open with this one's spec, so that a brief Open is enough.
   bool HasSpec(const v1::Member& server, const v1::OpenRequest& open) const;

@@ -32,7 +32,7 @@ class Silence {
   absl::Time first() const { return first_; }
   bool IsReplaceable(const Transport* server) const;
 
-  // Servers that Asked was not called for since they were asked last. Each is to be asked by a look now.
+  // Servers without a look on its way, whose pause is over. Each is to be asked by a look now; then Asked.
   std::vector<Transport*> ToAsk(absl::Time now);
   void Asked(const Transport* server, absl::Time again);
 

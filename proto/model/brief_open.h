@@ -7,8 +7,8 @@
 
 namespace ballast::model {
 
-// Does the Open name only its job in the spec? The spec is then that of an earlier Open of the same group's, which the
-// receiver has: the one of this spec_digest. Of the spec's own Open such a digest was compared with the spec.
+// Does the Open name only its job in the spec? The receiver has the spec by an Open that came whole: the digest is the
+// same, and was compared with the spec then. It has to know the tiling, too.
 bool IsBrief(const v1::OpenRequest& open);
 // The same Open, brief. REQUIRES: spec_digest, a table and a group.
 v1::OpenRequest MakeBrief(const v1::OpenRequest& open);

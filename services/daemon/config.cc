@@ -190,8 +190,7 @@ const std::vector<Key>& Keys() {
       {{"import_rate", "bytes, such as 512MiB, or 0", "256MiB",
         "rate in bytes a second at which the server copies chunks of jobs with copies from other servers, all jobs "
         "together; 0: as fast as it can. Chunks that lack no copy and only move (add, drain, replace) get 6 MiB a "
-        "second "
-        "of it for each of compute_threads"},
+        "second of it for each of compute_threads"},
        Bytes([](Config* c) { return &c->server.import_bytes_per_s; })},
       {{"import_token", "a path", "none",
         "a bearer token, which the server shows to servers that it copies chunks from"},

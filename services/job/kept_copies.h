@@ -73,8 +73,8 @@ class KeptCopies {
   // Class Filling: has it begin copies.
   void SetResume(std::function<void()> resume) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { resume_ = std::move(resume); }
   // What the version keeps of this chunk, by its store's index, is damaged here. True: the bytes are copied from
-  // another server that holds the chunk, by themselves or with the chunk. False: that came to nothing under this plan,
-  // or nobody else holds it.
+  // another server that holds the chunk, by themselves or with the chunk. False: nobody else holds it, or a copy under
+  // this plan has failed for good.
   bool Mend(int64_t version, uint64_t store_index, const absl::Status& found) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // The version has damaged bytes that are to be copied.
   bool Mends(int64_t version) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
