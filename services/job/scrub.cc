@@ -69,6 +69,17 @@ std::string Scrub::Tell(const storage::ScrubbedExtent& extent, const absl::Statu
   return absl::StrCat(what, ". It cannot be repaired: ", mended.message(), ". ", next);
 }
 
+Scrub::Repair Scrub::RepairOf(storage::ScrubbedExtent extent, const absl::Status& found, storage::ChunkStore* store) {
+  Repair repair;
+  repair.mended = Mend(store, &extent);
+  const bool lost = absl::IsDataLoss(found) && absl::IsDataLoss(repair.mended) && !extent.kept && !extent.dirty;
+  bool copied = lost && damaged_->GiveUp(store, extent.chunk, found).ok();
+  const bool kept = !repair.mended.ok() && (extent.kept || extent.dirty);  // the chunk has left it to its pins
+  if (kept) copied = damaged_->FoundKept(*store, extent, found);
+  if (!copied) repair.line = Tell(extent, found, repair.mended);
+  return repair;
+}
+
 void Scrub::Next(absl::Span<std::byte> buffer) {
   std::shared_ptr<storage::ChunkStore> store;
   {
@@ -78,17 +89,8 @@ void Scrub::Next(absl::Span<std::byte> buffer) {
   }
   if (store == nullptr) return;
   const storage::ScrubPiece piece = store->ScrubNext(buffer);
-  absl::Status mended;
-  std::string line;
-  if (piece.checked.has_value() && !piece.found.ok()) {
-    storage::ScrubbedExtent extent = *piece.checked;
-    mended = Mend(store.get(), &extent);
-    const bool lost = absl::IsDataLoss(piece.found) && absl::IsDataLoss(mended) && !extent.kept && !extent.dirty;
-    bool copied = lost && damaged_->GiveUp(store.get(), extent.chunk, piece.found).ok();
-    const bool kept = !mended.ok() && (extent.kept || extent.dirty);  // the chunk has left it to its pins
-    if (kept) copied = damaged_->FoundKept(*store, extent, piece.found);
-    if (!copied) line = Tell(extent, piece.found, mended);
-  }
+  Repair repair;
+  if (piece.checked.has_value() && !piece.found.ok()) repair = RepairOf(*piece.checked, piece.found, store.get());
   JobMutexLock lock(&core_->mu);
   begun_ = true;
   if (std::exchange(over_, piece.pass_over)) done_bytes_ = 0;
@@ -98,13 +100,13 @@ void Scrub::Next(absl::Span<std::byte> buffer) {
   if (piece.checked.has_value()) {
     const storage::DurableChunk& entry = piece.checked->entry;
     const Place place = {piece.checked->chunk, entry.file, entry.offset};
-    if (line.empty()) {
+    if (repair.line.empty()) {
       damage_.erase(place);
     } else if (!damage_.contains(place)) {
-      spdlog::error("scrub found damage: {}", line);
-      damage_[place] = damage_.size() < kDamageShown ? line : "";
+      spdlog::error("scrub found damage: {}", repair.line);
+      damage_[place] = damage_.size() < kDamageShown ? repair.line : "";
     }
-    if (!piece.found.ok() && mended.ok()) ++mended_;
+    if (!piece.found.ok() && repair.mended.ok()) ++mended_;
   }
   if (piece.pass_over) EndPass(*store);
 }

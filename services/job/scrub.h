@@ -41,6 +41,13 @@ class Scrub {
 
  private:
   using Place = std::array<uint64_t, 3>;  // the chunk's index in the store; the extent's file and offset
+  // What became of damage that was found.
+  struct Repair {
+    absl::Status mended;  // from this server's memory
+    std::string line;     // of the status, if the damage stays; empty: mended, or another server is asked for a copy
+  };
+  Repair RepairOf(storage::ScrubbedExtent extent, const absl::Status& found, storage::ChunkStore* store)
+      ABSL_LOCKS_EXCLUDED(job_lock);
   // Writes the extent anew from memory, for which memory gets the moments of `extent` if it lacks them. An error says
   // why the damage stays.
   absl::Status Mend(storage::ChunkStore* store, storage::ScrubbedExtent* extent) ABSL_LOCKS_EXCLUDED(job_lock);
