@@ -3,8 +3,10 @@
 // are full, and the servers' answers say that the table would change.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -58,6 +60,11 @@ class Group {
   const Intent& intent() const { return intent_; }
   bool dead() const { return phase_ == Phase::kDead; }
   bool training() const { return phase_ == Phase::kTrain || phase_ == Phase::kLook; }
+  // Some member has not answered the Open of the newest epoch.
+  bool opening() const {
+    return phase_ == Phase::kTrain &&
+           std::any_of(std::begin(opens_), std::end(opens_), [](Sent sent) { return sent == Sent::kYes; });
+  }
   void Kill() { phase_ = Phase::kDead; }
   void Tick(bool timeout);
 

@@ -3,8 +3,8 @@
 //  - a step has one decision, with the verdict and the blobs that follow from one group's slices;
 //  - a server applies only what is decided, and a chunk's bits are at each version those that the decided steps make;
 //  - an acknowledged step is never undone: every later group starts from it or from a newer one;
-//  - somebody of the table in the key has each chunk with all decided steps, unless a lost disk or a wrong suspicion
-//    took the last copy;
+//  - somebody of the table in the key has each chunk with all decided steps, unless lost disks or damage took the last
+//    copy;
 //  - a crash takes no copy that counts.
 #pragma once
 

@@ -24,6 +24,8 @@ class Schedule {
     wish_.replicas = random_.Percent(75) ? 2 : 1;
     strict_ = wish_.replicas == 2;
     rough_ = Mix(options.seed, 45) % 4 == 0;
+    hasty_ = Mix(options.seed, 46) % 4 == 0;
+    if (hasty_) net_.Linger();
     const int founders = 2 + static_cast<int>(random_.Below(2));
     for (int i = 0; i < founders; ++i) wish_.servers.push_back(i);
     std::vector<v1::Member> members;
@@ -83,6 +85,7 @@ class Schedule {
   // True if it used the turn.
   bool Fault() {
     if (rough_ && RoughFault()) return true;
+    if (hasty_ && HastyFault()) return true;
     const uint64_t chance = random_.Below(1000 * calm_);
     if (chance < 8) {
       Server& server = Some();
@@ -98,7 +101,7 @@ class Schedule {
       ChangeWish();
     } else if (damages_ && chance < 32) {
       return Damage();
-    } else if (random_.Percent(8)) {
+    } else if (random_.Percent(hasty_ ? 1 : 8)) {
       for (const auto& server : servers_) {
         if (server->up() || server->gone()) continue;
         Restart(server.get());
@@ -134,6 +137,17 @@ class Schedule {
     return true;
   }
 
+  // Aims at Opens that come when a newer group has fenced: groups end while they open the job, and a server is silent.
+  bool HastyFault() {
+    if (!groups_.back()->opening() || groups_.size() >= kGroupsMax || !random_.Percent(10)) return false;
+    net_.Delay();
+    groups_.back()->Kill();
+    Launch();
+    Server& server = Some();
+    if (server.up() && random_.Percent(50)) Crash(&server, /*loses_all=*/false);
+    return true;
+  }
+
   void Crash(Server* server, bool loses_all) {
     ++tally_.crashes;
     had_[server->index()] = Has(*server);
@@ -150,7 +164,7 @@ class Schedule {
   }
 
   // The last copy may be lost. Damage may also come after the answers that a table goes by.
-  bool Excused() const { return suspected_ || tally_.disks_lost > 0 || tally_.damages > 0; }
+  bool Excused() const { return tally_.disks_lost > 0 || tally_.damages > 0; }
 
   // A server's copies that count as those of a member.
   struct Had {
@@ -382,7 +396,7 @@ class Schedule {
   Tally tally_;
   Around around_;
   const bool damages_ = options_.seed % 4 == 0;  // states of chunks rot
-  bool rough_ = false;
+  bool rough_ = false, hasty_ = false;
   std::vector<int> wished_before_;
   Had had_[kServers];
   bool strict_ = false;     // two copies are wanted all the time
