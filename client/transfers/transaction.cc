@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
@@ -106,6 +107,9 @@ absl::StatusOr<v1::Decision> Transaction::SealOn(const std::shared_ptr<const Rou
                                                  absl::Time deadline, const Resend& resend) {
   const auto servers = static_cast<uint32_t>(routes->servers.size());
   const Sealing sealing{routes, seal, deadline};
+  // A server may wait for a rank that goes by later routes, without it.
+  seat_->router->WaitsSince(absl::Now());
+  const absl::Cleanup end = [this] { seat_->router->WaitsSince(absl::InfiniteFuture()); };
   for (uint32_t i = 0; i < servers; ++i) Send(sealing, i);
 
   std::vector<v1::PreparedRecord> records(servers);

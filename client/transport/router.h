@@ -112,6 +112,12 @@ class Router {
   // While a server does not answer, or a call has waited for a while: asks all servers whether they live, so that
   // Silent also names those to which no call goes. Returns at once; to be called again and again, by one rank.
   void LookForSilent();
+  // The caller asks servers again and again for one answer, since then; InfiniteFuture: no longer. Each call is short,
+  // so calls alone do not show that it may be for want of the group's next routes.
+  void WaitsSince(absl::Time since) {
+    absl::MutexLock lock(&mutex_);
+    waits_since_ = since;
+  }
   // While true, nobody changes the job's servers: then operations at silent ones end as where they never change.
   void PinRoutes(bool pinned) {
     absl::MutexLock lock(&mutex_);
@@ -269,7 +275,7 @@ class Router {
   // Goes on with an operation whose server left, or whose refusal was of an older epoch.
   void Reroute(const OperationPtr& op);
   void AwaitRoutes(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // For how long the oldest operation has waited.
+  // For how long the oldest operation, or who asks again and again, has waited.
   absl::Duration LongestOperation(absl::Time now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether somebody waits for a later epoch of the group, or may do so, and no server is asked for it.
   bool LooksForRoutes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -319,6 +325,7 @@ class Router {
   size_t looked_at_ ABSL_GUARDED_BY(mutex_) = 0;
   int looks_ ABSL_GUARDED_BY(mutex_) = 0;  // since the first refusal
   absl::Time look_after_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  absl::Time waits_since_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
   absl::Time expected_until_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // somebody brings the next routes
   std::shared_ptr<const v1::OpenRequest> open_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const v1::CommitRequest> commit_ ABSL_GUARDED_BY(mutex_);

@@ -118,7 +118,7 @@ std::vector<Router::SilentServer> Router::Silent() const {
 }
 
 absl::Duration Router::LongestOperation(absl::Time now) const {
-  return active_.empty() ? absl::ZeroDuration() : now - active_.front()->started;
+  return now - std::min(active_.empty() ? now : active_.front()->started, waits_since_);
 }
 
 void Router::LookForSilent() {
