@@ -455,6 +455,20 @@ TEST_F(RouterRoutesTest, ACallThatWaitsLongLooksForTheNextEpoch) {
   EXPECT_EQ(pushed->Wait(), absl::OkStatus());
 }
 
+// As a seal does, whose calls are short.
+TEST_F(RouterRoutesTest, WhoAsksAgainAndAgainLooksForTheNextEpoch) {
+  const v1::OpenRequest open = Open(4, {"s0"}, {{{0}, {}}, {{0}, {}}});
+  servers_[0].on_get_job = [&](const v1::GetJobRequest& request) {
+    v1::GetJobResponse job;
+    *job.mutable_opened() = *job.mutable_promised() = open.epoch();
+    if (!request.without_open()) *job.mutable_open() = open;
+    return absl::StatusOr<v1::GetJobResponse>(job);
+  };
+  router().WaitsSince(absl::Now() - absl::Hours(1));
+  while (router().routes()->epoch().counter() < 4) absl::SleepFor(absl::Milliseconds(5));
+  router().WaitsSince(absl::InfiniteFuture());
+}
+
 TEST_F(RouterRoutesTest, ALookFindsThatAHolderIsBack) {
   FakeServer* const source = &servers_[router().routes()->plan->SourceFor(0, 0)];
   std::atomic<bool> down{true};
