@@ -238,7 +238,7 @@ def wipes(args, folder):
     calm = statistics.median(trainer.seconds(calm_from, fire) + trainer.seconds(ceased, calm_to)[:-1])
     model = ('--stop-at', trainer.last() + 3)
     bits = cluster.train(3, *model).finish()
-    code, text = run(BIN / 'train_bytes_lm', *MODEL, *model, '--reference')
+    code, text = run(BIN / 'train_bytes_lm', *MODEL, *model, '--reference', seconds=3600)
     assert code == 0, text
     return {'wipes': {'next step s': max(waits), 'two copies s': max(copies), 'goodput': trainer.rate(fire, ceased) * calm,
                       'same bits': int(bits == digest_of(text)), 'median next step s': statistics.median(waits), 'step s': calm}}

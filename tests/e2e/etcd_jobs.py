@@ -26,8 +26,8 @@ def start(*command, log):
     return process
 
 
-def run(*command):
-    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+def run(*command, seconds=300):
+    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
     return done.returncode, done.stdout
 
 

@@ -156,7 +156,7 @@ def test_jobs():
 def test_disks():
     """A slow disk; a disk that fills; a trainer that is started again and again while the disk is full."""
     ops.need(ops.BIN / 'train_bytes_lm')
-    disk, small = faults.SlowDisk(), faults.SmallDisk('small', 200)
+    disk, small = faults.SlowDisk(), faults.Disk('small', 200)
     servers = [watched.Server(0).start(*disk.into), watched.Server(1, small.folder / 'data').start()]
     watch = Watch(servers)
     trainer = watched.trainer(servers[:1], 'demo')

@@ -47,8 +47,8 @@ class SlowDisk:
             (self.group / f'blkio.throttle.{what}_iops_device').write_text(f'{self.device} {operations_per_second}')
 
 
-class SmallDisk:
-    """An ext4 of a few MiB on a loop device, at `folder`."""
+class Disk:
+    """An ext4 on a loop device, at `folder`. Its image is sparse, so that it takes of this machine's disk what is written to it."""
 
     def __init__(self, folder, mebibytes):
         ops.need('mkfs.ext4')
@@ -56,7 +56,7 @@ class SmallDisk:
         self.folder.mkdir()
         image = f'{folder}.img'
         os.truncate(os.open(image, os.O_CREAT | os.O_RDWR), mebibytes << 20)
-        ops.run('mkfs.ext4', '-q', '-m', '0', image)
+        ops.run('mkfs.ext4', '-q', '-m', '0', '-E', 'lazy_journal_init=1', image)
         ops.run('mount', '-o', 'loop', image, self.folder)
 
     def fill(self, free):

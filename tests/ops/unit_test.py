@@ -5,6 +5,7 @@ import subprocess
 import time
 
 import containers
+import faults
 import ops
 
 UNIT = ops.DEPLOY / 'systemd' / 'ballastd.service'
@@ -14,14 +15,18 @@ EXPOSURE_MAX = 2.5
 class Machine:
     """A bare Debian that has booted."""
 
-    def __init__(self, mounts=()):
-        """`mounts`: pairs of a folder of this machine and where it is in the other, to read."""
+    def __init__(self, mounts=(), data_mebibytes=0):
+        """`mounts`: pairs of a folder of this machine and where it is in the other, to read. `data_mebibytes`: size of a disk for the server's
+        data; 0: the data lie in the root."""
         self.root = containers.bare_root('root')
         containers.install_server(self.root)
         self.podman = containers.Podman()
+        volumes = [f'{here}:{there}:ro' for here, there in mounts]
+        if data_mebibytes:
+            volumes.append(f'{faults.Disk("data", data_mebibytes).folder.absolute()}:/var/lib/ballast')
         self.first = ops.start('podman', *self.podman.storage, '--tmpdir', '/run/podman-tmp', 'run', '--name', 'machine', '--rm',
                                '--systemd=always', '--network', 'none', '--cap-add', 'SYS_ADMIN', '--security-opt', 'seccomp=unconfined',
-                               *(f'--volume={here}:{there}:ro' for here, there in mounts),
+                               *(f'--volume={volume}' for volume in volumes),
                                '--rootfs', self.root, '/lib/systemd/systemd', log='boot.log', env=self.podman.environment)
         ops.wait_for(lambda: self.state() in ('running', 'degraded'), 'systemd is up')
 
