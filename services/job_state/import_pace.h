@@ -41,9 +41,9 @@ class ImportPace {
   }
 
  private:
-  // A copy takes processors on both servers, some 8 ms for each MiB. So this is a twentieth of the importing server's
-  // processors, however few these are. With 43 processors it is import_rate's default.
-  static constexpr uint64_t kMovingBytesPerProcessor = uint64_t{6} << 20;  // a second
+  // A copy takes processors on both servers, some 8 ms for each MiB. So this is a thirtieth of the importing server's
+  // processors, however few these are. With 64 processors it is import_rate's default.
+  static constexpr uint64_t kMovingBytesPerProcessor = uint64_t{4} << 20;  // a second
 
   // A token bucket that may go below zero: a copy begins once those before it are paid for.
   class Bucket {
