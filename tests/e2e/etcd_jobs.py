@@ -95,9 +95,12 @@ class Server:
                         '--server_id', name, '--budget.dram', dram, '--budget.nvme', nvme, '--discovery', etcd.url(prefix), *more]
         self.start()
 
-    def start(self):
+    def start(self, awaited=True):
+        """`awaited`: until it is ready. A server under a name that another data directory had waits before for the end of that lease."""
         seen = len(re.findall('ballastd ready', self.text()))
         self.process = start(*self.command, log=self.log)
+        if not awaited:
+            return
         wait_for(lambda: len(re.findall('ballastd ready', self.text())) > seen, f'{self.log} ready')
         self.address = re.findall(r'ballastd ready listen=(\S+)', self.text())[-1]
 
