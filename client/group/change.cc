@@ -11,7 +11,9 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/epoch_plan.h"
+#include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/proto/model/wish.h"
 

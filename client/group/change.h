@@ -24,7 +24,6 @@
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/layout.h"
 #include "ballast/proto/model/members.h"
-#include "ballast/proto/model/table.h"
 
 namespace ballast::client {
 

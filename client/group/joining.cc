@@ -16,6 +16,7 @@
 #include "ballast/proto/model/epoch_plan.h"
 #include "ballast/proto/model/field_hash.h"
 #include "ballast/proto/model/names.h"
+#include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/optimizer.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/table.h"

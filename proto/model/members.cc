@@ -7,6 +7,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/table.h"
 
 namespace ballast::model {
 namespace {

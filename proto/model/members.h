@@ -10,7 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ballast/proto/model/layout.h"
-#include "ballast/proto/model/table.h"
+#include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/v1/state_service.pb.h"
 

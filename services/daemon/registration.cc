@@ -51,12 +51,12 @@ void Registration::Announce(v1::ServerEntry entry, Fill fill) {
 absl::Status Registration::Beat(const v1::ServerEntry& entry) {
   const auto deadline = [] { return absl::Now() + kCallTimeout; };
   if (lease_ != 0) {
-    const absl::Status kept = registry_.KeepAlive(lease_, deadline());
+    const absl::Status kept = registry_.etcd().KeepAlive(lease_, deadline());
     if (absl::IsNotFound(kept)) lease_ = 0;
     if (!kept.ok() && lease_ != 0) return kept;
   }
   if (lease_ == 0) {
-    BALLAST_ASSIGN_OR_RETURN(lease_, registry_.Grant(lease_time_, deadline()));
+    BALLAST_ASSIGN_OR_RETURN(lease_, registry_.etcd().Grant(lease_time_, deadline()));
   }
   BALLAST_ASSIGN_OR_RETURN(const auto holder, registry_.Find(entry.server_id(), deadline()));
   if (holder.has_value() && holder->lease != lease_ && holder->lease != written_lease_) {
@@ -149,7 +149,7 @@ void Registration::Run() {
     Tell(beaten);
     Settle(beaten);
   }
-  if (lease_ != 0) (void)registry_.Revoke(lease_, absl::Now() + kFarewellTimeout);
+  if (lease_ != 0) (void)registry_.etcd().Revoke(lease_, absl::Now() + kFarewellTimeout);
 }
 
 }  // namespace ballast::services

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/layout.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"

@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/table.h"
 #include "ballast/proto/model/wish.h"
 #include "ballast/proto/registry/registry.h"

@@ -7,6 +7,7 @@
 #include <array>
 
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/tiling.h"
 

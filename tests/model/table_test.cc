@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/next_table.h"
 
 namespace ballast::model {
 namespace {

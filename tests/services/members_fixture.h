@@ -17,6 +17,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/members.h"
+#include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/table.h"
 #include "ballast/services/threads/chunk_source.h"
 #include "ballast/services/threads/exported_chunk.h"

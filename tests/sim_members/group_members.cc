@@ -4,6 +4,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/next_table.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/proto/model/wish.h"
 #include "ballast/tests/sim_members/group.h"
 

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "ballast/proto/model/epoch_plan.h"
-#include "ballast/proto/model/table.h"
 #include "ballast/tests/sim/random.h"
 #include "ballast/v1/state_service.pb.h"
 

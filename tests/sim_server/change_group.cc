@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/step_header.h"
 #include "ballast/tests/sim_server/bits.h"

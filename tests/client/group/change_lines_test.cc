@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/table.h"
 
 namespace ballast::client {

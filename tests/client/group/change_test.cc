@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/proto/model/brief_open.h"
+#include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/proto/model/wish.h"
