@@ -183,14 +183,22 @@ absl::Status Change::NotEnough() const {
 }
 
 absl::Status Change::Gather(const Await& await, absl::Time deadline) {
+  const std::vector<v1::Member> servers = members_->all();
+  std::vector<bool> needed;
+  for (const v1::Member& server : servers) needed.push_back(IsMember(server));
+  std::vector<Response> responses;
   absl::Time until = std::min(deadline, absl::Now() + options_.failover_after);
   for (;;) {
-    const std::vector<Response> responses = await(until);
+    responses = await(needed, until);
     BALLAST_ASSIGN_OR_RETURN(const bool members_answered, Take(responses));
     const bool over = absl::Now() >= deadline;
     if (found_.enough() && (members_answered || over)) break;
     if (members_answered || over) return NotEnough();
     until = std::min(deadline, absl::Now() + absl::Seconds(1));
+  }
+  for (size_t i = 0; i < servers.size(); ++i) {
+    const bool silent = !responses[i].has_value() || IsSilence(responses[i]->status());
+    if (silent && !needed[i]) absent_.push_back(servers[i]);
   }
   std::vector<std::string> answered;
   for (const v1::GetJobResponse& answer : answers_) answered.push_back(answer.server_id());
@@ -206,7 +214,10 @@ absl::StatusOr<Sight> Change::Look(const v1::JobSpec& spec, absl::Time deadline)
   ask.set_job(options_.job);
   const auto asked =
       router_->Ask(&Transport::GetJob, absl::StrCat("GetJob of job '", options_.job, "'"), ask, deadline);
-  BALLAST_RETURN_IF_ERROR(Gather([&](absl::Time until) { return asked->Await(until); }, deadline));
+  const auto await = [&](const std::vector<bool>& needed, absl::Time until) {
+    return asked->Await(needed, grace_, until);
+  };
+  BALLAST_RETURN_IF_ERROR(Gather(await, deadline));
   if (!not_removed_.empty()) Report(not_removed_);
   ExcludeRemoved();
   Sight sight;
@@ -292,14 +303,28 @@ absl::Status Change::Fence(const std::string& group, bool expect_empty, absl::Ti
   fencing.Raise(epoch_);
   fencing.Name(group);
   BALLAST_ASSIGN_OR_RETURN(const auto fenced, fencing.Ask(expect_empty, deadline));
-  return Gather([&](absl::Time until) { return JobsOf(fenced->Await(until)); }, deadline);
+  const auto await = [&](const std::vector<bool>& needed, absl::Time until) {
+    return JobsOf(fenced->Await(needed, grace_, until));
+  };
+  return Gather(await, deadline);
 }
 
 // Servers that the wish excludes are no spares, even where the rest of the wish is not heeded.
 v1::Wish Change::Heeded() const { return heeds_wish_ ? wish_ : v1::Wish(); }
 
+bool Change::AwaitsWished() const {
+  const v1::Wish wish = Heeded();
+  return std::any_of(wish.servers().begin(), wish.servers().end(), [&](const std::string& id) {
+    const auto is_named = [&](const v1::Member& server) { return server.server_id() == id; };
+    const bool is_away = members_->away().contains(id) || std::any_of(absent_.begin(), absent_.end(), is_named);
+    return is_away && std::none_of(now_.members().begin(), now_.members().end(), is_named);
+  });
+}
+
 std::vector<v1::Member> Change::Choose() const {
   const std::vector<std::string> counted = Counted();
+  // Meanwhile no other server takes the place, unless copies need it.
+  const bool waits = counted.size() >= model::WantedCopies(now_, Heeded()) && AwaitsWished();
   std::vector<std::string> others;
   for (const v1::GetJobResponse& answer : answers_) {
     const std::string& id = answer.server_id();
@@ -308,7 +333,8 @@ std::vector<v1::Member> Change::Choose() const {
     server.set_server_id(id);
     server.set_disk(answer.disk());
     if (removes_ && IsRemoved(server)) continue;  // it may join in a later epoch
-    const bool may = IsMember(server) || (reached_.contains(target) && !Contains(wish_.not_(), id));
+    const bool is_free = !waits || Contains(wish_.servers(), id);
+    const bool may = IsMember(server) || (is_free && reached_.contains(target) && !Contains(wish_.not_(), id));
     if (may && !Contains(counted, id) && !excluded_.contains(id)) others.push_back(id);
   }
   const std::vector<v1::Member> known = members_->all();
@@ -349,6 +375,10 @@ bool Change::IsNeeded() const {
 bool Change::Joins(const v1::Table& next) const {
   return std::any_of(next.members().begin(), next.members().end(),
                      [&](const v1::Member& member) { return model::Compare(member.since(), epoch_) == 0; });
+}
+
+void Change::NoteUnopened(const v1::Member& member) {
+  if (model::Compare(member.since(), epoch_) == 0) absent_.push_back(member);
 }
 
 void Change::Tell(const v1::Table& next) const {

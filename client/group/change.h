@@ -32,32 +32,37 @@ namespace ballast::client {
 class Change {
  public:
   // Borrows all. `key`: as read. `reached`: the spares (Members::spares) that all ranks reach; others do not join.
-  // `plan`: of the group's last Open, or null.
+  // `grace`: for answers of servers that are no members, once all members have answered. `plan`: of the group's last
+  // Open, or null.
   Change(Router* router, Members* members, JobKey* key, const SessionOptions& options, std::set<std::string> reached,
-         std::shared_ptr<const model::EpochPlan> plan = nullptr)
+         absl::Duration grace, std::shared_ptr<const model::EpochPlan> plan = nullptr)
       : router_(router),
         members_(members),
         key_(key),
         options_(options),
         reached_(std::move(reached)),
+        grace_(grace),
         plan_(std::move(plan)) {}
 
   // Asks all servers for the job, and stops using those that do not answer, if others have all chunks. Members have
-  // time until the deadline, since they answered a moment ago; servers that may join have failover_after. The sight has
-  // the answers of servers that have this job, members or not. `spec`: of a job that no server has opened. UNAVAILABLE
-  // (SERVER_DOWN): copies are missing. Otherwise errors of members, and of model::FindBase.
+  // time until the deadline, since they answered a moment ago; other servers have no more than the constructor's grace.
+  // The sight has the answers of servers that have this job, members or not. `spec`: of a job that no server has
+  // opened. UNAVAILABLE (SERVER_DOWN): copies are missing. Otherwise errors of members, and of model::FindBase.
   absl::StatusOr<Sight> Look(const v1::JobSpec& spec, absl::Time deadline);
   // Whether the next table would differ, by what Look found. Copies that are complete wait for the others: each change
   // holds up a step, and a fence counts them in any case.
   bool IsNeeded() const;
   // Asks the servers for room for the next table, by what Look found, so that Next need not ask again if the fence
-  // finds the same. `open`: as Next's. Refusals are left to Next.
-  void AskAhead(v1::OpenRequest open, absl::Time deadline);
+  // finds the same. `open`: as Next's. Servers that were to join and do not answer within `grace` do not join: ask
+  // IsNeeded again. Other refusals are left to Next.
+  void AskAhead(v1::OpenRequest open, absl::Duration grace, absl::Time deadline);
   // After the claim, whose table it goes by: chooses who shall join, by the operator's wish, and stops using other
   // servers. FAILED_PRECONDITION (STALE_EPOCH) if another group made servers members that this one does not know.
   absl::Status Claimed(const v1::Epoch& epoch, absl::Time deadline);
   // Promises of all servers for the claimed epoch, which `group` will open. Errors as Look's.
   absl::Status Fence(const std::string& group, bool expect_empty, absl::Time deadline);
+  // Servers that are no members, and were done without since they did not answer.
+  const std::vector<v1::Member>& absent() const { return absent_; }
   // Whether the operator's wish ends this membership at once.
   bool IsRemoved(const v1::Member& server) const;
   // The operator's, as read by Look or Claimed.
@@ -78,6 +83,8 @@ class Change {
   absl::StatusOr<v1::Table> Next(v1::OpenRequest open, absl::Time deadline);
   // Whether a server joins by `next`.
   bool Joins(const v1::Table& next) const;
+  // A member of `next` did not answer its Open. If it joins by that table, it is absent.
+  void NoteUnopened(const v1::Member& member);
   // A line for each server that joined, copies, or left.
   void Tell(const v1::Table& next) const;
   // Has servers that are reached and are not in `next` drop what they have of the job. A line says where that failed.
@@ -85,7 +92,8 @@ class Change {
 
  private:
   using Response = std::optional<absl::StatusOr<v1::GetJobResponse>>;
-  using Await = std::function<std::vector<Response>(absl::Time until)>;
+  // As Answers::Await.
+  using Await = std::function<std::vector<Response>(const std::vector<bool>& needed, absl::Time until)>;
   struct Refusal {
     std::string server_id;
     absl::Status status;
@@ -110,10 +118,17 @@ class Change {
   // No member, and has what it had of this job when it was one.
   bool IsLeftOver(const v1::GetJobResponse& answer) const;
   std::vector<std::string> Counted() const;
+  // A server that the wish names is registered, and does not answer.
+  bool AwaitsWished() const;
   std::vector<v1::Member> Choose() const;
   v1::Table Plan() const;
   absl::Status MakePlan(const v1::OpenRequest& open);
-  absl::StatusOr<std::vector<Refusal>> AskForSpace(const v1::OpenRequest& open, absl::Time deadline);
+  // Who is no member has `grace`, once all members have answered.
+  absl::StatusOr<std::vector<Refusal>> AskForSpace(const v1::OpenRequest& open, absl::Duration grace,
+                                                   absl::Time deadline);
+  // Of a server that was to join and did not answer.
+  bool IsAbsent(const Refusal& refusal) const;
+  void DoWithout(const std::string& server_id);
   bool GiveWay(const std::vector<Refusal>& refusals);
   bool GiveWay(const Refusal& refusal);
   void Report(const std::string& line) const;
@@ -123,6 +138,7 @@ class Change {
   JobKey* const key_;
   const SessionOptions& options_;
   const std::set<std::string> reached_;
+  const absl::Duration grace_;
 
   // Made anew where the spec is another one: for 100,000 chunks that takes a tenth of a second.
   std::shared_ptr<const model::EpochPlan> plan_;
@@ -133,6 +149,7 @@ class Change {
   bool fences_ = false;
   std::vector<v1::GetJobResponse> answers_;
   std::set<std::string> excluded_;  // servers that shall not join this time
+  std::vector<v1::Member> absent_;
   model::Found found_;
   v1::Wish wish_;
   bool heeds_wish_ = true;

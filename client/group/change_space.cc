@@ -45,20 +45,21 @@ absl::Status Change::MakePlan(const v1::OpenRequest& open) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenRequest& open, absl::Time deadline) {
+absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenRequest& open, absl::Duration grace,
+                                                                 absl::Time deadline) {
   BALLAST_RETURN_IF_ERROR(MakePlan(open));
   const std::vector<std::string> ids = members_->ids();
   std::vector<OpenTo> servers;
   bool all_have_spec = true;
   for (const v1::Member& member : open.table().members()) {
     const auto place = std::find(ids.begin(), ids.end(), member.server_id()) - ids.begin();
-    servers.push_back({static_cast<uint32_t>(place), HasSpec(member, open)});
+    servers.push_back({static_cast<uint32_t>(place), HasSpec(member, open), IsMember(member)});
     all_have_spec = all_have_spec && servers.back().briefly;
   }
   const auto request = std::make_shared<v1::OpenRequest>(all_have_spec ? model::MakeBrief(open) : plan_->open());
   request->set_dry_run(true);
   const auto answers =
-      SendOpenTo(router_, absl::StrCat("Space for job '", options_.job, "'"), request, servers, deadline);
+      SendOpenTo(router_, absl::StrCat("Space for job '", options_.job, "'"), request, servers, deadline, grace);
   std::vector<Refusal> refusals;
   for (size_t m = 0; m < servers.size(); ++m) {
     if (!answers[m].ok()) refusals.push_back({open.table().members(static_cast<int>(m)).server_id(), answers[m]});
@@ -66,8 +67,27 @@ absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenR
   return refusals;
 }
 
+bool Change::IsAbsent(const Refusal& refusal) const {
+  return IsSilence(refusal.status) && !absl::c_linear_search(Counted(), refusal.server_id);
+}
+
+// Nor is it told to drop anything.
+void Change::DoWithout(const std::string& server_id) {
+  for (const v1::Member& server : members_->all()) {
+    if (server.server_id() == server_id) absent_.push_back(server);
+  }
+  excluded_.insert(server_id);
+  members_->LeaveOut(server_id);
+}
+
 // What to do without, so that the job can open all the same; false: nothing is left.
 bool Change::GiveWay(const Refusal& refusal) {
+  // The rest of a wish for it is heeded, and the server may join later.
+  if (IsAbsent(refusal)) {
+    Report(absl::StrCat("server '", refusal.server_id, "' does not join yet: ", refusal.status.message()));
+    DoWithout(refusal.server_id);
+    return true;
+  }
   const bool counts = absl::c_linear_search(Counted(), refusal.server_id);
   if (counts && !IsRefusal(refusal.status)) return false;
   v1::Wish wish = wish_;
@@ -98,10 +118,19 @@ bool Change::GiveWay(const std::vector<Refusal>& refusals) {
   return GiveWay(joins == refusals.end() ? refusals.front() : *joins);
 }
 
-void Change::AskAhead(v1::OpenRequest open, absl::Time deadline) {
-  *open.mutable_table() = Plan();
-  const absl::StatusOr<std::vector<Refusal>> refusals = AskForSpace(open, deadline);
-  if (refusals.ok() && refusals->empty()) has_room_ = WithoutEpochs(open.table());
+void Change::AskAhead(v1::OpenRequest open, absl::Duration grace, absl::Time deadline) {
+  for (bool again = true; again;) {
+    *open.mutable_table() = Plan();
+    const absl::StatusOr<std::vector<Refusal>> refusals = AskForSpace(open, grace, deadline);
+    if (!refusals.ok()) return;
+    if (refusals->empty()) has_room_ = WithoutEpochs(open.table());
+    again = false;
+    for (const Refusal& refusal : *refusals) {
+      if (!IsAbsent(refusal)) continue;
+      DoWithout(refusal.server_id);
+      again = true;
+    }
+  }
 }
 
 absl::StatusOr<v1::Table> Change::Next(v1::OpenRequest open, absl::Time deadline) {
@@ -112,7 +141,7 @@ absl::StatusOr<v1::Table> Change::Next(v1::OpenRequest open, absl::Time deadline
       BALLAST_RETURN_IF_ERROR(MakePlan(open));
       return next;
     }
-    BALLAST_ASSIGN_OR_RETURN(const std::vector<Refusal> refusals, AskForSpace(open, deadline));
+    BALLAST_ASSIGN_OR_RETURN(const std::vector<Refusal> refusals, AskForSpace(open, grace_, deadline));
     if (refusals.empty()) return next;
     if (!GiveWay(refusals)) return refusals.front().status;
   }

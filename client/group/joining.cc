@@ -47,6 +47,8 @@ std::string WithoutTensors(v1::OpenRequest named) {
 namespace {
 
 constexpr size_t kHashBytes = 32;
+// For servers that may join to answer, once all members have. One that is slower joins while the group trains.
+constexpr absl::Duration kSparesGrace = absl::Seconds(1);
 
 // Takes the ranks' spares off their parts.
 std::set<std::string> ReachedByAll(std::vector<std::string>* parts) {
@@ -189,7 +191,7 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   JobKey key(router_->transport(0)->registry(), options.job);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
   BALLAST_RETURN_IF_ERROR(members_.FollowKey(options.job, key));
-  Change change(router_, &members_, &key, options, reached_);
+  Change change(router_, &members_, &key, options, reached_, kSparesGrace);
   BALLAST_ASSIGN_OR_RETURN(const Sight sight, Look(options, key, spec, &change, deadline));
   BALLAST_RETURN_IF_ERROR(CheckCopies(options, NewestOpen(sight.answers), key, change.wish()));
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(sight.answers, deadline));
@@ -332,7 +334,8 @@ absl::Status Opening::Identify(const SessionOptions& options) {
   const absl::Time deadline = absl::Now() + options.open_timeout;
   JobKey key(router_->transport(0)->registry(), options.job);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
-  BALLAST_RETURN_IF_ERROR(members_.Identify(key, Spares::kConnect, options.failover_after, deadline));
+  BALLAST_RETURN_IF_ERROR(
+      members_.Identify(key, Spares::kConnect, {.members = options.failover_after, .spares = kSparesGrace}, deadline));
   spares_ = members_.spares(key);
   return absl::OkStatus();
 }

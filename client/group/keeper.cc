@@ -31,8 +31,6 @@ constexpr absl::Duration kTick = absl::Milliseconds(50), kAskInterval = absl::Se
                          kRetryInterval = absl::Milliseconds(500);
 // ... and whether copies that could not be made then can be made now: of a server that had no room, or kept versions.
 constexpr absl::Duration kReconsiderInterval = absl::Seconds(60);
-// ... and whether a server that is registered and did not answer does so now.
-constexpr absl::Duration kConsiderInterval = absl::Seconds(3);
 // Between two lines about changes that failed.
 constexpr absl::Duration kTellInterval = absl::Seconds(2);
 // For etcd and servers to say whether there is something to do; meanwhile nobody looks for silent servers.
@@ -41,6 +39,9 @@ constexpr absl::Duration kAskTimeout = absl::Milliseconds(500);
 // of the change. One that takes longer is given up and begun again, with twice the time: somebody may have died, or the
 // machines are busy.
 constexpr absl::Duration kPatience = absl::Seconds(1), kPatienceMax = absl::Seconds(16);
+// For servers that may join, once all members have answered, if training waits for the change. One that takes longer
+// joins by a later change, for which it has kPatience.
+constexpr absl::Duration kGrace = absl::Milliseconds(200);
 
 bool IsSame(const v1::Member& one, const v1::Member& server) {
   return one.server_id() == server.server_id() && one.disk() == server.disk();
@@ -67,28 +68,33 @@ v1::Member ServerOf(const v1::ServerEntry& entry) {
   return server;
 }
 
-// Members where they were last seen, and servers that are registered, but for the silent ones.
+// Members where they were last seen, and servers that are registered, but for the silent ones and those that rest.
+// `table`: the key's.
 std::vector<v1::Member> ServersToAsk(const v1::Table& table, const std::vector<v1::ServerEntry>& entries,
-                                     const std::vector<Router::SilentServer>& silent) {
+                                     const std::vector<Router::SilentServer>& silent,
+                                     const std::vector<v1::Member>& resting) {
   std::vector<v1::Member> servers;
   for (const v1::ServerEntry& entry : entries) servers.push_back(ServerOf(entry));
   for (const v1::Member& member : table.members()) {
     if (!IsAmong(servers, member)) servers.push_back(member);
   }
-  std::erase_if(servers, [&](const v1::Member& server) { return IsAmong(silent, server); });
+  std::erase_if(servers, [&](const v1::Member& server) { return IsAmong(silent, server) || IsAmong(resting, server); });
   return servers;
 }
 
-// Only who was silent for failover_after, or is removed by the wish, may be left out.
-absl::Status CheckOthersAnswer(const client::Change& change, const v1::Table& table,
+// Only who was silent for failover_after, or is removed by the wish, may be left out. Of who joins by a change that is
+// unfinished nobody keeps count, and others have all that it was to copy.
+absl::Status CheckOthersAnswer(const client::Change& change, const v1::Table& table, const v1::Table& open,
                                const std::vector<Router::SilentServer>& silent,
                                const std::vector<v1::GetJobResponse>& answers, absl::Duration patience) {
+  const std::vector<v1::Member> opened(open.members().begin(), open.members().end());
   std::vector<v1::Member> missing;
   for (const v1::Member& member : table.members()) {
     const bool answered = std::any_of(answers.begin(), answers.end(), [&](const v1::GetJobResponse& answer) {
       return answer.server_id() == member.server_id();
     });
-    if (!answered && !IsAmong(silent, member) && !change.IsRemoved(member)) missing.push_back(member);
+    if (!answered && IsAmong(opened, member) && !IsAmong(silent, member) && !change.IsRemoved(member))
+      missing.push_back(member);
   }
   if (missing.empty()) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
@@ -147,7 +153,7 @@ bool Keeper::IsOver(const Sight& sight) const {
 
 void Keeper::Run() {
   absl::Time ask = absl::InfinitePast(), retry = absl::InfinitePast(), reconsider = absl::InfiniteFuture();
-  absl::Time consider = absl::InfinitePast();
+  absl::Time consider = absl::InfiniteFuture();  // a server that did not answer, and may do so now
   absl::Duration patience = kPatience;
   Sight sight;
   while (Rest(kTick)) {
@@ -159,12 +165,13 @@ void Keeper::Run() {
     }
     if (now >= ask) {
       ask = now + kAskInterval;
+      const std::string asked = sight.asked;
       LookAround(&sight);
+      if (sight.asked != asked) absentees_.EndRests();
     }
     const absl::MutexLock lock(&changing_);
-    const bool needed = !sight.silent.empty() || sight.copied || IsUnfinished() ||
-                        (now >= consider && sight.asked != considered_) ||
-                        (now >= reconsider && LacksServers(router_->routes()->open().table()));
+    const bool needed = !sight.silent.empty() || sight.copied || IsUnfinished() || sight.asked != considered_ ||
+                        now >= consider || (now >= reconsider && LacksServers(router_->routes()->open().table()));
     if (!needed || now < retry) continue;
     retry = now + kRetryInterval;
     const absl::StatusOr<Outcome> changed = Change(sight, patience);
@@ -173,9 +180,12 @@ void Keeper::Run() {
       if (!IsOver(sight)) Tell(changed.status(), sight);
       continue;
     }
-    // A change may be what a later wish waits for, and so may a server that did not answer.
-    considered_ = changed->changed || !changed->complete ? "" : sight.asked;
-    consider = changed->complete ? absl::InfinitePast() : absl::Now() + kConsiderInterval;
+    // They are registered for a while yet, and it is known that they do not answer.
+    for (const Router::SilentServer& server : sight.silent) {
+      (void)absentees_.Failed(server.member, /*wished=*/false, absl::Now());
+    }
+    considered_ = changed->changed ? "" : sight.asked;  // a change may be what a later wish waits for
+    consider = absentees_.next();
     reconsider = absl::Now() + kReconsiderInterval;
     sight.copied = false;
     ask = absl::Now() + kAskInterval;
@@ -245,6 +255,48 @@ void Keeper::LockFinished() {
   }
 }
 
+Keeper::Candidates Keeper::CandidatesOf(const v1::Table& table, const std::vector<v1::ServerEntry>& entries,
+                                        const Sight& sight) const {
+  const absl::Time now = absl::Now();
+  const auto& opened = router_->routes()->open().table().members();
+  const std::vector<v1::Member> members(opened.begin(), opened.end());
+  Candidates candidates;
+  for (const v1::Member& server : ServersToAsk(table, entries, sight.silent, /*resting=*/{})) {
+    if (IsAmong(members, server)) continue;
+    (absentees_.Rests(server, now) ? candidates.resting : candidates.asked).push_back(server);
+  }
+  return candidates;
+}
+
+// The Open of a large job takes a busy server a while. Who has said who it is lives, and gets more time at each try.
+absl::Duration Keeper::PatienceFor(const Candidates& candidates, const Members& members) const {
+  absl::Duration patience = kPatience;
+  for (const v1::Member& server : candidates.asked) {
+    if (!members.away().contains(server.server_id())) patience = std::max(patience, absentees_.RestOf(server));
+  }
+  return std::min(patience, kPatienceMax);
+}
+
+void Keeper::NoteAbsent(const Candidates& candidates, const client::Change& change, const Members& members) {
+  const absl::Time now = absl::Now();
+  for (const v1::Member& server : candidates.asked) {
+    const std::string& id = server.server_id();
+    if (!members.away().contains(id) && !IsAmong(change.absent(), server)) {
+      absentees_.Answered(server);
+      continue;
+    }
+    const auto& wished = change.wish().servers();
+    const bool is_wished = std::find(wished.begin(), wished.end(), id) != wished.end();
+    if (!absentees_.Failed(server, is_wished, now) || !options_.progress) continue;
+    options_.progress(absl::StrCat(
+        "job '", options_.job, "': server '", id, "' is registered at ", server.address(), " and does not answer; ",
+        is_wished ? "the wish for it waits until it does" : "the job does without it, and asks it again later"));
+  }
+  std::vector<v1::Member> known = candidates.asked;
+  known.insert(known.end(), candidates.resting.begin(), candidates.resting.end());
+  absentees_.KeepOnly(known);
+}
+
 absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duration patience) {
   const std::shared_ptr<const Routes> routes = router_->routes();
   Transport* const any = routes->servers.front();
@@ -258,27 +310,33 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   if (tried_ != 0 && key.value().claimed().nonce() == tried_) claimed_ = key.value().claimed();
   BALLAST_ASSIGN_OR_RETURN(const auto entries,
                            any->registry()->List(deadline, registry::Registry::OnUnreadable::kPassOver));
+  const Candidates candidates = CandidatesOf(key.value().table(), entries, sight);
   std::vector<std::unique_ptr<Transport>> transports;
-  for (const v1::Member& server : ServersToAsk(key.value().table(), entries, sight.silent)) {
+  for (const v1::Member& server : ServersToAsk(key.value().table(), entries, sight.silent, candidates.resting)) {
     BALLAST_ASSIGN_OR_RETURN(transports.emplace_back(), any->Another(server));
   }
   std::atomic<bool> made = false;  // then others of `sight` are silent, and what is left has time
   Router router(std::move(transports), {.interrupted = [&] { return made ? stopping() : IsOver(sight); }});
   BALLAST_RETURN_IF_ERROR(router.made());
   Members members(&router, Members::Uses::kCalls);
-  BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, patience, deadline));
-  Outcome outcome;
-  outcome.complete = std::all_of(entries.begin(), entries.end(), [&](const v1::ServerEntry& entry) {
-    return members.Has(entry.server_id()) || IsAmong(sight.silent, ServerOf(entry));
-  });
-  const std::vector<std::string> spares = members.spares(key);
-  client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()}, routes->plan);
-  BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));
-  BALLAST_RETURN_IF_ERROR(CheckOthersAnswer(change, key.value().table(), sight.silent, found.answers, patience));
-  BALLAST_RETURN_IF_ERROR(key.CheckClaimed(found.answers, deadline));
   const bool unfinished = IsUnfinished();
+  const bool urgent = unfinished || !sight.silent.empty();  // training waits
+  BALLAST_RETURN_IF_ERROR(
+      members.Identify(key, Spares::kConnect, {.members = patience, .spares = urgent ? kGrace : kPatience}, deadline));
+  for (const v1::Member& server : candidates.resting) members.AddAway(server.server_id());
+  Outcome outcome;
+  const std::vector<std::string> spares = members.spares(key);
+  const absl::Duration space = urgent ? kGrace : PatienceFor(candidates, members);
+  const absl::Duration grace = std::min(space, std::max(kPatience, options_.failover_after));
+  client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()}, grace, routes->plan);
+  BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));
+  const absl::Cleanup note = [&] { NoteAbsent(candidates, change, members); };
+  BALLAST_RETURN_IF_ERROR(
+      CheckOthersAnswer(change, key.value().table(), routes->open().table(), sight.silent, found.answers, patience));
+  BALLAST_RETURN_IF_ERROR(key.CheckClaimed(found.answers, deadline));
   if (!unfinished && !change.IsNeeded()) return outcome;
-  change.AskAhead(model::MakeBrief(routes->open()), deadline);
+  change.AskAhead(model::MakeBrief(routes->open()), space, std::max(deadline, absl::Now() + space + patience));
+  if (!unfinished && !change.IsNeeded()) return outcome;  // who was to join does not answer
   const v1::Epoch own = unfinished ? claimed_ : routes->epoch();
   const v1::Epoch least = Fencing(&router, options_.job, Fencing::Promised(found.answers), members.peers()).epoch();
   tried_ = least.nonce();

@@ -14,6 +14,9 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "ballast/client/group/absentees.h"
+#include "ballast/client/group/change.h"
+#include "ballast/client/group/members.h"
 #include "ballast/client/session_types.h"
 #include "ballast/client/transport/router.h"
 
@@ -73,11 +76,21 @@ class Keeper {
   void LockFinished() ABSL_EXCLUSIVE_LOCK_FUNCTION(changing_);
   // What a try found.
   struct Outcome {
-    bool changed = false;   // the table is another one now
-    bool complete = false;  // all servers that are registered have answered
+    bool changed = false;  // the table is another one now
   };
   // Changes the servers if that is needed. `patience`: for all servers to answer before anything is claimed.
   absl::StatusOr<Outcome> Change(const Sight& sight, absl::Duration patience) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
+  // Servers that are no members as far as the job is open, and are registered, or were to join by a change that is
+  // unfinished: those that are asked, and those that rest since they did not answer.
+  struct Candidates {
+    std::vector<v1::Member> asked, resting;
+  };
+  Candidates CandidatesOf(const v1::Table& table, const std::vector<v1::ServerEntry>& entries,
+                          const Sight& sight) const;
+  // How long one may take to say whether it has room, while training goes on.
+  absl::Duration PatienceFor(const Candidates& candidates, const Members& members) const;
+  // Whoever did not answer rests, and a line says that the change did without it.
+  void NoteAbsent(const Candidates& candidates, const client::Change& change, const Members& members);
   // Says why a change failed, at most once in kTellInterval.
   void Tell(const absl::Status& failed, const Sight& sight);
 
@@ -89,6 +102,7 @@ class Keeper {
   uint64_t tried_ ABSL_GUARDED_BY(changing_) = 0;
   mutable absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  Absentees absentees_;                     // the thread's
   std::string considered_;                  // Sight::asked for which there was nothing more to change; the thread's
   absl::Time told_ = absl::InfinitePast();  // when the last failure was told; the thread's
   std::thread thread_;

@@ -110,27 +110,36 @@ absl::Status FirstSilence(const Answers<v1::IdentifyResponse>::All& answers) {
 
 }  // namespace
 
-absl::Status Members::Identify(const JobKey& key, Spares spares, absl::Duration patience, absl::Time deadline) {
+absl::Status Members::Identify(const JobKey& key, Spares spares, const Patience& patience, absl::Time deadline) {
   const uint32_t servers = router_->server_count();
   asked_ = key.has_places() ? static_cast<uint32_t>(key.value().table().members_size()) : servers;
   if (!key.has_places()) {
     const auto identities = router_->Ask(&Transport::Identify, "Identify", Question(), deadline);
     return TakeAll(key, spares, identities->Await(absl::InfiniteFuture())).status();
   }
+  std::vector<bool> needed;  // who may join cannot help
+  for (uint32_t i = 0; i < servers; ++i) needed.push_back(!IsSpare(key, *router_->transport(i)));
   const auto identities = AskWhoTheyAre(key, deadline);
-  const auto settled = [&](const Answers<v1::IdentifyResponse>::All& answers) {  // who may join cannot help
+  const auto settled = [&](const Answers<v1::IdentifyResponse>::All& answers) {
     for (uint32_t i = 0; i < servers; ++i) {
-      if (!answers[i].has_value() && !IsSpare(key, *router_->transport(i))) return false;
+      if (!answers[i].has_value() && needed[i]) return false;
     }
     return true;
   };
-  deadline = std::max(deadline, absl::Now() + patience);
-  absl::Time until = absl::Now() + patience;
+  // The router asks whether it is interrupted while something waits.
+  const Router::Watch watch(router_, "servers that may join, to say who they are");
+  deadline = std::max(deadline, absl::Now() + patience.members);
+  absl::Time until = absl::Now() + patience.members;
   for (;;) {
-    const auto answers = identities->Await(until);
+    const auto answers = identities->Await(needed, patience.spares, until);
     BALLAST_ASSIGN_OR_RETURN(const std::vector<uint32_t> stay, TakeAll(key, spares, answers));
     const absl::Status enough = CheckEnough(key, deadline);
     if (enough.ok()) {
+      for (uint32_t i = 0; i < servers; ++i) {
+        const std::string target = router_->transport(i)->registered_as();
+        const bool silent = !answers[i].has_value() || IsSilence(answers[i]->status());
+        if (silent && !needed[i]) away_.insert(target.substr(0, target.rfind('/')));
+      }
       if (stay.size() < servers) router_->Reorder(stay);
       return absl::OkStatus();
     }
@@ -259,6 +268,14 @@ void Members::KeepOnly(const std::vector<std::string>& server_ids) {
   for (uint32_t i = 0; i < servers_.size(); ++i) {
     const std::string& id = servers_[i].member.server_id();
     if (std::find(server_ids.begin(), server_ids.end(), id) != server_ids.end()) stay.push_back(i);
+  }
+  if (stay.size() < servers_.size()) Reorder(stay);
+}
+
+void Members::LeaveOut(absl::string_view server_id) {
+  std::vector<uint32_t> stay;
+  for (uint32_t i = 0; i < servers_.size(); ++i) {
+    if (servers_[i].member.server_id() != server_id) stay.push_back(i);
   }
   if (stay.size() < servers_.size()) Reorder(stay);
 }

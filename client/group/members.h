@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,14 @@ inline bool IsSilence(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status);
 }
 
+// How long servers have to answer.
+struct Patience {
+  // For members, where others have all of their chunks.
+  absl::Duration members;
+  // For servers that may join, once all members have answered.
+  absl::Duration spares;
+};
+
 class Members {
  public:
   // What the router is for. Calls alone need no memory that is shared with servers on this host.
@@ -40,7 +49,7 @@ class Members {
   // not answer within `patience` are left out as soon as each chunk is on a member that answered. A member that is
   // registered and recovers is waited for: UNAVAILABLE if it still does at the deadline. Servers that are not the key's
   // members stay if they answer well, or with kPassOver are left out.
-  absl::Status Identify(const JobKey& key, Spares spares, absl::Duration patience, absl::Time deadline);
+  absl::Status Identify(const JobKey& key, Spares spares, const Patience& patience, absl::Time deadline);
   // How many servers were asked; of a job that has places: its members.
   uint32_t asked() const { return asked_; }
   // Valid until Match, in the router's order. `all`: the members of a new job. A member's weight is its budget in GiB;
@@ -52,6 +61,9 @@ class Members {
   bool Has(absl::string_view server_id) const { return Find(server_id) != nullptr; }
   // Servers that are not members of a key that has places, as model::TargetOf names them.
   std::vector<std::string> spares(const JobKey& key) const;
+  // Ids of registered servers that are no members of such a key and did not say who they are, or were not asked.
+  const std::set<std::string>& away() const { return away_; }
+  void AddAway(const std::string& server_id) { away_.insert(server_id); }
   // Of an Open without a table.
   google::protobuf::RepeatedPtrField<v1::Member> Weighed() const;
 
@@ -66,8 +78,9 @@ class Members {
   std::vector<bool> There(const JobKey& key) const;
   // Under the names of which members another data directory answers.
   std::vector<bool> Lost(const JobKey& key) const;
-  // Stops using all other servers, whoever named them. The order stays.
+  // Stops using all other servers, whoever named them, or this one. The order stays.
   void KeepOnly(const std::vector<std::string>& server_ids);
+  void LeaveOut(absl::string_view server_id);
   // Brings the members of `table` first, in its order; others stay behind them. REQUIRES: Has each.
   void PutFirst(const v1::Table& table);
   // FAILED_PRECONDITION (OTHER_SERVER) if an answer came from a server that was not identified.
@@ -99,6 +112,7 @@ class Members {
   Uses uses_;
   uint32_t asked_ = 0;
   std::vector<Server> servers_;
+  std::set<std::string> away_;
 };
 
 }  // namespace ballast::client

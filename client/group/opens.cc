@@ -45,10 +45,12 @@ absl::Status SendFirstOpen(Router* router, const v1::OpenRequest& open, absl::Du
 
 std::vector<absl::Status> SendOpenTo(Router* router, const std::string& what,
                                      const std::shared_ptr<const v1::OpenRequest>& open,
-                                     const std::vector<OpenTo>& servers, absl::Time deadline) {
+                                     const std::vector<OpenTo>& servers, absl::Time deadline, absl::Duration grace) {
+  std::vector<bool> needed;
   std::shared_ptr<const v1::OpenRequest> brief;
   const auto answers = std::make_shared<Answers<v1::OpenResponse>>(static_cast<uint32_t>(servers.size()));
   for (uint32_t i = 0; i < servers.size(); ++i) {
+    needed.push_back(servers[i].needed);
     if (servers[i].briefly && brief == nullptr)
       brief = std::make_shared<const v1::OpenRequest>(model::MakeBrief(*open));
     router->Call<v1::OpenRequest, v1::OpenResponse>(
@@ -56,19 +58,24 @@ std::vector<absl::Status> SendOpenTo(Router* router, const std::string& what,
         [answers, i](absl::StatusOr<v1::OpenResponse> answer) { answers->Add(i, std::move(answer)); });
   }
   std::vector<absl::Status> statuses;
-  for (const auto& answer : answers->Await(absl::InfiniteFuture())) statuses.push_back(answer->status());
-  return statuses;  // each ended by its deadline
+  for (const auto& answer : answers->Await(needed, grace, absl::InfiniteFuture())) {  // each ends by its deadline
+    statuses.push_back(answer.has_value() ? answer->status()
+                                          : model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                                                         absl::StrCat("no answer within ", absl::FormatDuration(grace),
+                                                                      " after those of all members")));
+  }
+  return statuses;
 }
 
 namespace {
 
 // To the members of the next table, which come first among the router's servers. `first`: as SendFirstOpen.
-absl::Status SendToMembers(Router* router, const Change& change, const SessionOptions& options, bool first,
+absl::Status SendToMembers(Router* router, Change* change, const SessionOptions& options, bool first,
                            absl::Time deadline) {
-  const std::shared_ptr<const v1::OpenRequest> open = change.plan()->shared_open();
+  const std::shared_ptr<const v1::OpenRequest> open = change->plan()->shared_open();
   std::vector<OpenTo> servers;
   for (const v1::Member& member : open->table().members()) {
-    servers.push_back({static_cast<uint32_t>(servers.size()), change.HasSpec(member, *open)});
+    servers.push_back({static_cast<uint32_t>(servers.size()), change->HasSpec(member, *open)});
   }
   for (;;) {
     const absl::Time until = first ? absl::Now() + options.open_timeout : deadline;
@@ -76,7 +83,12 @@ absl::Status SendToMembers(Router* router, const Change& change, const SessionOp
         SendOpenTo(router, absl::StrCat("Open of job '", open->spec().name(), "'"), open, servers, until);
     const auto failed = std::find_if(answers.begin(), answers.end(), [](const auto& answer) { return !answer.ok(); });
     if (failed == answers.end()) return absl::OkStatus();
-    if (!first || !IsAtWork(*failed)) return *failed;
+    if (first && IsAtWork(*failed)) continue;
+    for (size_t m = 0; m < answers.size(); ++m) {
+      if (IsSilence(answers[m]) && !IsAtWork(answers[m]))
+        change->NoteUnopened(open->table().members(static_cast<int>(m)));
+    }
+    return *failed;
   }
 }
 
@@ -94,7 +106,7 @@ absl::Status OpenNext(Router* router, Members* members, JobKey* key, Change* cha
   // Before the Opens: whoever comes next goes by this table, and finds its servers in it.
   BALLAST_RETURN_IF_ERROR(key->WriteTable(open->table(), open->epoch(), deadline));
   const bool is_first = change->newest() == nullptr || change->Joins(open->table());
-  BALLAST_RETURN_IF_ERROR(SendToMembers(router, *change, options, is_first, deadline));
+  BALLAST_RETURN_IF_ERROR(SendToMembers(router, change, options, is_first, deadline));
   change->Tell(open->table());
   return absl::OkStatus();
 }

@@ -24,15 +24,18 @@ absl::Status SendOpen(Router* router, const v1::OpenRequest& open, absl::Time de
 // Sends an Open that is the job's first on some server. Servers reserve the job's log, which can take a disk minutes.
 // `timeout` applies to servers that are down. As long as a server says that it is at work, the call waits.
 absl::Status SendFirstOpen(Router* router, const v1::OpenRequest& open, absl::Duration timeout);
-// A server of the router, and whether it has the Open's spec, so that a brief Open is enough.
+// A server of the router.
 struct OpenTo {
   uint32_t server = 0;
-  bool briefly = false;
+  bool briefly = false;  // it has the Open's spec, so that a brief Open is enough
+  bool needed = true;
 };
-// Sends `open`, which is whole, to these servers. Returns their answers.
+// Sends `open`, which is whole, to these servers. Returns their answers. Once all needed ones have answered, the others
+// have `grace`, and after that are UNAVAILABLE (SERVER_DOWN).
 std::vector<absl::Status> SendOpenTo(Router* router, const std::string& what,
                                      const std::shared_ptr<const v1::OpenRequest>& open,
-                                     const std::vector<OpenTo>& servers, absl::Time deadline);
+                                     const std::vector<OpenTo>& servers, absl::Time deadline,
+                                     absl::Duration grace = absl::InfiniteDuration());
 
 // The end of an opening by the table, once `change` has fenced the claimed epoch: chooses the next table, writes it,
 // and opens `open`, which has all but base, step counts and table, and is brief if the group is at work. Then the

@@ -44,7 +44,8 @@ absl::StatusOr<v1::Table> ThereOf(const v1::Table& table, const Sight& sight) {
 absl::Status JobView::Meet(absl::Time deadline) {
   JobKey key(router_->transport(0)->registry(), job_);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
-  BALLAST_RETURN_IF_ERROR(members_.Identify(key, Spares::kPassOver, kPatience, deadline));
+  BALLAST_RETURN_IF_ERROR(
+      members_.Identify(key, Spares::kPassOver, {.members = kPatience, .spares = absl::ZeroDuration()}, deadline));
   return members_.FollowKey(job_, key);
 }
 

@@ -10,6 +10,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 
 namespace ballast::client {
@@ -28,12 +29,22 @@ class Answers {
     answers_[server] = std::move(answer);
   }
   // Blocks until all have answered, or until `until`.
-  All Await(absl::Time until) {
+  All Await(absl::Time until) { return Await({}, absl::InfiniteDuration(), until); }
+  // As Await, but once all that are `needed` have answered, the others have `grace` left. Shorter: the rest is not
+  // needed.
+  All Await(const std::vector<bool>& needed, absl::Duration grace, absl::Time until) {
+    const auto those = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+      for (size_t i = 0; i < std::min(needed.size(), answers_.size()); ++i) {
+        if (needed[i] && !answers_[i].has_value()) return false;
+      }
+      return true;
+    };
     const auto all = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
       return std::all_of(answers_.begin(), answers_.end(), [](const auto& answer) { return answer.has_value(); });
     };
     absl::MutexLock lock(&mutex_);
-    mutex_.AwaitWithDeadline(absl::Condition(&all), until);
+    mutex_.AwaitWithDeadline(absl::Condition(&those), until);
+    mutex_.AwaitWithDeadline(absl::Condition(&all), std::min(until, absl::Now() + grace));
     return answers_;
   }
 

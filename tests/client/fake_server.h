@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -33,7 +34,8 @@ class FakeServer final : public Transport {
   template <typename Request, typename Response>
   using Answers = std::function<absl::StatusOr<Response>(const Request&)>;
 
-  uint64_t disk = 0;           // Member.disk
+  uint64_t disk = 0;  // Member.disk
+  registry::Registry* known_by = nullptr;
   bool shares_memory = false;  // as the last Identify asked for
   // Null: an empty answer.
   Answers<v1::GetJobRequest, v1::GetJobResponse> on_get_job;
@@ -47,7 +49,8 @@ class FakeServer final : public Transport {
   Answers<v1::UnpinRequest, v1::UnpinResponse> on_unpin;
   Answers<v1::PushRequest, v1::PushResponse> on_push;
   std::function<absl::Status(const v1::PullRequest&, absl::Span<std::byte>)> on_pull;
-  std::function<std::unique_ptr<Transport>(const v1::Member&)> transports;                         // to other servers
+  std::function<void(std::function<void()>)> later;                         // who it is, it says then
+  std::function<std::unique_ptr<Transport>(const v1::Member&)> transports;  // to other servers
   std::function<absl::StatusOr<std::unique_ptr<model::Loan>>(const model::LoanRequest&)> on_lend;  // null: takes none
   std::function<absl::Status(int64_t version, std::optional<uint32_t> unit)> on_await_applied;
 
@@ -74,7 +77,20 @@ class FakeServer final : public Transport {
     for (const auto& done : held) status.ok() ? done(v1::PushResponse()) : done(status);
   }
 
+  // From now on these calls ("GetJob") are answered by GoOn alone, or cancelled.
+  void Hang(std::set<std::string> calls) {
+    absl::MutexLock lock(&mu_);
+    hangs_ = std::move(calls);
+  }
+  void GoOn() {
+    for (const auto& [answer, cancel] : TakeHung(/*goes_on=*/true)) answer();
+  }
+  void Cancel() override {
+    for (const auto& [answer, cancel] : TakeHung(/*goes_on=*/false)) cancel();
+  }
+
   std::string name() const override { return name_; }
+  registry::Registry* registry() const override { return known_by; }
   std::string registered_as() const override { return disk == 0 ? "" : model::TargetOf(name_, disk); }
   absl::StatusOr<std::unique_ptr<Transport>> Another(const v1::Member& member) override { return transports(member); }
   bool checks_bytes() const override { return false; }
@@ -84,34 +100,36 @@ class FakeServer final : public Transport {
     identity.set_server_id(name_);
     identity.set_protocol_version(model::kProtocolVersion);
     identity.set_disk(disk);
-    done(std::move(identity));
+    const auto answers = [identity](const v1::IdentifyRequest&) { return identity; };
+    if (later) return later([=] { done(identity); });
+    Answer<v1::IdentifyRequest, v1::IdentifyResponse>("Identify", answers, request, done);
   }
   void GetJob(const v1::GetJobRequest& request, absl::Time, Callback<v1::GetJobResponse> done) override {
-    Answer(on_get_job, request, done);
+    Answer("GetJob", on_get_job, request, done);
   }
   void Fence(const v1::FenceRequest& request, absl::Time, Callback<v1::FenceResponse> done) override {
-    Answer(on_fence, request, done);
+    Answer("Fence", on_fence, request, done);
   }
   void Open(const v1::OpenRequest& request, absl::Time, Callback<v1::OpenResponse> done) override {
-    Answer(on_open, request, done);
+    Answer("Open", on_open, request, done);
   }
   void DropJob(const v1::DropJobRequest& request, absl::Time, Callback<v1::DropJobResponse> done) override {
-    Answer(on_drop, request, done);
+    Answer("DropJob", on_drop, request, done);
   }
   void Norm(const v1::NormRequest& request, absl::Time, Callback<v1::NormResponse> done) override {
-    Answer(on_norm, request, done);
+    Answer("Norm", on_norm, request, done);
   }
   void Seal(const v1::SealRequest& request, absl::Time, Callback<v1::SealResponse> done) override {
-    Answer(on_seal, request, done);
+    Answer("Seal", on_seal, request, done);
   }
   void Commit(const v1::CommitRequest& request, absl::Time, Callback<v1::CommitResponse> done) override {
-    Answer(on_commit, request, done);
+    Answer("Commit", on_commit, request, done);
   }
   void Pin(const v1::PinRequest& request, absl::Time, Callback<v1::PinResponse> done) override {
-    Answer(on_pin, request, done);
+    Answer("Pin", on_pin, request, done);
   }
   void Unpin(const v1::UnpinRequest& request, absl::Time, Callback<v1::UnpinResponse> done) override {
-    Answer(on_unpin, request, done);
+    Answer("Unpin", on_unpin, request, done);
   }
   void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time,
             Callback<v1::PushResponse> done) override {
@@ -124,7 +142,7 @@ class FakeServer final : public Transport {
         return;
       }
     }
-    Answer(on_push, header, done);
+    Answer("Push", on_push, header, done);
   }
   void Pull(const v1::PullRequest& request, absl::Span<std::byte> to, absl::Time,
             std::function<void(absl::Status)> done) override {
@@ -144,10 +162,25 @@ class FakeServer final : public Transport {
   }
 
  private:
+  using Hung = std::vector<std::pair<std::function<void()>, std::function<void()>>>;
+
   template <typename Request, typename Response>
-  static void Answer(const Answers<Request, Response>& answers, const Request& request,
-                     const Callback<Response>& done) {
+  void Answer(const std::string& call, const Answers<Request, Response>& answers, const Request& request,
+              const Callback<Response>& done) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (hangs_.contains(call)) {
+        hung_.emplace_back([=] { done(answers ? answers(request) : absl::StatusOr<Response>(Response())); },
+                           [=] { done(absl::CancelledError("cancelled")); });
+        return;
+      }
+    }
     done(answers ? answers(request) : absl::StatusOr<Response>(Response()));
+  }
+  Hung TakeHung(bool goes_on) {
+    absl::MutexLock lock(&mu_);
+    if (goes_on) hangs_.clear();
+    return std::exchange(hung_, {});
   }
 
   const std::string name_;
@@ -156,6 +189,8 @@ class FakeServer final : public Transport {
   std::vector<v1::PullRequest> pulled_ ABSL_GUARDED_BY(mu_);
   bool holds_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<Callback<v1::PushResponse>> held_ ABSL_GUARDED_BY(mu_);
+  std::set<std::string> hangs_ ABSL_GUARDED_BY(mu_);
+  Hung hung_ ABSL_GUARDED_BY(mu_);
 };
 
 // Servers "s0", "s1", ..., and a router to them.

@@ -48,8 +48,9 @@ TEST(Members, OnlySlicesNeedSharedMemory) {
   const JobKey key(nullptr, "job");
   for (const Members::Uses uses : {Members::Uses::kSlices, Members::Uses::kCalls}) {
     Members members(&router, uses);
-    ASSERT_EQ(members.Identify(key, Spares::kConnect, absl::Seconds(2), absl::Now() + absl::Seconds(10)),
-              absl::OkStatus());
+    ASSERT_EQ(
+        members.Identify(key, Spares::kConnect, {absl::Seconds(2), absl::Seconds(2)}, absl::Now() + absl::Seconds(10)),
+        absl::OkStatus());
     EXPECT_EQ(members.ids(), std::vector<std::string>{"one"});
     EXPECT_EQ(server->shares_memory, uses == Members::Uses::kSlices);
   }

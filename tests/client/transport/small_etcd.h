@@ -21,7 +21,7 @@
 
 namespace ballast::client {
 
-// Ranges of one key, and transactions that compare one key's mod_revision.
+// Ranges, and transactions that compare one key's mod_revision.
 class SmallEtcd final : public grpc::CallbackGenericService {
  public:
   SmallEtcd() {
@@ -93,9 +93,10 @@ class SmallEtcd final : public grpc::CallbackGenericService {
       (void)range.ParseFromString(question);
       absl::MutexLock lock(&mutex_);
       v1::EtcdRangeResponse response;
-      if (const auto value = values_.find(range.key()); value != values_.end()) {
+      const std::string end = range.range_end().empty() ? range.key() + '\0' : range.range_end();
+      for (auto value = values_.lower_bound(range.key()); value != values_.end() && value->first < end; ++value) {
         v1::EtcdKeyValue* const pair = response.add_kvs();
-        pair->set_key(range.key());
+        pair->set_key(value->first);
         pair->set_value(value->second.bytes);
         pair->set_mod_revision(value->second.revision);
       }
