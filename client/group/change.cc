@@ -102,6 +102,7 @@ absl::Status Change::ReadWish(absl::Time deadline) {
 // join.
 absl::Status Change::CheckFailed(const v1::Member& server, const absl::Status& status) {
   if (IsSilence(status) && IsMember(server)) return absl::OkStatus();
+  if (IsMember(server)) errors_.push_back(absl::StrCat(". Server '", server.server_id(), "' says: ", status.message()));
   // Whose state is lost has no copy; whether the others are enough is for FindBase to say.
   const bool needed = IsMember(server) && !Contains(wish_.not_(), server.server_id()) && !IsRemoved(server);
   if (needed && !absl::IsDataLoss(status)) return status;
@@ -115,6 +116,7 @@ absl::StatusOr<bool> Change::Take(const std::vector<Response>& responses) {
   const std::vector<v1::Member> servers = members_->all();
   bool members_answered = true, removed_answered = true;
   answers_.clear();
+  errors_.clear();
   for (size_t i = 0; i < responses.size(); ++i) {
     if (!responses[i].has_value()) {
       bool* const answered = IsRemoved(servers[i]) ? &removed_answered : &members_answered;
@@ -178,9 +180,12 @@ bool Change::FindWithoutRemoved(const model::Layout& layout) {
 absl::Status Change::NotEnough() const {
   // With durability none: whoever could have the rest has lost it.
   if (found_.silent.empty()) BALLAST_RETURN_IF_ERROR(model::Resolve(answers_).status());
-  return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
-                      absl::StrCat("job '", options_.job, "' cannot go on: ", model::ShowWait(now_, found_)));
+  return model::Error(
+      absl::StatusCode::kUnavailable, model::kServerDown,
+      absl::StrCat("job '", options_.job, "' cannot go on: ", model::ShowWait(now_, found_), ShowErrors()));
 }
+
+std::string Change::ShowErrors() const { return absl::StrJoin(errors_, ""); }
 
 absl::Status Change::Gather(const Await& await, absl::Time deadline) {
   const std::vector<v1::Member> servers = members_->all();

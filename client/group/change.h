@@ -61,6 +61,8 @@ class Change {
   absl::Status Claimed(const v1::Epoch& epoch, absl::Time deadline);
   // Promises of all servers for the claimed epoch, which `group` will open. Errors as Look's.
   absl::Status Fence(const std::string& group, bool expect_empty, absl::Time deadline);
+  // For people: what members answered instead of what they have, as ". Server 'a' says: ...". Empty: nothing.
+  std::string ShowErrors() const;
   // Servers that are no members, and were done without since they did not answer.
   const std::vector<v1::Member>& absent() const { return absent_; }
   // Whether the operator's wish ends this membership at once.
@@ -148,7 +150,8 @@ class Change {
   v1::JobSpec spec_;  // of a job that no server has opened
   bool fences_ = false;
   std::vector<v1::GetJobResponse> answers_;
-  std::set<std::string> excluded_;  // servers that shall not join this time
+  std::vector<std::string> errors_;  // of members, in what was gathered last
+  std::set<std::string> excluded_;   // servers that shall not join this time
   std::vector<v1::Member> absent_;
   model::Found found_;
   v1::Wish wish_;

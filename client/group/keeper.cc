@@ -99,7 +99,7 @@ absl::Status CheckOthersAnswer(const client::Change& change, const v1::Table& ta
   if (missing.empty()) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
                       absl::StrCat(ShowServers(missing), " did not answer within ", absl::FormatDuration(patience),
-                                   ", and ", missing.size() == 1 ? "is" : "are", " waited for"));
+                                   ", and ", missing.size() == 1 ? "is" : "are", " waited for", change.ShowErrors()));
 }
 
 // Copies are missing, or members.

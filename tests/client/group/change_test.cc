@@ -148,6 +148,27 @@ TEST_F(ChangeTest, AMemberThatFailsEndsTheOpening) {
   EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s4"));
 }
 
+// Whom an operator drains or removes has to stay as long as no other server has what it has.
+TEST_F(ChangeTest, AMemberThatFailsAndAloneHasAShardIsWaitedFor) {
+  errors_[1] = model::Error(absl::StatusCode::kInternal, model::kIo, "the disk is broken");
+  LoseDisk(2);
+  const v1::Wish drain = *model::WishToReplace(first_, v1::Wish(), "s1", "s4");
+  const v1::Wish remove = *model::WishToRemove(first_, v1::Wish(), {"s1"});
+  for (const v1::Wish& wish : {drain, remove}) {
+    Wish(wish);
+    const auto next = Open();
+    EXPECT_EQ(model::ReasonOf(next.status()), model::kServerDown);
+    const std::string message(next.status().message());
+    EXPECT_THAT(message, HasSubstr("4 of 12 shards have no copy on the servers that answered (the first is shard 2); "
+                                   "needed is 's1' or 's2' with the data directory that it had. Server 's1' says: "));
+    EXPECT_THAT(message, HasSubstr("the disk is broken"));
+    EXPECT_EQ(claimed_, 0u) << "nothing was claimed";
+  }
+  // Nobody joins in its place.
+  errors_.erase(1);
+  EXPECT_THAT(Ids(Opened()), Contains("s1"));
+}
+
 // Whose state cannot be read has no copy, and the others go on without it, as without a lost disk.
 TEST_F(ChangeTest, AMemberWithoutItsStateIsLeftOut) {
   errors_[1] = model::Error(absl::StatusCode::kDataLoss, model::kChecksum, "its log is damaged");
