@@ -21,6 +21,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/services/job/fill_sources.h"
+#include "ballast/services/job/missing_chunks.h"
 #include "ballast/services/job_state/import_pace.h"
 #include "ballast/services/job_state/job_mutex.h"
 #include "ballast/services/threads/waiting.h"
@@ -84,6 +85,8 @@ class Filling {
     bool moves_paused = false;  // ... of those of chunks that lack none
     std::optional<bool> holds;  // newest states that begin hold the next step back; none: none has begun
   };
+  // ... of missing chunks. Takes as long however many there are.
+  void ChooseMissing(CopyNeed need, Round* round, std::vector<CopyPtr>* begun) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   CopyNeed NeedOf(uint64_t chunk) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // By the pace of copies.
   bool MayBegin(const HeldChunk& chunk, CopyNeed need, Round* round) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -154,6 +157,7 @@ class Filling {
   KeptVersions* const kept_;
   bool posted_ ABSL_GUARDED_BY(job_lock) = false;
   std::map<Key, CopyPtr> copies_ ABSL_GUARDED_BY(job_lock);
+  MissingChunks missing_ ABSL_GUARDED_BY(job_lock);
   FillSources sources_ ABSL_GUARDED_BY(job_lock);
   std::shared_ptr<const model::EpochPlan> asking_
       ABSL_GUARDED_BY(job_lock);  // a member under this plan is or was asked

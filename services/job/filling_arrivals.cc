@@ -184,6 +184,8 @@ bool Filling::Installed(const CopyPtr& copy, const absl::Status& status, Replies
   absl::Status filled = chunk == nullptr ? absl::CancelledError("") : core_->Refusal();
   if (filled.ok()) filled = core_->machine->MarkFilled(copy->chunk, version);
   if (filled.ok()) {
+    missing_.Filled(copy->chunk);
+    kept_copies_->Filled(*chunk);
     chunk->Fill(version, std::max(chunk->changed(), std::min(copy->state.changed(), version)));
     core_->waiting.Wake(&chunk->pulls, replies);
     core_->Moved();

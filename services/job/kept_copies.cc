@@ -122,12 +122,11 @@ void KeptCopies::ForgetFilled() {
   if (std::exchange(forgot_under_, core_->state.plan()) == core_->state.plan() && forgot_at_ == changes) return;
   forgot_at_ = changes;
   std::vector<bool> missing;
-  some_missing_ = false;
   for (const auto& [index, least] : core_->machine->unfilled()) {
     const std::shared_ptr<HeldChunk> chunk = core_->state.Find(index);
     if (chunk == nullptr) continue;
     if (chunk->store_index >= missing.size()) missing.resize(chunk->store_index + 1);
-    missing[chunk->store_index] = some_missing_ = true;
+    missing[chunk->store_index] = true;
   }
   const auto is_filled = [&](uint64_t index) { return index >= missing.size() || !missing[index]; };
   std::erase_if(have_, [&](const Place& place) { return is_filled(place.second); });
@@ -139,6 +138,17 @@ void KeptCopies::ForgetFilled() {
   std::erase_if(batch_, is_filled);
 }
 
+void KeptCopies::Filled(const HeldChunk& chunk) {
+  const uint64_t index = chunk.store_index;
+  for (const int64_t version : Wanted()) {
+    const Place place = {version, index};
+    have_.erase(place);
+    written_.erase(place);
+    if (!mends_.contains(place)) lack_.erase(place);
+  }
+  batch_.erase(index);
+}
+
 // Asked after each copy, and a table adds thousands of chunks.
 bool KeptCopies::KeepsNothing() const {
   return told_.empty() && have_.empty() && written_.empty() && lack_.empty() && batch_.empty();
@@ -148,7 +158,7 @@ void KeptCopies::Advance(std::function<void()> written) {
   AdvanceMends();
   if (KeepsNothing()) return;
   ForgetFilled();
-  if (writing_ || (batch_.empty() && (some_missing_ || told_.empty()))) return;
+  if (writing_ || (batch_.empty() && (!core_->machine->unfilled().empty() || told_.empty()))) return;
   for (const int64_t version : Wanted()) {
     const bool whole = std::all_of(batch_.begin(), batch_.end(), [&](uint64_t index) {
       core_->mu.AssertHeld();

@@ -46,7 +46,9 @@ class KeptCopies {
     bool newest = false;             // or its newest state; neither: nothing now
   };
   Next NextOf(const HeldChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Forgets what belongs to chunks that are not missing any more. Has the worker write the pins' entries if a batch is
+  // The chunk is missing no more: forgets what belongs to it.
+  void Filled(const HeldChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+  // Forgets what belongs to chunks that a table took away. Has the worker write the pins' entries if a batch is
   // whole, or told versions need no state, and call `written` after that, under the lock.
   void Advance(std::function<void()> written) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
@@ -121,10 +123,9 @@ class KeptCopies {
   std::map<Place, Damage> mends_ ABSL_GUARDED_BY(job_lock);
   std::set<Place> unmended_ ABSL_GUARDED_BY(job_lock);                             // in vain
   std::shared_ptr<const model::EpochPlan> unmended_in_ ABSL_GUARDED_BY(job_lock);  // under this plan
-  // When ForgetFilled last looked at the missing chunks, and whether there were some.
+  // When ForgetFilled last looked at the missing chunks.
   std::shared_ptr<const model::EpochPlan> forgot_under_ ABSL_GUARDED_BY(job_lock);
   uint64_t forgot_at_ ABSL_GUARDED_BY(job_lock) = 0;
-  bool some_missing_ ABSL_GUARDED_BY(job_lock) = false;
 };
 
 }  // namespace ballast::services

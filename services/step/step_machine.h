@@ -184,7 +184,7 @@ class StepMachine {
   // import may have. Slices, coverage and norms pass over them. A step that is prepared without all slices of such a
   // chunk raises its least version.
   const std::map<uint64_t, int64_t>& unfilled() const;
-  // Differs whenever other chunks are unfilled.
+  // Differs whenever other chunks are unfilled, unless MarkFilled alone made the difference.
   uint64_t unfilled_changes() const;
   // Does another server hold the chunk, by the table of the open epoch? And this one?
   bool HasOtherHolder(uint64_t chunk) const;

@@ -349,7 +349,6 @@ absl::Status StepMachine::MarkFilled(uint64_t chunk, int64_t version) {
   Impl& m = *impl_;
   BALLAST_RETURN_IF_ERROR(m.CheckLeast(chunk, version));
   if (m.unfilled.erase(chunk) == 0) return absl::OkStatus();
-  ++m.unfilled_changes;
   m.slices.PassOverNoMore(chunk);  // a table adds thousands of chunks, and each is filled by itself
   for (model::SealAnswer& answer : m.answers) answer.reset();
   return absl::OkStatus();

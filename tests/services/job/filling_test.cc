@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/services/job/damaged_chunks.h"
 #include "ballast/services/job/fill_sources.h"
@@ -115,7 +116,7 @@ class FillingTest : public JobPartTest {
   // The server joins at step kJoinedAt, and begins to fill.
   void Join() {
     Fence();
-    table_ = MakeTable();
+    if (!table_.has_value()) table_ = MakeTable();
     v1::OpenRequest open = OpenOf(spec_, 1);
     open.clear_members();
     *open.mutable_table() = *table_;
@@ -124,7 +125,7 @@ class FillingTest : public JobPartTest {
     open.set_base(kJoinedAt);
     open.mutable_base_decision()->set_step(kJoinedAt);
     open.mutable_base_decision()->mutable_epoch()->set_counter(1);
-    for (uint32_t i = 0; i < tensors(); ++i) open.add_tensor_steps(kJoinedAt);
+    for (int i = 0; i < spec_.registrations(0).tensors_size(); ++i) open.add_tensor_steps(kJoinedAt);
     SendOpen(open);
     step_ = kJoinedAt + 1;
     holder_.emplace(chunks_, Layout());
@@ -464,6 +465,46 @@ TEST_F(FillingTest, ChunksThatLackCopiesDoNotWaitForThoseThatMove) {
   EXPECT_EQ(AnswerAll(kJoinedAt, 43).size(), 1u);
   EXPECT_EQ(Unfilled(), 0u);
   EXPECT_EQ(Master(left), 43);
+}
+
+TEST_F(FillingTest, ChunksThatLackCopiesComeFirst) {
+  table_ = MakeTable();
+  v1::Shard* const odd = table_->add_shards();  // of these only "t" has a copy
+  odd->add_holders(1);
+  odd->add_fillers(0);
+  Join();
+  std::vector<uint64_t> chunks;
+  for (const v1::ExportRequest& asked : AnswerAll(kJoinedAt, 42)) chunks.push_back(asked.chunk());
+  EXPECT_THAT(chunks, ElementsAre(1, 3, 0, 2, 4));
+  EXPECT_EQ(Unfilled(), 0u);
+}
+
+// "t" is down, and "u" has the last chunk: it is asked for that one though many others come first.
+TEST_F(FillingTest, ChunksThatNobodyTellsOfHideNoOther) {
+  constexpr int kChunks = 1300;
+  std::vector<TestTensor> many;
+  for (int i = 0; i < kChunks; ++i) many.push_back({absl::StrCat("t", i), absl::StrCat("u", i), 10, 0});
+  spec_ = MakeSpec("job", many);
+  table_ = MakeTable();
+  table_->clear_shards();
+  for (uint32_t i = 0; i < kChunks; ++i) {
+    v1::Shard* const shard = table_->add_shards();
+    shard->add_holders(i + 1 < kChunks ? 1 : 2);
+    shard->add_fillers(0);
+  }
+  Join();
+  const absl::Time end = absl::Now() + absl::Seconds(30);
+  for (bool asked = false; !asked && absl::Now() < end;) {
+    for (const AskedChunks::Question& question : asked_chunks_.Take()) {
+      asked = question.from.server_id() == "u";
+      if (asked) Answer(question, kJoinedAt, 42);
+      if (!asked) question.reply(absl::UnavailableError("nobody listens"));
+    }
+    RunAll();
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  EXPECT_EQ(Unfilled(), kChunks - 1u);
+  EXPECT_TRUE(chunks_.back()->filled());
 }
 
 TEST(FillSourcesTest, HoldersGoInTurnAndRestAfterErrors) {
