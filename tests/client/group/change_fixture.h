@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "ballast/client/group/change.h"
 #include "ballast/proto/model/brief_open.h"
+#include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/proto/model/wish.h"
