@@ -171,15 +171,10 @@ void Job::Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange&
   parts_->changes.Opened();
 }
 
-void Job::TableDurable(absl::Span<const uint64_t>) {
+void Job::TableDurable() {
   parts_->core.mu.AssertHeld();
   parts_->changes.TableDurable();
   ResumeFilling();
-}
-
-void Job::PassedOver(absl::Span<const uint64_t> chunks, int64_t step) {
-  parts_->core.mu.AssertHeld();
-  parts_->changes.PassedOver(chunks, step);
 }
 
 void Job::AddDigests(int64_t step, v1::SealResponse* answer) {

@@ -112,8 +112,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Opened(std::shared_ptr<const model::EpochPlan> plan, const OpenChange& change) override;
   bool ChangesChunks() const override { return true; }
   bool KeepsSlices() const override { return true; }
-  void TableDurable(absl::Span<const uint64_t> given_up) override;
-  void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) override;
+  void TableDurable() override;
   void AddDigests(int64_t step, v1::SealResponse* answer) override;
   void PinDue(int64_t version) override;
   void PinChanged(const v1::PinnedVersion& pin) override;

@@ -113,7 +113,10 @@ void Updates::GiveUpUnheld(const v1::PreparedRecord& prepared) {
   if (prepared.header().kind() == v1::STEP_KIND_RESTORE) return;
   for (const auto& chunk : core_->state.chunks()) {
     if (!chunk->filled() || !core_->machine->HasOtherHolder(chunk->id)) continue;
-    if (const absl::Status held = CheckHeld(*chunk, prepared); !held.ok()) chunk->Damage(held);
+    const absl::Status held = CheckHeld(*chunk, prepared);
+    if (held.ok()) continue;
+    const bool fills = core_->machine->unfilled().contains(chunk->id);
+    fills ? chunk->Void(*chunk->version()) : chunk->Damage(held);
   }
 }
 

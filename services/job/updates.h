@@ -53,7 +53,7 @@ class Updates {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // In a replay: a chunk of which the log lacks slices of the step counts no more if another server holds it. It was
-  // given up before the step was prepared, or the log is damaged.
+  // being filled or given up when the step was prepared, or the log is damaged.
   void GiveUpUnheld(const v1::PreparedRecord& prepared) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   // Before a step's work runs: as PassOverOthers of step_work.h.

@@ -41,16 +41,6 @@ void ChunkChanges::TableDurable() {
   core_->worker->Post([this] { Free(); });
 }
 
-// A fetched state is checked again before it is written (StepMachine::CheckImport), so that a step that is prepared
-// now voids nothing but what a restart found.
-void ChunkChanges::PassedOver(absl::Span<const uint64_t> chunks, int64_t step) {
-  if (!core_->state.recovering()) return;
-  for (const uint64_t id : chunks) {
-    const std::shared_ptr<HeldChunk> chunk = core_->state.Find(id);
-    if (chunk != nullptr && *chunk->version() < step) chunk->Void(*chunk->version());
-  }
-}
-
 HeldChunks ChunkChanges::Lacked() const {
   HeldChunks lacked;
   for (const auto& chunk : core_->state.chunks()) {
@@ -116,7 +106,9 @@ absl::Status ChunkChanges::Forget(storage::ChunkStore* store, const HeldChunks& 
     for (const auto& chunk : *chunks) keys.push_back(ChunkKey(core_->name, chunk->id));
   }
   if (store->records()) {
-    BALLAST_RETURN_IF_ERROR(store->Harden());  // no entry of theirs is written later
+    // No entry of theirs is written later: a second guard, since a restart would see by least versions and digests that
+    // such a state does not count.
+    BALLAST_RETURN_IF_ERROR(store->Harden());
     BALLAST_RETURN_IF_ERROR(core_->around.catalog->Erase(keys));
   }
   store->Void(voided);

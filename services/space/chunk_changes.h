@@ -30,7 +30,6 @@ class ChunkChanges {
   void Opened() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // As StepHost: has the worker free what the server gave up.
   void TableDurable() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   // In a recovery, after the last record: chunks that the log calls unfilled are filled if the disk has a state of them
   // that may count, and what the plan does not give to this server is freed. Chunks that the log calls filled and the
   // disk has no state of become unfilled if another server holds them, else DATA_LOSS (DIVERGED, CHECKSUM).

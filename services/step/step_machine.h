@@ -91,13 +91,11 @@ class StepHost {
   virtual bool ChangesChunks() const { return false; }
   // Can this host keep slices over an Open? If not, every Open voids them.
   virtual bool KeepsSlices() const { return false; }
-  // The Open of another table is durable. `given_up`: what this server had of these chunks before the Open may go. From
-  // here on unfilled chunks may be imported. Only for hosts that change chunks. Not in a replay: after the last record
-  // the host frees what the plan does not give to this server, and states of unfilled chunks that MarkFilled refuses.
-  virtual void TableDurable(absl::Span<const uint64_t> given_up);
-  // Step `step` is prepared, or was found so in the log, without all slices of these chunks, which are being filled:
-  // what was imported of them as of an older version cannot follow, and is void (rule 28).
-  virtual void PassedOver(absl::Span<const uint64_t> chunks, int64_t step);
+  // The Open of another table is durable: what this server had before it of chunks that the plan does not give to it
+  // any more may go, and of all chunks if the Open forgets. From here on unfilled chunks may be imported. Only for
+  // hosts that change chunks. Not in a replay: after the last record the host frees what the plan does not give to this
+  // server, and states of unfilled chunks that MarkFilled refuses.
+  virtual void TableDurable() {}
   // Adds what the host tells rank 0 beside the prepared record of `step`, the step in flight: no rule depends on it.
   virtual void AddDigests(int64_t step, v1::SealResponse* answer) {}
   // Pin `version`, the last version that Apply was called for (DURABILITY_EVERY_K). Comes after PinChanged for the pins

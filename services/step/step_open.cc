@@ -10,9 +10,6 @@
 
 namespace ballast::services {
 
-void StepHost::TableDurable(absl::Span<const uint64_t>) {}
-void StepHost::PassedOver(absl::Span<const uint64_t>, int64_t) {}
-
 bool StepMachine::Impl::Fits(const v1::OpenRequest& request) const {
   if (state != State::kKnown) return false;
   if (request.base() == committed) return committed < 0 || SameKey(*decision, request.base_decision());
@@ -73,11 +70,11 @@ absl::Status StepMachine::Impl::CheckStepCounts(const model::EpochPlan& next, bo
 }
 
 absl::Status StepMachine::Impl::CheckChanges(const Change& change, const std::string& job) const {
-  const bool asks = change.told.forgets || !change.unfilled.empty() || !change.given_up.empty();
+  const bool asks = change.told.forgets || !change.unfilled.empty() || change.given_up > 0;
   if (!asks || host->ChangesChunks()) return absl::OkStatus();
   return model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
                       absl::StrCat("this Open of job '", job, "' would have server '", id, "' copy ",
-                                   change.unfilled.size(), " chunk(s) and give up ", change.given_up.size(),
+                                   change.unfilled.size(), " chunk(s) and give up ", change.given_up,
                                    ", which this version cannot: keep the table that the job has"));
 }
 
@@ -117,12 +114,12 @@ absl::StatusOr<StepMachine::Impl::Change> StepMachine::Impl::ChangeTo(const mode
   const std::vector<bool> newest = NewestOf(open);
   for (const model::Chunk& chunk : next.layout().chunks()) {
     if (!next.Has(index, chunk.index)) {
-      if (had(chunk.index)) change.given_up.push_back(chunk.index);
+      if (had(chunk.index)) ++change.given_up;
       continue;
     }
     const auto lacks = unfilled.find(chunk.index);
     const bool known = had(chunk.index) && !forgets;
-    if (had(chunk.index) && forgets) change.given_up.push_back(chunk.index);
+    if (had(chunk.index) && forgets) ++change.given_up;
     const absl::Span<const uint32_t> holders = next.holders_of(chunk.index);
     const bool holds = std::find(holders.begin(), holders.end(), index) != holders.end();
     const bool filled = known ? lacks == unfilled.end() : newest[chunk.segments.front().tensor];
@@ -160,14 +157,13 @@ void StepMachine::Impl::Adopt(std::shared_ptr<const model::EpochPlan> next, uint
   tensor_steps.resize(plan->layout().tensors().size(), 0);
   SetUnfilled(std::move(change.unfilled));
   host->Opened(plan, change.told);
-  if (change.table) to_give_up = std::move(change.given_up);
+  tells_table = tells_table || change.table;
 }
 
 void StepMachine::Impl::TellDurable() {
-  if (!to_give_up.has_value()) return;
-  const std::vector<uint64_t> given_up = *std::exchange(to_give_up, std::nullopt);
+  if (!std::exchange(tells_table, false)) return;
   for (const v1::PinnedVersion& pin : std::exchange(pins_to_drop, {})) host->PinChanged(pin);
-  host->TableDurable(given_up);
+  host->TableDurable();
 }
 
 void StepMachine::Impl::SetUnfilled(std::map<uint64_t, int64_t> next) {
@@ -193,7 +189,6 @@ void StepMachine::Impl::PassOver(absl::Span<const uint64_t> chunks, int64_t step
     int64_t& least = unfilled.at(chunk);
     least = std::max(least, step);
   }
-  if (!chunks.empty()) host->PassedOver(chunks, step);
 }
 
 Outcome<v1::OpenResponse> StepMachine::Impl::OpenAgain(const v1::OpenRequest& request) const {

@@ -27,7 +27,7 @@ absl::Status StepMachine::Impl::ReplayOpen(const v1::OpenRequest& open) {
     });
   }
   Adopt(std::make_shared<const model::EpochPlan>(std::move(next)), index, std::move(change));
-  to_give_up.reset();  // the host compares its disk with the plan after the last record
+  tells_table = false;  // the host compares its disk with the plan after the last record
   return absl::OkStatus();
 }
 

@@ -90,7 +90,7 @@ struct StepMachine::Impl {
     OpenChange told;
     bool table = false;                    // another table: the Open is synced
     std::map<uint64_t, int64_t> unfilled;  // chunk -> least version of its import
-    std::vector<uint64_t> given_up;
+    uint64_t given_up = 0;                 // chunks
   };
   // Is this server at the Open's base, or one step before it and has prepared that one?
   bool Fits(const v1::OpenRequest& request) const;
@@ -145,9 +145,9 @@ struct StepMachine::Impl {
   uint32_t member = 0;                   // this server's, in the plan
   std::map<uint64_t, int64_t> unfilled;  // chunk -> least version of its import
   uint64_t unfilled_changes = 0;
-  // Until the Open of another table is durable: what may go then.
+  // The Open of another table. Until it is durable: the host is to be told, and these pins go then.
   uint64_t table_lsn = 0;
-  std::optional<std::vector<uint64_t>> to_give_up;
+  bool tells_table = false;
   std::vector<v1::PinnedVersion> pins_to_drop;
   uint64_t decision_lsn = 0;
   int64_t committed = -1;

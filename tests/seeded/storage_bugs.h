@@ -79,9 +79,8 @@ enum class StorageBug {
   // Chunks that come and go.
   kFilledBeforeDurable,  // a copied chunk counts as filled before it is on the disk
   kOldStateIsCopy,       // a restart takes any state on the disk for a copy that is to be made
-  kPassedOverIsCopy,     // ... also one that a later step has passed over
+  kPassedOverIsCopy,     // ... or a copy that a later step has passed over
   kFreedBeforeErase,     // extents of chunks that were given up are freed while the catalog names them
-  kErasedBeforeRecord,   // entries are erased, and then written once more
   kEntriesStay,          // entries of chunks that were given up stay
 };
 

@@ -42,13 +42,13 @@ TEST_P(MembersSeededBugTest, IsCaught) {
 // not count, so a server that does not answer becomes a filler that begins anew, and holds a group up until the next
 // fence. "blind" goes on without etcd by the newest Open that servers have: no code of the client opens or changes a
 // job with a table without its key. "serversays", which claims and then goes by that Open, is here. kFilledUndecided,
-// which the model does not have, is not shown to be reached yet.
+// which the model does not have, is in tests/sim_server.
 INSTANTIATE_TEST_SUITE_P(Machine, MembersSeededBugTest,
                          testing::Values(Planted{"samename", SeededBug::kSameName, Bug::kBelieve},
                                          Planted{"wipedholds", SeededBug::kWipedHolds, Bug::kNoCover},
                                          Planted{"resetkeeps", SeededBug::kResetKeeps},
                                          Planted{"promisevol", SeededBug::kPromiseNotSynced},
-                                         Planted{"nopromise", SeededBug::kOpenUnpromised, Bug::kNone, 1359},
+                                         Planted{"nopromise", SeededBug::kOpenUnpromised, Bug::kNone, 33320},
                                          Planted{"carryall", SeededBug::kSlicesOfAnyGroup},
                                          Planted{"nodrop", SeededBug::kNothingFreed},
                                          Planted{"ignoreminw", SeededBug::kLeastVersionIgnored},

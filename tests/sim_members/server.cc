@@ -105,7 +105,7 @@ void Server::ApplyTo(uint64_t chunk, const Update& update) {
   // It cannot follow: an import that came too late, or what a replay finds on the disk of before.
   if (replaying_ || imported_.contains(chunk) || machine_->unfilled().count(chunk) > 0) {
     chunks_.erase(chunk);
-    imported_.erase(chunk);
+    if (imported_.erase(chunk) > 0) ForgetImport(chunk);
     return;
   }
   oracle_->Broken(absl::StrCat(Name(), ": chunk ", chunk, " at version ", state.version, " misses ",
@@ -121,28 +121,22 @@ void Server::Opened(std::shared_ptr<const model::EpochPlan> plan, const services
     if (!replaying_) chunks_.clear();
     imported_.clear();
   }
+  for (const auto& [chunk, state] : disk_chunks_) {
+    if (change.forgets || !Lies(chunk)) leaving_.insert(chunk);
+  }
+  std::erase_if(leaving_, [&](uint64_t chunk) { return Lies(chunk) && machine_->unfilled().count(chunk) == 0; });
   for (uint64_t chunk = 0; chunk < JobLayout().chunks().size(); ++chunk) {
     if (plan_->open().base() < 0 && Lies(chunk) && !chunks_.contains(chunk)) chunks_[chunk] = ChunkState();
     if (!Lies(chunk)) imported_.erase(chunk);
   }
 }
 
-void Server::TableDurable(absl::Span<const uint64_t> given_up) {
-  for (const uint64_t chunk : given_up) {
+void Server::TableDurable() {
+  for (const uint64_t chunk : std::exchange(leaving_, {})) {
     disk_chunks_.erase(chunk);
-    if (!imported_.contains(chunk)) chunks_.erase(chunk);
+    chunks_.erase(chunk);
   }
-}
-
-void Server::PassedOver(absl::Span<const uint64_t> chunks, int64_t step) {
-  if (services::seeded_bug == services::SeededBug::kLeastVersionIgnored) return;
-  for (const uint64_t chunk : chunks) {
-    const auto state = chunks_.find(chunk);
-    if (state == chunks_.end() || state->second.version >= step) continue;
-    chunks_.erase(state);
-    imported_.erase(chunk);
-    if (!replaying_) ForgetImport(chunk);
-  }
+  std::erase_if(chunks_, [&](const auto& chunk) { return !Lies(chunk.first); });
 }
 
 void Server::FinishSync() {
@@ -253,6 +247,7 @@ void Server::Crash(bool loses_all) {
   places_.clear();
   queue_.clear();
   imported_.clear();
+  leaving_.clear();
   chunks_.clear();
 }
 
@@ -282,6 +277,7 @@ void Server::Restart() {
     }
   }
   replaying_ = false;
+  leaving_.clear();
   applied_ = machine_->committed();
   Reconcile();
 }

@@ -91,8 +91,7 @@ class Server : private services::StepJournal, private services::StepHost {
   void Opened(std::shared_ptr<const model::EpochPlan> plan, const services::OpenChange& change) override;
   bool ChangesChunks() const override { return true; }
   bool KeepsSlices() const override { return true; }
-  void TableDurable(absl::Span<const uint64_t> given_up) override;
-  void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) override;
+  void TableDurable() override;
   void PinDue(int64_t) override {}
   void PinChanged(const v1::PinnedVersion&) override {}
 
@@ -132,6 +131,7 @@ class Server : private services::StepJournal, private services::StepHost {
   int64_t applied_ = -1;
   std::map<uint64_t, ChunkState> chunks_;
   std::map<uint64_t, bool> imported_;  // installed, not yet counted as filled; true: on the disk
+  std::set<uint64_t> leaving_;         // what there was of them goes once the Open is durable
   uint64_t imports_ = 0, late_imports_ = 0, passed_over_ = 0;
 };
 

@@ -134,6 +134,24 @@ void ChangeChecks::CheckChunk(int server, Machine* machine, const model::Chunk& 
   }
 }
 
+void ChangeChecks::Forgets(int server, Machine* machine) {
+  const auto entries = services::ReadEntries(*machine->catalog().Look());
+  if (!entries.ok()) return;
+  const auto job = entries->find(kJob);
+  if (job == entries->end()) return;
+  uint64_t named = 0, taken = 0;
+  for (const storage::DurableChunk& chunk : job->second.chunks) named += chunk.bytes;
+  const v1::GetServerStatusResponse status = machine->server().Status();
+  for (const v1::TierStatus& tier : status.tiers()) {
+    for (const v1::TierPart& part : tier.parts()) {
+      if (tier.tier() == "nvme" && part.part() == "state") taken = part.bytes();
+    }
+  }
+  if (named <= taken) return;
+  Broken(absl::StrCat("server ", server, "'s catalog names ", named, " bytes of states, and only ", taken,
+                      " of them are taken: somebody else may write to the others"));
+}
+
 void ChangeChecks::CameBack(int server, Machine* machine) {
   const absl::StatusOr<v1::GetJobResponse> job = machine->Describe();
   if (machine->off()) return;

@@ -34,6 +34,8 @@ class ChangeChecks {
   // A group begins at a base. `acknowledged`: the last step that an earlier group took for decided.
   void StartsFrom(const model::Found& found, int64_t acknowledged);
   void Exported(const v1::ExportRequest& request, const services::ExportedChunk& chunk);
+  // The server's catalog is about to forget chunks: until then nobody else may have their bytes.
+  void Forgets(int server, Machine* machine);
   // A server that has come back: it has its state, and each chunk that it calls filled.
   void CameBack(int server, Machine* machine);
   // A server of the open epoch has these chunks at `step`, and nothing else, neither in tiers nor in the catalog.

@@ -1,6 +1,7 @@
 #include "ballast/tests/sim_server/change_group.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,6 +20,10 @@ constexpr uint64_t kLife = 5;
 constexpr uint64_t kWithholdPercent = 25;
 // So long a filler's slices are kept back: it prepares without them, if it may.
 constexpr int kTurnsWithheld = 400;
+constexpr uint64_t kHoldPercent = 40;
+constexpr uint64_t kHeldGoesPercent = 30;  // at each record of its server
+constexpr int kTurnsHeld = 300;
+constexpr uint64_t kForsakenPercent = 20;  // of commits that come apart
 
 int ServerOfMember(const v1::Member& member) { return member.server_id()[0] - ServerName(0)[0]; }
 
@@ -34,12 +39,40 @@ services::Reply<Response> ChangeGroup::ReplyTo(const std::shared_ptr<Call<Respon
   };
 }
 
+void ChangeGroup::Send(int server, std::function<void(Machine*)> call) {
+  if (apart_ && random_->Percent(kHoldPercent)) {
+    held_.emplace_back(server, std::move(call));
+  } else {
+    call(&machines_->of(server));
+  }
+}
+
+void ChangeGroup::SendHeld(std::optional<int> server) {
+  std::vector<std::pair<int, std::function<void(Machine*)>>> stay;
+  for (auto& [to, call] : std::exchange(held_, {})) {
+    if (server.value_or(to) != to) {
+      stay.emplace_back(to, std::move(call));
+    } else if (machines_->up(to) && !machines_->of(to).off()) {
+      call(&machines_->of(to));
+    }
+  }
+  held_.insert(held_.end(), std::make_move_iterator(stay.begin()), std::make_move_iterator(stay.end()));
+}
+
+void ChangeGroup::Records(int server) {
+  if (!held_.empty() && random_->Percent(kHeldGoesPercent)) SendHeld(server);
+}
+
 template <typename Response>
 bool ChangeGroup::AwaitAll(const Calls<Response>& calls, const char* what) {
+  int turns = 0;
   const auto answered = [&] {
+    if (++turns == kTurnsHeld) SendHeld(std::nullopt);
     return std::all_of(calls.begin(), calls.end(), [](const auto& call) { return call->answered; });
   };
-  if (!machines_->Await(answered)) {
+  const bool all = machines_->Await(answered);
+  held_.clear();
+  if (!all) {
     if (machines_->stuck()) {
       checks_->Broken(absl::StrCat("a ", what, " for step ", next_, " is not answered; the last error of a push: ",
                                    push_error_->ToString(), "; copies on their way:", machines_->ShowCopies()));
@@ -65,11 +98,26 @@ bool ChangeGroup::Fence(std::vector<v1::GetJobResponse>* answers) {
     if (!machines_->up(server)) continue;
     calls.push_back(std::make_shared<Call<v1::FenceResponse>>());
     calls.back()->server = server;
-    machines_->of(server).server().Fence(request, absl::InfiniteFuture(), ReplyTo(calls.back()));
+    Send(server, [this, request, call = calls.back()](Machine* machine) {
+      machine->server().Fence(request, absl::InfiniteFuture(), ReplyTo(call));
+    });
   }
   if (!AwaitAll(calls, "fence")) return false;
   for (const auto& call : calls) answers->push_back(call->response->job());
   return true;
+}
+
+void ChangeGroup::CheckLosses(absl::Span<const v1::GetJobResponse> answers) {
+  for (size_t lost = 0; lost < answers.size(); ++lost) {
+    std::vector<v1::GetJobResponse> others(answers.begin(), answers.end());
+    others.erase(others.begin() + static_cast<std::ptrdiff_t>(lost));
+    const absl::StatusOr<model::Found> found = model::FindBase(table_, PlanOf(1).layout(), others);
+    if (found.ok() && (!found->enough() || found->base >= step_)) continue;
+    checks_->Broken(
+        absl::StrCat("without server '", answers[lost].server_id(), "' the others have all of the job, and ",
+                     found.ok() ? absl::StrCat("begin at step ", found->base) : std::string(found.status().message()),
+                     ", while step ", step_, " is decided"));
+  }
 }
 
 bool ChangeGroup::Choose(absl::Span<const v1::GetJobResponse> answers, absl::Span<const int> wanted,
@@ -90,6 +138,7 @@ bool ChangeGroup::Choose(absl::Span<const v1::GetJobResponse> answers, absl::Spa
     table_.set_life(kLife);
     return true;
   }
+  CheckLosses(answers);
   absl::StatusOr<model::Found> base = model::FindBase(table_, PlanOf(1).layout(), answers);
   if (!base.ok()) {
     checks_->Broken(absl::StrCat("no base: ", base.status().ToString()));
@@ -140,7 +189,9 @@ bool ChangeGroup::SendOpens(const model::Found& found) {
       checks_->Broken(absl::StrCat("server ", server, " is down and a member of the next table"));
       return false;
     }
-    machines_->of(server).server().Open(request, absl::InfiniteFuture(), ReplyTo(calls.back()));
+    Send(server, [this, request, call = calls.back()](Machine* machine) {
+      machine->server().Open(request, absl::InfiniteFuture(), ReplyTo(call));
+    });
   }
   return AwaitAll(calls, "Open");
 }
@@ -234,10 +285,13 @@ bool ChangeGroup::Seal(std::vector<v1::PreparedRecord>* records) {
   for (const int server : members_) {
     calls.push_back(std::make_shared<Call<model::SealAnswer>>());
     calls.back()->server = server;
-    machines_->of(server).server().Seal(request, absl::InfiniteFuture(), ReplyTo(calls.back()));
+    Send(server, [this, request, call = calls.back()](Machine* machine) {
+      machine->server().Seal(request, absl::InfiniteFuture(), ReplyTo(call));
+    });
   }
   int turns = 0;
   const auto answered = [&] {
+    if (turns == kTurnsHeld) SendHeld(std::nullopt);
     if (++turns == kTurnsWithheld) {
       for (const Withheld& push : std::exchange(withheld_, {})) PushTo(push.server, push.kind, *push.slice);
     }
@@ -266,7 +320,14 @@ bool ChangeGroup::Commit(const v1::Decision& decision) {
   for (const int server : members_) {
     calls.push_back(std::make_shared<Call<v1::CommitResponse>>());
     calls.back()->server = server;
-    machines_->of(server).server().Commit(request, ReplyTo(calls.back()));
+    Send(server,
+         [this, request, call = calls.back()](Machine* machine) { machine->server().Commit(request, ReplyTo(call)); });
+  }
+  if (apart_ && random_->Percent(kForsakenPercent)) {
+    int turns = 0;
+    (void)machines_->Await([&] { return ++turns == kTurnsHeld; });
+    held_.clear();
+    return false;
   }
   return AwaitAll(calls, "commit");
 }

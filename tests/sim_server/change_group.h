@@ -1,11 +1,16 @@
 // A trainer group of one rank that opens the job of a run (change_run.h) with the shipped functions, on a table that a
 // key would have, and steps. Its bits are those of any other group: a step's content does not depend on who makes it.
+//
+// With every fifth seed calls reach servers apart: some come while their server records a copy or another new version,
+// some long after the others have answered, and some commits never.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -20,7 +25,7 @@ class ChangeGroup {
  public:
   // Borrows the pointers.
   ChangeGroup(const GroupIntent* intent, ChangeMachines* machines, ChangeChecks* checks, Random* random)
-      : intent_(intent), machines_(machines), checks_(checks), random_(random) {}
+      : intent_(intent), machines_(machines), checks_(checks), random_(random), apart_(intent->seed % 5 == 0) {}
 
   enum class Opened {
     kYes,
@@ -44,6 +49,8 @@ class ChangeGroup {
   bool filled();                          // nobody lacks chunks any more
   int64_t step() const { return step_; }  // the last decided
   uint64_t epochs() const { return epoch_.counter(); }
+  // The server is about to record new versions.
+  void Records(int server);
 
  private:
   template <typename Response>
@@ -56,11 +63,16 @@ class ChangeGroup {
   using Calls = std::vector<std::shared_ptr<Call<Response>>>;
   template <typename Response>
   services::Reply<Response> ReplyTo(const std::shared_ptr<Call<Response>>& call);
+  // Makes the call, perhaps later.
+  void Send(int server, std::function<void(Machine*)> call);
+  void SendHeld(std::optional<int> server);
   // Turns until all have answered. False: interrupted, or an error, which is then a broken promise.
   template <typename Response>
   bool AwaitAll(const Calls<Response>& calls, const char* what);
 
   bool Fence(std::vector<v1::GetJobResponse>* answers);
+  // Whichever server is lost now: if the others have all of the job, they know the last step too.
+  void CheckLosses(absl::Span<const v1::GetJobResponse> answers);
   bool Choose(absl::Span<const v1::GetJobResponse> answers, absl::Span<const int> wanted, model::Found* found);
   bool SendOpens(const model::Found& found);
   void Push(v1::SliceKind kind, const std::string& presence);
@@ -78,11 +90,13 @@ class ChangeGroup {
   ChangeMachines* const machines_;
   ChangeChecks* const checks_;
   Random* const random_;
+  const bool apart_;
   v1::Table table_;  // as the key has it
   v1::Epoch epoch_;
   std::unique_ptr<model::EpochPlan> plan_;
   std::vector<int> members_;
   std::vector<Withheld> withheld_;
+  std::vector<std::pair<int, std::function<void(Machine*)>>> held_;  // calls that come later, by server
   const std::shared_ptr<absl::Status> push_error_ = std::make_shared<absl::Status>();
   int64_t step_ = -1;
   int64_t next_ = 0;

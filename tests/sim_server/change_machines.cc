@@ -55,7 +55,7 @@ ChangeMachines::ChangeMachines(uint64_t seed, const std::string& directory, Rand
       log_steps_(kLogs[Mix(seed, 2) % std::size(kLogs)]) {
   for (int server = 0; server < kServers; ++server) {
     sources_.push_back(std::make_unique<Source>(this, server));
-    machines_.push_back(std::make_unique<Machine>(server, random_->Next(), directory));
+    machines_.push_back(MakeMachine(server, random_->Next()));
   }
 }
 
@@ -73,7 +73,15 @@ services::StateServerOptions ChangeMachines::OptionsOf(int server) {
 }
 
 void ChangeMachines::Replace(int server) {
-  machines_[static_cast<size_t>(server)] = std::make_unique<Machine>(server, Mix(seed_, ++replaced_, 3), directory_);
+  machines_[static_cast<size_t>(server)] = MakeMachine(server, Mix(seed_, ++replaced_, 3));
+}
+
+std::unique_ptr<Machine> ChangeMachines::MakeMachine(int server, uint64_t seed) {
+  auto machine = std::make_unique<Machine>(server, seed, directory_);
+  machine->catalog().Watch([this, server](SimCatalog::Watched write) {
+    if (writes_ && up(server) && !of(server).off()) writes_(server, write);
+  });
+  return machine;
 }
 
 std::optional<int> ChangeMachines::Off() {

@@ -23,6 +23,8 @@ namespace ballast::sim {
 class ChangeMachines {
  public:
   using Exported = std::function<void(const v1::ExportRequest&, const services::ExportedChunk&)>;
+  // A server that is up is about to write its catalog, holding no lock.
+  using Writes = std::function<void(int server, SimCatalog::Watched)>;
 
   // `directory` must exist. `exported` sees each chunk that a server hands to another.
   ChangeMachines(uint64_t seed, const std::string& directory, Random* random, Exported exported);
@@ -44,6 +46,8 @@ class ChangeMachines {
   // Turns until nothing is left to do. False as Await.
   bool Drain();
   bool stuck() const { return stuck_; }
+  // Whoever else sees each PutAll and Erase.
+  void Watch(Writes writes) { writes_ = std::move(writes); }
   // The first machine that is off.
   std::optional<int> Off();
 
@@ -64,6 +68,7 @@ class ChangeMachines {
     absl::Status why;  // the holder's last error
   };
 
+  std::unique_ptr<Machine> MakeMachine(int server, uint64_t seed);
   void Ask(const std::shared_ptr<Copy>& copy);
   // True if a request or an answer was delivered.
   bool Deliver();
@@ -72,6 +77,7 @@ class ChangeMachines {
   const std::string directory_;
   Random* const random_;
   const Exported exported_;
+  Writes writes_;
   const bool little_dram_;
   const uint64_t log_steps_;
   uint64_t replaced_ = 0;

@@ -55,7 +55,12 @@ class Run {
         checks_(&intent_, &random_),
         machines_(options.seed, options.directory, &random_,
                   [this](const auto& request, const auto& chunk) { checks_.Exported(request, chunk); }),
-        group_(&intent_, &machines_, &checks_, &random_) {}
+        group_(&intent_, &machines_, &checks_, &random_) {
+    machines_.Watch([this](int server, SimCatalog::Watched write) {
+      if (write == SimCatalog::Watched::kPutAll) return group_.Records(server);
+      checks_.Forgets(server, &machines_.of(server));
+    });
+  }
 
   ChangeRunResult Go() {
     for (int server = 0; server < kServers; ++server) Start(server);

@@ -20,6 +20,7 @@ class SimCatalog::Handle : public storage::Catalog {
     return catalog_->Write(life_, {{std::string(key), std::string(value)}}, sync);
   }
   absl::Status PutAll(absl::Span<const std::pair<std::string, std::string>> pairs) override {
+    if (life_ == catalog_->life_ && catalog_->watch_) catalog_->watch_(Watched::kPutAll);
     return catalog_->Write(life_, {pairs.begin(), pairs.end()}, Sync::kSynced);
   }
   absl::StatusOr<std::optional<std::string>> Get(absl::string_view key) const override {
@@ -28,7 +29,10 @@ class SimCatalog::Handle : public storage::Catalog {
     return found == catalog_->newest_.end() ? std::nullopt : std::make_optional(found->second);
   }
   absl::Status ErasePrefix(absl::string_view prefix) override { return catalog_->Erase(life_, std::string(prefix)); }
-  absl::Status Erase(absl::Span<const std::string> keys) override { return catalog_->Erase(life_, keys); }
+  absl::Status Erase(absl::Span<const std::string> keys) override {
+    if (life_ == catalog_->life_ && catalog_->watch_) catalog_->watch_(Watched::kErase);
+    return catalog_->Erase(life_, keys);
+  }
   absl::Status Replace(absl::Span<const std::string> prefixes,
                        absl::Span<const std::pair<std::string, std::string>> pairs) override {
     return catalog_->Replace(life_, prefixes, {pairs.begin(), pairs.end()});

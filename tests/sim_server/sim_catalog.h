@@ -33,6 +33,10 @@ class SimCatalog {
   void CrashAfter(uint64_t writes, std::function<void()> lose, Count count = Count::kPuts);
   // The n-th write of any kind from now fails without effect, and so do all later writes of this handle. 0: never.
   void FailAfter(uint64_t writes) { writes_to_failure_ = writes; }
+  // `watch` is called at the begin of each PutAll, and of each Erase of keys; on the caller's stack, so it may hold no
+  // lock that `watch` needs.
+  enum class Watched { kPutAll, kErase };
+  void Watch(std::function<void(Watched)> watch) { watch_ = std::move(watch); }
   // Writes of any kind that were begun.
   uint64_t writes() const { return writes_; }
 
@@ -62,6 +66,7 @@ class SimCatalog {
   Count crash_counts_ = Count::kPuts;
   uint64_t writes_to_failure_ = 0;
   std::function<void()> lose_;
+  std::function<void(Watched)> watch_;
 };
 
 }  // namespace ballast::sim

@@ -69,7 +69,6 @@ class Replayer : public StepJournal, public StepHost, public LogVisitor {
   void Opened(std::shared_ptr<const model::EpochPlan>, const OpenChange&) override {}
   bool ChangesChunks() const override { return true; }
   bool KeepsSlices() const override { return true; }
-  void PassedOver(absl::Span<const uint64_t> chunks, int64_t step) override;
   void PinDue(int64_t) override {}
   void PinChanged(const v1::PinnedVersion&) override {}
   void Apply(const v1::PreparedRecord& prepared, const v1::Decision& decision) override;
@@ -108,7 +107,6 @@ class Replayer : public StepJournal, public StepHost, public LogVisitor {
   LogWalk walk_;
   bool judges_chunks_ = true;
   std::map<uint64_t, int64_t> versions_;  // of this server's chunks
-  std::set<uint64_t> passed_over_;        // that a step passed over after their version
   LogReplay out_;
 };
 
@@ -162,14 +160,7 @@ bool Replayer::Lacks(uint64_t chunk) const {
   const auto lacks = machine_.unfilled().find(chunk);
   if (lacks == machine_.unfilled().end()) return false;
   const auto durable = durable_.versions.find(chunk);
-  return durable == durable_.versions.end() || durable->second < lacks->second || passed_over_.contains(chunk);
-}
-
-void Replayer::PassedOver(absl::Span<const uint64_t> chunks, int64_t step) {
-  for (const uint64_t chunk : chunks) {
-    const auto held = versions_.find(chunk);
-    if (held != versions_.end() && held->second < step) passed_over_.insert(chunk);
-  }
+  return durable == durable_.versions.end() || durable->second < lacks->second;
 }
 
 absl::Status Replayer::VisitSlice(const LoggedSlice& logged, const StepRecord& record) {
