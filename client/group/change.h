@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/client/discovery/job_key.h"
+#include "ballast/client/group/kept_room.h"
 #include "ballast/client/group/members.h"
 #include "ballast/client/group/sight.h"
 #include "ballast/client/session_types.h"
@@ -125,6 +126,9 @@ class Change {
   std::vector<v1::Member> Choose() const;
   v1::Table Plan() const;
   absl::Status MakePlan(const v1::OpenRequest& open);
+  KeptNeed KeptIn(const v1::Table& next) const { return KeptToCopy(now_, found_, next, answers_); }
+  // Room for this, and for what Next would take of kept versions.
+  bool HasRoom(const v1::Table& next) const;
   // Who is no member has `grace`, once all members have answered.
   absl::StatusOr<std::vector<Refusal>> AskForSpace(const v1::OpenRequest& open, absl::Duration grace,
                                                    absl::Time deadline);
@@ -156,10 +160,15 @@ class Change {
   model::Found found_;
   v1::Wish wish_;
   bool heeds_wish_ = true;
-  bool removes_ = false;               // by what was found last, nobody needs those whom the wish removes
-  std::string not_removed_;            // or why somebody does
-  bool copies_ = true;                 // false: the copies that there are have to do
-  std::optional<v1::Table> has_room_;  // the servers said so before the claim; without epochs
+  bool removes_ = false;     // by what was found last, nobody needs those whom the wish removes
+  std::string not_removed_;  // or why somebody does
+  bool copies_ = true;       // false: the copies that there are have to do
+  // What the servers said before the claim that they have room for.
+  struct Room {
+    v1::Table table;  // without epochs
+    KeptNeed kept;
+  };
+  std::optional<Room> has_room_;
 };
 
 }  // namespace ballast::client

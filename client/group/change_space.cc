@@ -60,9 +60,13 @@ absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenR
   request->set_dry_run(true);
   const auto answers =
       SendOpenTo(router_, absl::StrCat("Space for job '", options_.job, "'"), request, servers, deadline, grace);
+  const KeptNeed kept = KeptIn(open.table());
   std::vector<Refusal> refusals;
   for (size_t m = 0; m < servers.size(); ++m) {
-    if (!answers[m].ok()) refusals.push_back({open.table().members(static_cast<int>(m)).server_id(), answers[m]});
+    const std::string& id = open.table().members(static_cast<int>(m)).server_id();
+    const absl::Status room =
+        answers[m].ok() ? CheckKeptRoom(id, kept.bytes[m], kept.versions, *answers[m]) : answers[m].status();
+    if (!room.ok()) refusals.push_back({id, room});
   }
   return refusals;
 }
@@ -123,7 +127,7 @@ void Change::AskAhead(v1::OpenRequest open, absl::Duration grace, absl::Time dea
     *open.mutable_table() = Plan();
     const absl::StatusOr<std::vector<Refusal>> refusals = AskForSpace(open, grace, deadline);
     if (!refusals.ok()) return;
-    if (refusals->empty()) has_room_ = WithoutEpochs(open.table());
+    if (refusals->empty()) has_room_ = {WithoutEpochs(open.table()), KeptIn(open.table())};
     again = false;
     for (const Refusal& refusal : *refusals) {
       if (!IsAbsent(refusal)) continue;
@@ -133,11 +137,19 @@ void Change::AskAhead(v1::OpenRequest open, absl::Duration grace, absl::Time dea
   }
 }
 
+// A version may have been kept in the meantime.
+bool Change::HasRoom(const v1::Table& next) const {
+  if (!has_room_.has_value() || !model::SameTable(WithoutEpochs(next), has_room_->table)) return false;
+  const std::vector<uint64_t> bytes = KeptIn(next).bytes;
+  return std::equal(bytes.begin(), bytes.end(), has_room_->kept.bytes.begin(), has_room_->kept.bytes.end(),
+                    std::less_equal<>());
+}
+
 absl::StatusOr<v1::Table> Change::Next(v1::OpenRequest open, absl::Time deadline) {
   for (;;) {
     v1::Table next = Plan();
     *open.mutable_table() = next;
-    if (has_room_.has_value() && model::SameTable(WithoutEpochs(next), *has_room_)) {
+    if (HasRoom(next)) {
       BALLAST_RETURN_IF_ERROR(MakePlan(open));
       return next;
     }

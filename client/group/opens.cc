@@ -43,9 +43,10 @@ absl::Status SendFirstOpen(Router* router, const v1::OpenRequest& open, absl::Du
   }
 }
 
-std::vector<absl::Status> SendOpenTo(Router* router, const std::string& what,
-                                     const std::shared_ptr<const v1::OpenRequest>& open,
-                                     const std::vector<OpenTo>& servers, absl::Time deadline, absl::Duration grace) {
+std::vector<absl::StatusOr<v1::OpenResponse>> SendOpenTo(Router* router, const std::string& what,
+                                                         const std::shared_ptr<const v1::OpenRequest>& open,
+                                                         const std::vector<OpenTo>& servers, absl::Time deadline,
+                                                         absl::Duration grace) {
   std::vector<bool> needed;
   std::shared_ptr<const v1::OpenRequest> brief;
   const auto answers = std::make_shared<Answers<v1::OpenResponse>>(static_cast<uint32_t>(servers.size()));
@@ -57,14 +58,14 @@ std::vector<absl::Status> SendOpenTo(Router* router, const std::string& what,
         &Transport::Open, servers[i].server, what, servers[i].briefly ? brief : open, deadline,
         [answers, i](absl::StatusOr<v1::OpenResponse> answer) { answers->Add(i, std::move(answer)); });
   }
-  std::vector<absl::Status> statuses;
+  std::vector<absl::StatusOr<v1::OpenResponse>> all;
   for (const auto& answer : answers->Await(needed, grace, absl::InfiniteFuture())) {  // each ends by its deadline
-    statuses.push_back(answer.has_value() ? answer->status()
-                                          : model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
-                                                         absl::StrCat("no answer within ", absl::FormatDuration(grace),
-                                                                      " after those of all members")));
+    all.push_back(answer.has_value() ? *answer
+                                     : model::Error(absl::StatusCode::kUnavailable, model::kServerDown,
+                                                    absl::StrCat("no answer within ", absl::FormatDuration(grace),
+                                                                 " after those of all members")));
   }
-  return statuses;
+  return all;
 }
 
 namespace {
@@ -83,12 +84,12 @@ absl::Status SendToMembers(Router* router, Change* change, const SessionOptions&
         SendOpenTo(router, absl::StrCat("Open of job '", open->spec().name(), "'"), open, servers, until);
     const auto failed = std::find_if(answers.begin(), answers.end(), [](const auto& answer) { return !answer.ok(); });
     if (failed == answers.end()) return absl::OkStatus();
-    if (first && IsAtWork(*failed)) continue;
+    if (first && IsAtWork(failed->status())) continue;
     for (size_t m = 0; m < answers.size(); ++m) {
-      if (IsSilence(answers[m]) && !IsAtWork(answers[m]))
+      if (IsSilence(answers[m].status()) && !IsAtWork(answers[m].status()))
         change->NoteUnopened(open->table().members(static_cast<int>(m)));
     }
-    return *failed;
+    return failed->status();
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/client/discovery/job_key.h"
 #include "ballast/client/group/change.h"
@@ -32,10 +33,10 @@ struct OpenTo {
 };
 // Sends `open`, which is whole, to these servers. Returns their answers. Once all needed ones have answered, the others
 // have `grace`, and after that are UNAVAILABLE (SERVER_DOWN).
-std::vector<absl::Status> SendOpenTo(Router* router, const std::string& what,
-                                     const std::shared_ptr<const v1::OpenRequest>& open,
-                                     const std::vector<OpenTo>& servers, absl::Time deadline,
-                                     absl::Duration grace = absl::InfiniteDuration());
+std::vector<absl::StatusOr<v1::OpenResponse>> SendOpenTo(Router* router, const std::string& what,
+                                                         const std::shared_ptr<const v1::OpenRequest>& open,
+                                                         const std::vector<OpenTo>& servers, absl::Time deadline,
+                                                         absl::Duration grace = absl::InfiniteDuration());
 
 // The end of an opening by the table, once `change` has fenced the claimed epoch: chooses the next table, writes it,
 // and opens `open`, which has all but base, step counts and table, and is brief if the group is at work. Then the

@@ -140,7 +140,9 @@ void Filling::InstallKept(const CopyPtr& copy) {
   if (store == nullptr) return;
   storage::KeptState kept{.version = copy->state.version(), .state = TakeState(&copy->state)};
   std::shared_ptr<void> lease;
+  uint64_t taken = 0;
   const absl::Status status = store->ImportKept(*copy->kept, index, kept, [&](uint64_t bytes) {
+    taken = bytes;
     return core_->MayGrow(storage::TierKind::kNvme, bytes, &lease);
   });
   core_->LockedOnWorker([&](Replies* replies) {
@@ -148,6 +150,8 @@ void Filling::InstallKept(const CopyPtr& copy) {
     if (absl::IsResourceExhausted(status)) return LackRoom(copy, status);
     if (IsBadCopy(status)) return Fail(copy, status);
     no_room_ = {};
+    const std::shared_ptr<HeldChunk> held = core_->state.Find(copy->chunk);
+    if (status.ok() && held != nullptr && held->store_index == index) held->SetKeptBytes(held->kept_bytes() + taken);
     const std::shared_ptr<HeldChunk> chunk = ChunkOf(copy);
     if (!status.ok()) {
       core_->Fail(model::Annotate(status, absl::StrCat("a copy of chunk ", copy->chunk, " could not be stored")),

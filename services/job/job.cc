@@ -196,6 +196,11 @@ namespace {
 
 using SharedPlan = std::shared_ptr<const model::EpochPlan>;
 
+void TellKept(const JobState& state, v1::GetJobResponse* job) {
+  const std::vector<uint64_t> bytes = state.KeptByShard();
+  job->mutable_kept_bytes()->Assign(bytes.begin(), bytes.end());
+}
+
 }  // namespace
 
 void Job::GetJob(bool with_open, Reply<v1::GetJobResponse> reply) {
@@ -209,6 +214,7 @@ void Job::GetJob(bool with_open, Reply<v1::GetJobResponse> reply) {
         const uint64_t of_table = opened == nullptr ? 0 : opened->open().table().life();
         job.set_life(of_table != 0 ? of_table : parts_->journal.life());
         job.set_leases_pins(true);
+        TellKept(parts_->core.state, &job);
         if (with_open) *plan = parts_->core.state.plan();
         return job;
       },
@@ -233,6 +239,7 @@ void Job::Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v
           ++parts_->core.counters.fences;
           parts_->peers.Set(request);
           *plan = parts_->core.state.plan();
+          TellKept(parts_->core.state, (*fenced)->mutable_job());
         }
         return fenced;
       },

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
@@ -145,6 +146,7 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
     JobMutexLock lock(&core_->mu);
     store = core_->state.store();
   }
+  std::vector<uint64_t> kept_bytes;
   bool harmless = true;  // the job can go on after an error
   std::string remedy = "Look after the disk, then restart the server, which recovers the job";
   if (status.ok()) {
@@ -163,6 +165,7 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
     harmless = kept.ok() || overtaken || ((absl::IsResourceExhausted(status) || busy) && !pin.automatic());
     if (kept.ok()) {
       if (store != nullptr) flushes_->Cut(*store);
+      if (store != nullptr) kept_bytes = store->KeptBytes();
       // After an error nobody knows whether the entry is there: the extents stay.
       status = WritePin(core_->around.catalog, core_->name, pin, *kept);
       harmless = status.ok();
@@ -171,7 +174,10 @@ void KeptVersions::RunPin(const v1::PinnedVersion& described, const std::shared_
   }
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
-    if (status.ok()) core_->machine->Pinned(pin);
+    if (status.ok()) {
+      core_->machine->Pinned(pin);
+      core_->state.SetKept(kept_bytes);
+    }
     End(pin.version(), pinning, overtaken ? absl::OkStatus() : status);
     if (!harmless) core_->Fail(status, remedy, replies);
   });
@@ -262,9 +268,14 @@ void KeptVersions::RunUnpin(int64_t version) {
   // A restore of the version may have stored chunks without recording them yet: until then a replay needs the pin.
   absl::Status erased = store == nullptr ? absl::OkStatus() : store->Harden();
   if (erased.ok()) erased = core_->around.catalog->Replace(PinPrefixes(core_->name, version), {});
-  if (erased.ok() && store != nullptr) store->UnpinDurably(version);
+  std::vector<uint64_t> kept_bytes;
+  if (erased.ok() && store != nullptr) {
+    store->UnpinDurably(version);
+    kept_bytes = store->KeptBytes();
+  }
   core_->LockedOnWorker([&](Replies* replies) {
     core_->mu.AssertHeld();
+    if (erased.ok()) core_->state.SetKept(kept_bytes);
     unpinning_.erase(version);
     checks_.erase(version);
     core_->Moved();

@@ -262,6 +262,7 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
   {
     JobMutexLock lock(&core_->mu);
     core_->state.SetRecovering(false);
+    if (core_->state.store() != nullptr) core_->state.SetKept(core_->state.store()->KeptBytes());
   }
   space_->NoteLeastDram(0);
   BALLAST_RETURN_IF_ERROR(journal_->Start(*std::move(log), /*logged=*/true));

@@ -99,6 +99,10 @@ class HeldChunk {
   int64_t changed() const { return changed_; }
   void SetChanged(int64_t step) { changed_ = step; }
 
+  // Bytes of NVMe that kept versions take here for the chunk, each state once.
+  uint64_t kept_bytes() const { return kept_bytes_; }
+  void SetKeptBytes(uint64_t bytes) { kept_bytes_ = bytes; }
+
   // From a step's decision to EndUpdate the intake's gradient is the update's.
   void AwaitUpdate() { ++updates_pending_; }
   bool awaits_update() const { return updates_pending_ > 0; }
@@ -139,6 +143,7 @@ class HeldChunk {
   absl::Status damage_;
   int64_t first_version_ = 0;
   int64_t changed_ = -1;
+  uint64_t kept_bytes_ = 0;
   bool update_runs_ = false;
   int updates_pending_ = 0;
   std::optional<Digested> digested_;

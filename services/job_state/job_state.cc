@@ -51,4 +51,23 @@ void JobState::Open(std::shared_ptr<const model::EpochPlan> plan, HeldChunks chu
   }
 }
 
+void JobState::SetKept(absl::Span<const uint64_t> bytes) {
+  for (const HeldChunks* const chunks : {chunks_.get(), static_cast<const HeldChunks*>(&leaving_)}) {
+    for (const auto& chunk : *chunks) {
+      chunk->SetKeptBytes(chunk->store_index < bytes.size() ? bytes[chunk->store_index] : 0);
+    }
+  }
+}
+
+std::vector<uint64_t> JobState::KeptByShard() const {
+  if (plan_ == nullptr || !plan_->open().has_table()) return {};
+  std::vector<uint64_t> bytes(static_cast<size_t>(plan_->open().table().shards_size()), 0);
+  bool some = false;
+  for (const auto& chunk : *chunks_) {
+    bytes[chunk->id % bytes.size()] += chunk->kept_bytes();
+    some = some || chunk->kept_bytes() > 0;
+  }
+  return some ? bytes : std::vector<uint64_t>();
+}
+
 }  // namespace ballast::services

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
@@ -41,6 +42,11 @@ class JobState {
   const HeldChunks& leaving() const { return leaving_; }
   // Their bytes go.
   HeldChunks TakeLeaving() { return std::exchange(leaving_, {}); }
+
+  // Kept versions have come or gone. `bytes`: as the store's KeptBytes.
+  void SetKept(absl::Span<const uint64_t> bytes);
+  // Bytes of NVMe that kept versions take of each shard of the plan's table. Empty: none, or there is no table.
+  std::vector<uint64_t> KeptByShard() const;
 
   // Null before the worker has made a store. Replace returns the old store.
   const std::shared_ptr<storage::ChunkStore>& store() const { return store_; }

@@ -91,8 +91,9 @@ absl::StatusOr<v1::OpenResponse> Space::Try(const model::EpochPlan& plan) const 
   BALLAST_ASSIGN_OR_RETURN(const SpaceState state, Look());
   BALLAST_ASSIGN_OR_RETURN(const SpaceNeed need, NeedOf(state, plan));
   const storage::TierUsage usage = core_->around.tiers->usage();
-  const Retiled retiled = RetiledBy(state, need, plan, FreeOf(usage, {}).dram);
-  if (need.missing.empty()) return DryRunAnswer(retiled);
+  const storage::TierBytes free = FreeOf(usage, {});
+  const Retiled retiled = RetiledBy(state, need, plan, free.dram);
+  if (need.missing.empty()) return DryRunAnswer(retiled, free);
   const std::shared_ptr<storage::ChunkStore> store = need.makes_store ? MakeStore(need.wanted) : state.store;
   const storage::PlanRequest request = RequestOf(need, *store, FreeOf(usage, need.freed));
   const absl::StatusOr<storage::Plan> placed = storage::MakePlan(request);

@@ -172,12 +172,14 @@ void Match(const SpaceState& state, SpaceNeed* need) {
   std::erase(spares, nullptr);
 }
 
-void AddTier(storage::TierKind kind, uint64_t state, uint64_t working, uint64_t other, v1::OpenResponse* answer) {
+void AddTier(storage::TierKind kind, uint64_t state, uint64_t working, uint64_t other, uint64_t free,
+             v1::OpenResponse* answer) {
   v1::PlannedTier* const tier = answer->add_tiers();
   tier->set_tier(storage::TierName(kind));
   tier->set_state_bytes(state);
   tier->set_working_bytes(working);
   tier->set_other_bytes(other);
+  tier->set_free_bytes(free);
 }
 
 }  // namespace
@@ -394,13 +396,13 @@ v1::OpenResponse DryRunAnswer(const SpaceNeed& need, const Retiled& retiled, con
   for (int i = 0; i < storage::kTierKinds; ++i) {
     const auto kind = static_cast<storage::TierKind>(i);
     const uint64_t durable = kind == storage::TierKind::kNvme ? placed.durable_bytes : 0;
-    AddTier(kind, placed.state[kind] + durable, placed.working[kind], other[kind], &answer);
+    AddTier(kind, placed.state[kind] + durable, placed.working[kind], other[kind], request.free[kind], &answer);
   }
   if (placed.prediction.has_value()) *answer.mutable_prediction() = PredictionMessage(*placed.prediction);
   return answer;
 }
 
-v1::OpenResponse DryRunAnswer(const Retiled& retiled) {
+v1::OpenResponse DryRunAnswer(const Retiled& retiled, const storage::TierBytes& free) {
   v1::OpenResponse answer;
   answer.set_plan("All of the job's chunks have their places here already.");
   storage::TierBytes other;
@@ -408,7 +410,7 @@ v1::OpenResponse DryRunAnswer(const Retiled& retiled) {
   other.nvme = retiled.journal_bytes;
   for (int i = 0; i < storage::kTierKinds; ++i) {
     const auto kind = static_cast<storage::TierKind>(i);
-    AddTier(kind, 0, 0, other[kind], &answer);
+    AddTier(kind, 0, 0, other[kind], free[kind], &answer);
   }
   return answer;
 }

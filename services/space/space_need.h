@@ -99,9 +99,9 @@ struct Retiled {
 };
 Retiled RetiledBy(const SpaceState& state, const SpaceNeed& need, const model::EpochPlan& plan, uint64_t free_dram);
 
-// A dry run's answers: for missing chunks, placed by `placed`; and where nothing is missing.
+// A dry run's answers: for missing chunks, placed by `placed`; and where nothing is missing, with `free` in the tiers.
 v1::OpenResponse DryRunAnswer(const SpaceNeed& need, const Retiled& retiled, const storage::PlanRequest& request,
                               const storage::Plan& placed);
-v1::OpenResponse DryRunAnswer(const Retiled& retiled);
+v1::OpenResponse DryRunAnswer(const Retiled& retiled, const storage::TierBytes& free);
 
 }  // namespace ballast::services

@@ -227,6 +227,9 @@ class ChunkStore {
   absl::Status MendKept(int64_t version, uint64_t chunk, const KeptState& kept);
   // A pin that keeps these bytes; none if no pin does.
   std::optional<int64_t> PinOf(const ScrubbedExtent& extent) const;
+  // By chunk: bytes of the states that durable pins keep of it, each once. ImportKept takes as many for all of them. On
+  // the store's thread. Empty where the store is not durable.
+  std::vector<uint64_t> KeptBytes() const;
   // The entries of what the pin keeps, but for chunks `without`.
   std::vector<DurableChunk> KeptBy(int64_t version, absl::Span<const uint64_t> without = {}) const;
 

@@ -1,6 +1,7 @@
 #include "ballast/storage/store/kept_extents.h"
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 #include "ballast/proto/base/status.h"
@@ -195,6 +196,17 @@ std::vector<DurableChunk> KeptExtents::Of(uint64_t chunk) const {
     if (!seen) entries.push_back(entry);
   }
   return entries;
+}
+
+std::vector<uint64_t> KeptExtents::Bytes(uint64_t chunks) const {
+  std::vector<uint64_t> bytes(chunks, 0);
+  std::unordered_set<const Kept*> seen;
+  for (const auto& [pin, there] : pins_) {
+    for (const auto& [chunk, kept] : there.chunks) {
+      if (chunk < chunks && seen.insert(kept.get()).second) bytes[chunk] += kept->entry.bytes;
+    }
+  }
+  return bytes;
 }
 
 NvmeRoom KeptExtents::TakeOver(uint64_t chunk, NvmeExtent* old) {

@@ -70,6 +70,8 @@ class KeptExtents {
   std::optional<int64_t> PinAt(uint64_t chunk, const DurableChunk& place) const;
   // The chunk's states that pins keep, each once.
   std::vector<DurableChunk> Of(uint64_t chunk) const;
+  // Their bytes, of chunks 0 to `chunks` - 1.
+  std::vector<uint64_t> Bytes(uint64_t chunks) const;
 
   // The chunk has moved on from extent `old` to a new extent. If pins keep `old`, the pins take `old` over, which
   // leaves it empty, and the chunk gets the pin's room of the same size in return.

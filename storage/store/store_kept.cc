@@ -135,6 +135,11 @@ absl::Status ChunkStore::SyncKept(int64_t version) {
   return core_->EndWith(core_->tiers->nvme()->Sync(std::move(files)));
 }
 
+std::vector<uint64_t> ChunkStore::KeptBytes() const {
+  if (!core_->versions.has_value()) return {};
+  return core_->versions->pins.Bytes(chunk_count());
+}
+
 std::vector<DurableChunk> ChunkStore::KeptBy(int64_t version, absl::Span<const uint64_t> without) const {
   const std::set<uint64_t> left_out(without.begin(), without.end());
   std::vector<DurableChunk> kept;

@@ -14,9 +14,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ballast/client/group/change.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/next_table.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/proto/model/wish.h"
 #include "ballast/tests/client/fake_server.h"
@@ -70,7 +72,13 @@ class ChangeTest : public testing::Test {
         asked_.push_back(absl::StrCat("s", i, model::IsBrief(open) ? " briefly" : "", fenced_.empty() ? " ahead" : ""));
         const auto refusal = refusals_.find(i);
         if (refusal != refusals_.end()) return refusal->second;
-        return v1::OpenResponse();
+        v1::OpenResponse answer;
+        if (free_nvme_.contains(i)) {
+          answer.add_tiers()->set_tier("nvme");
+          answer.mutable_tiers(0)->set_state_bytes(50);
+          answer.mutable_tiers(0)->set_free_bytes(free_nvme_[i]);
+        }
+        return answer;
       };
       server.on_drop = [this, i](const v1::DropJobRequest& drop) -> absl::StatusOr<v1::DropJobResponse> {
         EXPECT_EQ(drop.epoch().counter(), key_.value().claimed().counter());
@@ -126,6 +134,10 @@ class ChangeTest : public testing::Test {
     *job.mutable_open() = open_;
     job.set_life(77);
     for (int t = 0; t < 3; ++t) job.add_tensor_steps(4);
+    if (kept_of_shard_ > 0) {
+      job.add_durable_versions(2);
+      for (int s = 0; s < kShards; ++s) job.add_kept_bytes(kept_of_shard_);
+    }
     std::vector<uint32_t> filled;
     for (uint32_t s = 0; s < kShards; ++s) {
       const bool fills = fills_.contains(i);
@@ -194,7 +206,9 @@ class ChangeTest : public testing::Test {
   v1::Table first_;
   v1::OpenRequest open_;  // of epoch 1
   std::set<int> has_job_, lost_, fills_, fenced_, dropped_;
-  std::vector<std::string> asked_;  // for room
+  std::vector<std::string> asked_;     // for room
+  std::map<int, uint64_t> free_nvme_;  // where 50 bytes are needed for chunks
+  uint64_t kept_of_shard_ = 0;         // bytes of a kept version
   bool asks_ahead_ = false;
   std::optional<v1::Tiling> tiling_;  // of the next Open; none: as before
   std::map<int, absl::Status> errors_, refusals_;

@@ -13,7 +13,6 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using ::testing::UnorderedElementsAre;
 
 TEST_F(ChangeTest, NothingIsWrittenWhereNothingChanges) {
   const v1::Table next = Opened();
@@ -82,64 +81,6 @@ TEST_F(ChangeTest, AWipedServerJoinsUnderItsNameAndCountsOnceItHasCopied) {
   EXPECT_THAT(lines_, ElementsAre("job 'job': server 's1' has copied 8 of 12 shards and holds them now"));
 }
 
-TEST_F(ChangeTest, WhoHasNoRoomDoesNotJoin) {
-  LoseDisk(1);
-  refusals_[3] = NoRoom();
-  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2")) << "s4 was not fenced: it joins at the next opening";
-  EXPECT_THAT(lines_, Contains(HasSubstr("job 'job': server 's3' does not join: ")));
-  EXPECT_THAT(lines_, Contains(HasSubstr("1000 bytes are short in dram")));
-}
-
-TEST_F(ChangeTest, WhoHasTheSpecIsAskedBriefly) {
-  open_.set_group("group");
-  open_.set_spec_digest(model::SpecDigest(open_.spec()));
-  LoseDisk(1);
-  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s3"));
-  EXPECT_THAT(asked_, UnorderedElementsAre("s0 briefly", "s2 briefly", "s3"));
-}
-
-// A server takes a brief Open for slices that it knows alone.
-TEST_F(ChangeTest, OtherRanksSendTheSpecAgain) {
-  open_.set_group("group");
-  open_.set_spec_digest(model::SpecDigest(open_.spec()));
-  tiling_ = model::EvenTiling(3);
-  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s1", "s2"));
-  EXPECT_THAT(asked_, UnorderedElementsAre("s0", "s1", "s2"));
-}
-
-TEST_F(ChangeTest, RoomThatWasThereBeforeTheClaimIsNotAskedForAgain) {
-  asks_ahead_ = true;
-  LoseDisk(1);
-  const v1::Table next = Opened();
-  EXPECT_THAT(Ids(next), ElementsAre("s0", "s2", "s3"));
-  EXPECT_EQ(next.members(2).since().counter(), claimed_);
-  EXPECT_THAT(asked_, UnorderedElementsAre("s0 ahead", "s2 ahead", "s3 ahead"));
-}
-
-TEST_F(ChangeTest, RoomThatWasNotThereBeforeTheClaimIsAskedForAgain) {
-  asks_ahead_ = true;
-  LoseDisk(1);
-  refusals_[3] = NoRoom();
-  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2"));
-  EXPECT_THAT(asked_, UnorderedElementsAre("s0 ahead", "s2 ahead", "s3 ahead", "s0", "s2", "s3", "s0", "s2"));
-}
-
-TEST_F(ChangeTest, WithoutRoomForFurtherCopiesTheJobGoesOnWithThoseThatItHas) {
-  LoseDisk(1);
-  reached_.clear();
-  servers_[0].on_open = [&](const v1::OpenRequest& open) -> absl::StatusOr<v1::OpenResponse> {
-    for (const v1::Shard& shard : open.table().shards()) {
-      if (shard.fillers_size() > 0 && shard.fillers(0) == 0) return NoRoom();
-    }
-    return v1::OpenResponse();
-  };
-  const v1::Table next = Opened();
-  EXPECT_THAT(Ids(next), ElementsAre("s0", "s2"));
-  EXPECT_EQ(Fillers(next), 0);
-  EXPECT_EQ(next.wanted_servers(), 3u) << "the next opening tries again";
-  EXPECT_THAT(lines_, Contains(HasSubstr("no further copies are made: ")));
-}
-
 TEST_F(ChangeTest, AMemberThatFailsEndsTheOpening) {
   errors_[1] = model::Error(absl::StatusCode::kPermissionDenied, model::kNoRight, "not your job");
   EXPECT_THAT(std::string(Open().status().message()), HasSubstr("not your job"));
@@ -192,14 +133,6 @@ TEST_F(ChangeTest, AWishForMoreServersIsRememberedByTheTable) {
   const v1::Table next = Opened();
   EXPECT_THAT(Ids(next), ElementsAre("s0", "s1", "s2", "s4"));
   EXPECT_EQ(next.wanted_servers(), 4u);
-}
-
-TEST_F(ChangeTest, AWishThatCannotBeIsNotHeededAndNothingChanges) {
-  Wish(model::WishToReplace(first_, v1::Wish(), "s1", "s4"));
-  refusals_[4] = NoRoom();
-  EXPECT_TRUE(model::SameTable(Opened(), first_));
-  EXPECT_THAT(lines_, Contains(HasSubstr("the wish for 3 server(s), 's4' before others, without 's1', 2 copies of each "
-                                         "chunk is not heeded, and its servers stay: ")));
 }
 
 TEST_F(ChangeTest, AWishForAnEarlierJobOfTheNameIsNone) {

@@ -81,6 +81,42 @@ TEST(JobState, ChunksThatAPlanDoesNotGiveLeave) {
   EXPECT_TRUE(chunks[1]->filled());
 }
 
+// By the table's shards; a chunk that comes back before its bytes have gone still has what was kept of it.
+TEST(JobState, TellsWhatKeptVersionsTakeOfEachShard) {
+  const JobMemory job;
+  JobState state;
+  v1::OpenRequest request = OpenOf(MakeSpec("job", SmallModel()), 1);
+  const auto without = PlanOf(request.spec());
+  const HeldChunks chunks = job.ChunksOf(*without);
+  ASSERT_GE(chunks.size(), 4u);
+  EXPECT_TRUE(state.KeptByShard().empty());
+  const auto open = [&](const std::shared_ptr<const model::EpochPlan>& plan, const HeldChunks& mine) {
+    std::vector<uint64_t> indices;
+    for (const auto& chunk : mine) indices.push_back(chunk->id);
+    state.Open(plan, mine, indices);
+  };
+  open(without, chunks);
+  state.SetKept({{1, 20, 300, 4000}});
+  EXPECT_TRUE(state.KeptByShard().empty()) << "there is no table";
+  request.set_group("g");
+  v1::Table* const table = request.mutable_table();
+  table->set_replicas(1);
+  *table->add_members() = request.members(0);
+  table->mutable_members(0)->set_disk(1);
+  table->mutable_members(0)->mutable_since()->set_counter(0);
+  request.clear_members();
+  for (int s = 0; s < 3; ++s) table->add_shards()->add_holders(0);
+  const auto plan = std::make_shared<const model::EpochPlan>(*model::EpochPlan::Make(request));
+  open(plan, chunks);
+  EXPECT_EQ(state.KeptByShard(), (std::vector<uint64_t>{4001, 20, 300}));
+  open(plan, {chunks[1]});
+  EXPECT_EQ(state.KeptByShard(), (std::vector<uint64_t>{0, 20, 0}));
+  open(plan, {chunks[0], chunks[1]});
+  EXPECT_EQ(state.KeptByShard(), (std::vector<uint64_t>{1, 20, 0}));
+  state.SetKept({});
+  EXPECT_TRUE(state.KeptByShard().empty()) << "nothing is kept";
+}
+
 TEST(JobState, ChunksThatStayKeepTheirSlices) {
   const JobMemory job;
   JobState state;

@@ -72,6 +72,7 @@ TEST_F(SpaceNeedTest, ADryRunIsAnsweredFromTheNeedAndTakesNothing) {
   const v1::PlannedTier& dram = answer.tiers(static_cast<int>(storage::TierKind::kDram));
   EXPECT_EQ(dram.state_bytes(), placed->state.dram);
   EXPECT_GE(dram.other_bytes(), placed->slice_bytes);
+  EXPECT_EQ(dram.free_bytes(), uint64_t{64} << 20);
   EXPECT_EQ(job_.tiers->used().dram, 0u);
 }
 

@@ -130,13 +130,19 @@ TEST_P(KeptStateTest, APinThatLacksAnImportedChunkIsRefused) {
 
 TEST_P(KeptStateTest, WhatWasTakenIsFreeOnceThePinsAreDropped) {
   CopyNewest();
+  EXPECT_EQ(copy_.store().KeptBytes(), std::vector<uint64_t>(kChunks, 0));
   const uint64_t before = copy_.tiers().used().nvme;
   CopyKept();
   const uint64_t state = copy_.recorded()[0].bytes;
   EXPECT_EQ(copy_.tiers().used().nvme, before + 3 * state);
+  // As the original tells, where both pins keep one state of chunk 1.
+  EXPECT_EQ(original_.store().KeptBytes(), (std::vector<uint64_t>{2 * state, state, 0}));
+  EXPECT_EQ(copy_.store().KeptBytes(), original_.store().KeptBytes());
   copy_.store().UnpinDurably(2);
   EXPECT_EQ(copy_.tiers().used().nvme, before + 2 * state);
+  EXPECT_EQ(copy_.store().KeptBytes(), (std::vector<uint64_t>{state, state, 0}));
   copy_.store().UnpinDurably(1);
+  EXPECT_EQ(copy_.store().KeptBytes(), std::vector<uint64_t>(kChunks, 0));
   EXPECT_EQ(copy_.tiers().used().nvme, before);
 }
 
