@@ -85,8 +85,8 @@ absl::Status CheckKeptRoom(const std::string& server_id, uint64_t kept_bytes, co
                       absl::StrCat("server '", server_id, "' has no room for copies of the kept versions (",
                                    absl::StrJoin(versions, ", "), "): nvme is short of ", missing, " bytes, ",
                                    kept_bytes, " are needed for them and ", open_bytes, " for its chunks, ",
-                                   nvme->free_bytes(), " are free; raise the nvme budget there by at least ", missing,
-                                   " bytes, or give a version up (`ballastctl unpin`)"));
+                                   nvme->free_bytes(), " are free; raise the nvme budget or quota there by at least ",
+                                   missing, " bytes, or give a version up (`ballastctl unpin`)"));
 }
 
 }  // namespace ballast::client

@@ -143,6 +143,15 @@ void Gate::AskQuota(const Visit& visit, const TierUse& asked, uint64_t time, Rep
   });
 }
 
+void Gate::TellFree(const Visit& visit, v1::OpenResponse planned, Reply<v1::OpenResponse> reply) const {
+  state_->Look([visit, planned = std::move(planned),
+                reply = std::move(reply)](absl::StatusOr<v1::GetServerStatusResponse> seen) mutable {
+    if (!seen.ok()) return reply(seen.status());
+    Guard::LimitFree(visit.identity, {seen->jobs().begin(), seen->jobs().end()}, &planned);
+    reply(std::move(planned));
+  });
+}
+
 void Gate::TryFence(const Visit& visit, const v1::FenceRequest& request, const CallLimit& limit, int tries,
                     Reply<v1::FenceResponse> reply) const {
   if (tries == 0) return reply(Guard::QuotaBusy(absl::StatusCode::kUnavailable));
@@ -179,7 +188,7 @@ void Gate::TryOpen(const Visit& visit, v1::OpenRequest* request, const CallLimit
                             if (absl::IsAborted(lease.status()))
                               return TryOpen(visit, request, limit, tries - 1, reply);
                             if (!lease.ok()) return state_->RefuseOpen(*request, lease.status(), reply);
-                            if (only_asks) return reply(planned);
+                            if (only_asks) return TellFree(visit, *planned, reply);
                             state_->Open(*request, limit,
                                          [lease = *std::move(lease), reply](absl::StatusOr<v1::OpenResponse> opened) {
                                            reply(std::move(opened));

@@ -82,6 +82,8 @@ class Gate {
   // REQUIRES: the identity has a quota. `time`: before `asked` was planned.
   using Held = std::shared_ptr<Quotas::Lease>;
   void AskQuota(const Visit& visit, const TierUse& asked, uint64_t time, Reply<Held> reply) const;
+  // The answer to a dry run that the quota allows.
+  void TellFree(const Visit& visit, v1::OpenResponse planned, Reply<v1::OpenResponse> reply) const;
 
   Guard* const guard_;
   StateServer* const state_;

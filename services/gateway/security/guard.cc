@@ -309,10 +309,22 @@ const Quota* Guard::QuotaOf(const Identity& identity) {
   return identity.rights() == nullptr ? nullptr : identity.rights()->QuotaOf(identity.name());
 }
 
+namespace {
+
+// Jobs that count as the identity's.
+Quotas::IsMine JobsOf(const Identity& identity) {
+  return [&](absl::string_view name) { return identity.MayAny(static_cast<RightSet>(Right::kTrain), name); };
+}
+
+}  // namespace
+
+void Guard::LimitFree(const Identity& identity, const std::vector<v1::JobStatus>& jobs, v1::OpenResponse* dry_run) {
+  services::LimitFree(*QuotaOf(identity), jobs, JobsOf(identity), dry_run);
+}
+
 absl::StatusOr<Quotas::Lease> Guard::AskQuota(const Identity& identity, const CallerShown& shown, const AskedCall& call,
                                               const TierUse& asked, const JobsAsOf& seen) {
-  const auto mine = [&](absl::string_view name) { return identity.MayAny(static_cast<RightSet>(Right::kTrain), name); };
-  auto lease = quotas_.Ask(identity.name(), *QuotaOf(identity), call.job, asked, seen, mine);
+  auto lease = quotas_.Ask(identity.name(), *QuotaOf(identity), call.job, asked, seen, JobsOf(identity));
   if (lease.ok() || absl::IsAborted(lease.status())) return lease;
   return Refuse(identity.name(), shown, call, Denial::kQuota, lease.status());
 }

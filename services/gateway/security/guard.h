@@ -112,6 +112,8 @@ class Guard {
   // As Quotas::Ask, for a Fence or an Open. A refusal is counted and audited.
   absl::StatusOr<Quotas::Lease> AskQuota(const Identity& identity, const CallerShown& shown, const AskedCall& call,
                                          const TierUse& asked, const JobsAsOf& seen);
+  // What of a tier is free for copies of kept versions, whose growth the quota has to allow later. REQUIRES: QuotaOf.
+  static void LimitFree(const Identity& identity, const std::vector<v1::JobStatus>& jobs, v1::OpenResponse* dry_run);
 
   // May `job` take `more`, without an Open: for a longer log, a kept version, copies of a pin? All quotas that count
   // the job have to allow growth, since nobody knows after a restart whose the job is. `jobs`: as in JobsAsOf, `job`

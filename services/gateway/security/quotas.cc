@@ -120,6 +120,18 @@ TierUse AskedBytes(const v1::OpenResponse& dry_run) {
   return asked;
 }
 
+void LimitFree(const Quota& quota, const std::vector<v1::JobStatus>& jobs, const Quotas::IsMine& mine,
+               v1::OpenResponse* dry_run) {
+  const Holdings holdings = HoldingsOf(jobs, mine);
+  for (v1::PlannedTier& tier : *dry_run->mutable_tiers()) {
+    const size_t at = TierAt(tier.tier());
+    if (at >= quota.bytes.size() || !quota.bytes[at].has_value() || !tier.has_free_bytes()) continue;
+    uint64_t held = 0;
+    for (const auto& [name, bytes] : holdings.by_job) held += bytes[at];
+    tier.set_free_bytes(std::min(tier.free_bytes(), *quota.bytes[at] - std::min(*quota.bytes[at], held)));
+  }
+}
+
 uint64_t Quotas::Now() const {
   absl::MutexLock lock(&mu_);
   return now_;

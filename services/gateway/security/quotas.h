@@ -23,6 +23,10 @@ TierUse HeldBytes(const v1::JobStatus& job);
 // The bytes that an Open would take, as its dry run answered: as much more as HeldBytes shows afterwards.
 TierUse AskedBytes(const v1::OpenResponse& dry_run);
 
+// Lowers what a dry run tells as free to what the quota leaves beside `jobs`, the server's.
+void LimitFree(const Quota& quota, const std::vector<v1::JobStatus>& jobs,
+               const std::function<bool(absl::string_view job)>& mine, v1::OpenResponse* dry_run);
+
 // The server's jobs, and the time on the clock of Quotas before anybody looked at them.
 struct JobsAsOf {
   uint64_t time = 0;

@@ -129,8 +129,8 @@ TEST(CheckKeptRoom, NamesWhatIsShort) {
   EXPECT_EQ(model::ReasonOf(refused), model::kBudget);
   EXPECT_THAT(std::string(refused.message()),
               HasSubstr("server 'd' has no room for copies of the kept versions (1, 3): nvme is short of 1 bytes, 41 "
-                        "are needed for them and 60 for its chunks, 100 are free; raise the nvme budget there by at "
-                        "least 1 bytes, or give a version up (`ballastctl unpin`)"));
+                        "are needed for them and 60 for its chunks, 100 are free; raise the nvme budget or quota "
+                        "there by at least 1 bytes, or give a version up (`ballastctl unpin`)"));
 }
 
 TEST(CheckKeptRoom, WhatIsNotToldIsNotRefused) {

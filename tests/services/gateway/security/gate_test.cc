@@ -217,7 +217,7 @@ class GateTest : public ::testing::Test {
   }
   // Fences and opens a job with the token of "token-trainer".
   absl::Status OpenByToken(const std::string& job, bool dry_run = false,
-                           v1::Durability durability = v1::DURABILITY_NONE) {
+                           v1::Durability durability = v1::DURABILITY_NONE, v1::OpenResponse* answer = nullptr) {
     v1::JobSpec spec = MakeSpec(job, SmallModel());
     spec.set_durability(durability);
     TrainerGroup group({server_.get()}, spec, 1);
@@ -235,7 +235,7 @@ class GateTest : public ::testing::Test {
     v1::OpenRequest open = group.open_request(-1, std::nullopt);
     open.set_dry_run(dry_run);
     v1::OpenResponse opened;
-    return FromGrpc(stub->Open(&opening, open, &opened));
+    return FromGrpc(stub->Open(&opening, open, answer != nullptr ? answer : &opened));
   }
 
   ScratchDirectory dir_;
@@ -411,6 +411,11 @@ TEST_F(GateTest, AQuotaCountsAllThatAJobTakes) {
                                      " (log ", first.log_capacity_bytes(), ", spare ")));
   EXPECT_EQ(OpenByToken("a-1", false, v1::DURABILITY_STEP), absl::OkStatus()) << "it goes on";
   set_quota(2 * held);
+  v1::OpenResponse planned;
+  EXPECT_EQ(OpenByToken("a-2", true, v1::DURABILITY_STEP, &planned), absl::OkStatus());
+  ASSERT_EQ(planned.tiers_size(), 3);
+  EXPECT_EQ(planned.tiers(2).free_bytes(), held) << "of the quota, not of the server";
+  EXPECT_GT(planned.tiers(1).free_bytes(), 0u) << "which has no quota of dram";
   EXPECT_EQ(OpenByToken("a-2", false, v1::DURABILITY_STEP), absl::OkStatus());
   EXPECT_EQ(model::ReasonOf(OpenByToken("a-3", false, v1::DURABILITY_STEP)), model::kQuota);
 }

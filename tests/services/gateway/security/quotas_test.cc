@@ -38,6 +38,31 @@ TEST(Quotas, CountAllThatAJobTakesAsOpensPlanIt) {
   EXPECT_EQ(AskedBytes(answer), (TierUse{0, 0, 137}));
 }
 
+// Later a kept version's copies must be allowed to grow the job.
+TEST(Quotas, LimitWhatADryRunTellsAsFree) {
+  Quota quota;
+  const auto free_of = [&](uint64_t free, bool told = true) {
+    v1::OpenResponse answer;
+    for (const char* name : {"dram", "nvme"}) {
+      answer.add_tiers()->set_tier(name);
+      if (told) answer.mutable_tiers()->rbegin()->set_free_bytes(free);
+    }
+    const std::vector<v1::JobStatus> jobs = {Opened("a1", 1, 1, 30), Opened("a2", 1, 1, 10), Opened("b1", 1, 1, 500)};
+    LimitFree(
+        quota, jobs, [](absl::string_view name) { return name[0] == 'a'; }, &answer);
+    EXPECT_EQ(answer.tiers(0).free_bytes(), told ? free : 0) << "no quota of dram";
+    EXPECT_EQ(answer.tiers(1).has_free_bytes(), told);
+    return answer.tiers(1).free_bytes();
+  };
+  EXPECT_EQ(free_of(1000), 1000u);
+  quota.bytes[2] = 100;
+  EXPECT_EQ(free_of(1000), 60u);
+  EXPECT_EQ(free_of(59), 59u);
+  EXPECT_EQ(free_of(0, /*told=*/false), 0u);
+  quota.bytes[2] = 39;
+  EXPECT_EQ(free_of(1000), 0u) << "the jobs hold more than a new quota";
+}
+
 class QuotasTest : public ::testing::Test {
  protected:
   absl::StatusOr<Quotas::Lease> Ask(const std::string& job, const TierUse& asked) {
