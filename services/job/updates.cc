@@ -82,8 +82,9 @@ std::shared_ptr<LentMemory> Updates::TakeLent(const v1::PreparedRecord& prepared
 
 std::shared_ptr<StepWork> Updates::Prepare(const v1::PreparedRecord& prepared, const v1::Decision& decision) {
   const std::shared_ptr<LentMemory> lent = TakeLent(prepared);
-  if (core_->state.recovering()) {
-    if (!decision.verdict().skip()) VoidGivenUp(prepared);
+  // The log need not have slices of a skipped step any more.
+  if (core_->state.recovering() && !decision.verdict().skip()) {
+    VoidGivenUp(prepared);
     GiveUpUnheld(prepared);
   }
   auto work = std::make_shared<StepWork>(WorkOf({.chunks = core_->state.chunks(),
