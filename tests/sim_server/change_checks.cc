@@ -152,6 +152,13 @@ void ChangeChecks::Forgets(int server, Machine* machine) {
                       " of them are taken: somebody else may write to the others"));
 }
 
+void ChangeChecks::CheckNoDamage(int server, Machine* machine) {
+  const services::ServerFigures figures = machine->server().Figures();
+  const auto job = figures.jobs.find(kJob);
+  if (job == figures.jobs.end() || job->second->damaged_chunks == 0) return;
+  Broken(absl::StrCat("server ", server, " says that ", job->second->damaged_chunks.load(), " chunks were damaged"));
+}
+
 void ChangeChecks::CameBack(int server, Machine* machine) {
   const absl::StatusOr<v1::GetJobResponse> job = machine->Describe();
   if (machine->off()) return;
@@ -159,6 +166,7 @@ void ChangeChecks::CameBack(int server, Machine* machine) {
     const absl::Status why = job.ok() ? machine->Cause() : job.status();
     return Broken(absl::StrCat("server ", server, " came back without its state: ", why.ToString()));
   }
+  CheckNoDamage(server, machine);
   if (!job->has_open() || job->committed() < 0) return;
   const absl::StatusOr<model::EpochPlan> plan = model::EpochPlan::Make(job->open());
   if (!plan.ok())
@@ -213,6 +221,7 @@ void ChangeChecks::Holds(int server, Machine* machine, const model::EpochPlan& p
                         " chunks, and a fresh one ", fresh->second));
   }
   CheckCatalog(server, machine, chunks);
+  CheckNoDamage(server, machine);
 }
 
 void ChangeChecks::PullSomething(Machine* machine) {

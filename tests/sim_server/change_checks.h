@@ -54,6 +54,8 @@ class ChangeChecks {
   v1::PullRequest PullOf(const model::Chunk& chunk, int64_t version, int content) const;
   // Compares the whole chunk at the version, or the next version if `ahead` and that is gone.
   void CheckChunk(int server, Machine* machine, const model::Chunk& chunk, int64_t version, bool ahead);
+  // Nothing rots in these runs.
+  void CheckNoDamage(int server, Machine* machine);
   void CheckCatalog(int server, Machine* machine, const std::set<uint64_t>& chunks);
 
   const GroupIntent* const intent_;

@@ -68,9 +68,8 @@ struct Planted {
   uint64_t place = 0;  // of change_cuts_test, in the first seed; 0: so many places as kChangeCuts says
 };
 
-// Two bugs of changes are demanded of tests/sim_members alone. kLeastVersionForgotten: a server that restarts ends the
-// epoch in change_cuts_test, and the next Open decides the step that was passed over, or voids it. kUnfilledForgotten:
-// a restart gives up what the log calls filled and the disk lacks, and copies it anew (rule 33).
+// A bug of changes is demanded of tests/sim_members alone. kLeastVersionForgotten: a server that restarts ends the
+// epoch in change_cuts_test, and the next Open decides the step that was passed over, or voids it.
 constexpr Planted kPlanted[] = {
     {"SyncDropped", StorageBug::kSyncDropped, Harness::kLogLives},
     {"SyncBeforeWritten", StorageBug::kSyncBeforeWritten, Harness::kLogLives},
@@ -134,15 +133,16 @@ constexpr Planted kPlanted[] = {
     {"UndecidedForgotten", StorageBug::kUndecidedForgotten, Harness::kCrashes},
     {"SegmentsForgotten", StorageBug::kSegmentsForgotten, Harness::kCrashes, 84},
     {"CopyRecordedUnsynced", StorageBug::kExtentSyncDropped, Harness::kChanges, 1, SeededBug::kNone, 1},
-    {"FilledBeforeDurable", StorageBug::kFilledBeforeDurable, Harness::kChanges, 1, SeededBug::kNone, 18},
-    {"OldStateIsCopy", StorageBug::kOldStateIsCopy, Harness::kChanges, 2, SeededBug::kNone, 144},
-    {"PassedOverIsCopy", StorageBug::kPassedOverIsCopy, Harness::kChanges, 5},
+    {"FilledBeforeDurable", StorageBug::kFilledBeforeDurable, Harness::kChanges, 2, SeededBug::kNone, 123},
+    {"OldStateIsCopy", StorageBug::kOldStateIsCopy, Harness::kChanges, 5, SeededBug::kNone, 108},
+    {"PassedOverIsCopy", StorageBug::kPassedOverIsCopy, Harness::kChanges, 15, SeededBug::kNone, 118},
     {"FreedBeforeErase", StorageBug::kFreedBeforeErase, Harness::kChanges, 1, SeededBug::kNone, 1},
     {"EntriesStay", StorageBug::kEntriesStay, Harness::kChanges, 1, SeededBug::kNone, 1},
     {"NothingFreed", StorageBug::kNone, Harness::kChanges, 1, SeededBug::kNothingFreed, 1},
+    {"UnfilledForgotten", StorageBug::kNone, Harness::kChanges, 1, SeededBug::kUnfilledForgotten, 114},
     {"FilledUndecided", StorageBug::kNone, Harness::kChanges, 30, SeededBug::kFilledUndecided, 46},
     {"TableNotSynced", StorageBug::kNone, Harness::kChanges, 1, SeededBug::kTableNotSynced, 129},
-    {"LeastVersionIgnored", StorageBug::kNone, Harness::kChanges, 1, SeededBug::kLeastVersionIgnored, 5}};
+    {"LeastVersionIgnored", StorageBug::kNone, Harness::kChanges, 2, SeededBug::kLeastVersionIgnored, 1}};
 
 std::string RunCreation(uint64_t seed) {
   using storage::SimOperation;
