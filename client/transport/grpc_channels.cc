@@ -16,7 +16,7 @@ namespace {
 
 // The largest slice (2^20 fp32 elements) and its header.
 constexpr int kReceiveBytesMax = static_cast<int>(model::kMessageBytesMax) + (64 << 10);
-constexpr absl::Duration kLookInterval = absl::Seconds(1);
+constexpr absl::Duration kFilesInterval = absl::Seconds(1);
 
 std::shared_ptr<grpc::ChannelCredentials> CredentialsOf(const model::AccessContent& access) {
   if (access.ca.empty()) return grpc::InsecureChannelCredentials();
@@ -69,7 +69,7 @@ FreshChannels::FreshChannels(std::string address, model::Access access, const mo
 std::shared_ptr<const Channels> FreshChannels::Get() {
   absl::MutexLock lock(&mu_);
   const absl::Time now = absl::Now();
-  if (stamp_.empty() || now - looked_ < kLookInterval) return now_;
+  if (stamp_.empty() || now - looked_ < kFilesInterval) return now_;
   looked_ = now;
   std::string stamp = model::StampOf(access_.paths());
   if (stamp == stamp_) return now_;

@@ -121,8 +121,8 @@ class KeptChangeTest : public services::MembersFixture {
     Members members(&router, Members::Uses::kCalls);
     JobKey key(&registry_, "job");
     BALLAST_RETURN_IF_ERROR(key.Read(Soon()));
-    BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, absl::Seconds(20), Soon()));
-    client::Change change(&router, &members, &key, options_, reached);
+    BALLAST_RETURN_IF_ERROR(members.Identify(key, Spares::kConnect, {absl::Seconds(20), absl::Seconds(20)}, Soon()));
+    client::Change change(&router, &members, &key, options_, reached, absl::Seconds(20));
     BALLAST_RETURN_IF_ERROR(change.Look(Spec(GetParam().durability), Soon()).status());
     v1::Epoch least;
     least.set_counter(++epochs_);
