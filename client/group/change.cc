@@ -328,8 +328,16 @@ bool Change::AwaitsWished() const {
 
 std::vector<v1::Member> Change::Choose() const {
   const std::vector<std::string> counted = Counted();
-  // Meanwhile no other server takes the place, unless copies need it.
-  const bool waits = counted.size() >= model::WantedCopies(now_, Heeded()) && AwaitsWished();
+  v1::Wish wish = Heeded();
+  // Until a server that the wish names answers, nobody leaves for it, and no other server takes its place. A lost
+  // member is replaced, and copies are made, all the same.
+  const bool awaits = AwaitsWished();
+  const size_t needed = std::max<size_t>(static_cast<size_t>(now_.members_size()), model::WantedCopies(now_, wish));
+  const bool waits = awaits && counted.size() >= needed;
+  if (awaits) {
+    wish.clear_not_();
+    wish.set_count(static_cast<uint32_t>(needed));
+  }
   std::vector<std::string> others;
   for (const v1::GetJobResponse& answer : answers_) {
     const std::string& id = answer.server_id();
@@ -344,7 +352,7 @@ std::vector<v1::Member> Change::Choose() const {
   }
   const std::vector<v1::Member> known = members_->all();
   std::vector<v1::Member> chosen;
-  for (const std::string& id : model::ChooseServers(now_, Heeded(), counted, std::move(others))) {
+  for (const std::string& id : model::ChooseServers(now_, wish, counted, std::move(others))) {
     const auto server =
         std::find_if(known.begin(), known.end(), [&](const v1::Member& one) { return one.server_id() == id; });
     if (server != known.end()) chosen.push_back(*server);

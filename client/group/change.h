@@ -54,8 +54,9 @@ class Change {
   // holds up a step, and a fence counts them in any case.
   bool IsNeeded() const;
   // Asks the servers for room for the next table, by what Look found, so that Next need not ask again if the fence
-  // finds the same. `open`: as Next's. Servers that were to join and do not answer within `grace` do not join: ask
-  // IsNeeded again. Other refusals are left to Next.
+  // finds the same. `open`: as Next's. Servers that were to join and do not answer within `grace` do not join, and a
+  // wish that finds no room is not heeded if nothing else is to be done: ask IsNeeded again. Other refusals are left to
+  // Next.
   void AskAhead(v1::OpenRequest open, absl::Duration grace, absl::Time deadline);
   // After the claim, whose table it goes by: chooses who shall join, by the operator's wish, and stops using other
   // servers. FAILED_PRECONDITION (STALE_EPOCH) if another group made servers members that this one does not know.
@@ -70,6 +71,8 @@ class Change {
   bool IsRemoved(const v1::Member& server) const;
   // The operator's, as read by Look or Claimed.
   const v1::Wish& wish() const { return wish_; }
+  // Not after there was no room for what it wants.
+  bool heeds_wish() const { return heeds_wish_; }
   // What the fence found.
   const model::Found& found() const { return found_; }
   // The newest Open that a member has, or nullptr.
@@ -135,6 +138,7 @@ class Change {
   // Of a server that was to join and did not answer.
   bool IsAbsent(const Refusal& refusal) const;
   void DoWithout(const std::string& server_id);
+  bool IsNeededWithoutWish();
   bool GiveWay(const std::vector<Refusal>& refusals);
   bool GiveWay(const Refusal& refusal);
   void Report(const std::string& line) const;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/algorithm/container.h"
@@ -19,6 +20,11 @@ namespace {
 // The server says that it cannot take the chunks, not that something is wrong.
 bool IsRefusal(const absl::Status& status) {
   return absl::IsResourceExhausted(status) || absl::IsUnimplemented(status);
+}
+
+// For other servers or copies. Who is removed at once goes all the same.
+bool AsksForOthers(const v1::Wish& wish) {
+  return !wish.servers().empty() || !wish.not_().empty() || wish.replicas() != 0 || wish.count() != 0;
 }
 
 // Who needs room for what does not depend on them.
@@ -61,11 +67,16 @@ absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenR
   const auto answers =
       SendOpenTo(router_, absl::StrCat("Space for job '", options_.job, "'"), request, servers, deadline, grace);
   const KeptNeed kept = KeptIn(open.table());
+  const std::vector<std::string> counted = Counted();
+  const bool by_wish = heeds_wish_ && AsksForOthers(wish_);
   std::vector<Refusal> refusals;
   for (size_t m = 0; m < servers.size(); ++m) {
     const std::string& id = open.table().members(static_cast<int>(m)).server_id();
-    const absl::Status room =
-        answers[m].ok() ? CheckKeptRoom(id, kept.bytes[m], kept.versions, *answers[m]) : answers[m].status();
+    // Who only makes up for a lost server copies as far as there is room: better some second copies than none.
+    const bool fills_up = !by_wish && absl::c_linear_search(counted, id);
+    const absl::Status room = !answers[m].ok() ? answers[m].status()
+                              : fills_up       ? absl::OkStatus()
+                                               : CheckKeptRoom(id, kept.bytes[m], kept.versions, *answers[m]);
     if (!room.ok()) refusals.push_back({id, room});
   }
   return refusals;
@@ -95,9 +106,8 @@ bool Change::GiveWay(const Refusal& refusal) {
   const bool counts = absl::c_linear_search(Counted(), refusal.server_id);
   if (counts && !IsRefusal(refusal.status)) return false;
   v1::Wish wish = wish_;
-  wish.clear_now();  // who is removed goes all the same
-  const bool asks = !wish.servers().empty() || !wish.not_().empty() || wish.replicas() != 0 || wish.count() != 0;
-  const bool wished = asks && (counts || absl::c_linear_search(wish.servers(), refusal.server_id));
+  wish.clear_now();
+  const bool wished = AsksForOthers(wish) && (counts || absl::c_linear_search(wish.servers(), refusal.server_id));
   if (heeds_wish_ && wished) {
     heeds_wish_ = false;
     Report(absl::StrCat("the wish for ", model::ShowWish(now_, wish),
@@ -134,7 +144,16 @@ void Change::AskAhead(v1::OpenRequest open, absl::Duration grace, absl::Time dea
       DoWithout(refusal.server_id);
       again = true;
     }
+    // A wish for which there is no room costs no step.
+    if (!again && !refusals->empty() && !IsNeededWithoutWish()) again = GiveWay(*refusals);
   }
+}
+
+bool Change::IsNeededWithoutWish() {
+  const bool heeds = std::exchange(heeds_wish_, false);
+  const bool needed = IsNeeded();
+  heeds_wish_ = heeds;
+  return needed;
 }
 
 // A version may have been kept in the meantime.

@@ -29,7 +29,7 @@ namespace {
 // and tries again what failed.
 constexpr absl::Duration kTick = absl::Milliseconds(50), kAskInterval = absl::Seconds(1),
                          kRetryInterval = absl::Milliseconds(500);
-// ... and whether copies that could not be made then can be made now: of a server that had no room, or kept versions.
+// ... and whether there is room now for copies that could not be made then, or for what the wish wants.
 constexpr absl::Duration kReconsiderInterval = absl::Seconds(60);
 // Between two lines about changes that failed.
 constexpr absl::Duration kTellInterval = absl::Seconds(2);
@@ -155,6 +155,7 @@ void Keeper::Run() {
   absl::Time ask = absl::InfinitePast(), retry = absl::InfinitePast(), reconsider = absl::InfiniteFuture();
   absl::Time consider = absl::InfiniteFuture();  // a server that did not answer, and may do so now
   absl::Duration patience = kPatience;
+  bool refused = false;  // there was no room for what the wish wants
   Sight sight;
   while (Rest(kTick)) {
     const absl::Time now = absl::Now();
@@ -171,12 +172,14 @@ void Keeper::Run() {
     }
     const absl::MutexLock lock(&changing_);
     const bool needed = !sight.silent.empty() || sight.copied || IsUnfinished() || sight.asked != considered_ ||
-                        now >= consider || (now >= reconsider && LacksServers(router_->routes()->open().table()));
+                        now >= consider ||
+                        (now >= reconsider && (refused || LacksServers(router_->routes()->open().table())));
     if (!needed || now < retry) continue;
     retry = now + kRetryInterval;
     const absl::StatusOr<Outcome> changed = Change(sight, patience);
     patience = changed.ok() ? kPatience : std::min(2 * patience, kPatienceMax);
     if (!changed.ok()) {
+      if (now >= consider) consider = absl::Now() + Absentees::kRestMin;
       if (!IsOver(sight)) Tell(changed.status(), sight);
       continue;
     }
@@ -185,6 +188,7 @@ void Keeper::Run() {
       (void)absentees_.Failed(server.member, /*wished=*/false, absl::Now());
     }
     considered_ = changed->changed ? "" : sight.asked;  // a change may be what a later wish waits for
+    refused = changed->refused;
     consider = absentees_.next();
     reconsider = absl::Now() + kReconsiderInterval;
     sight.copied = false;
@@ -268,7 +272,7 @@ Keeper::Candidates Keeper::CandidatesOf(const v1::Table& table, const std::vecto
   return candidates;
 }
 
-// The Open of a large job takes a busy server a while. Who has said who it is lives, and gets more time at each try.
+// The Open of a large job takes a busy server a while. Who has said who it is lives, and gets as long as its last rest.
 absl::Duration Keeper::PatienceFor(const Candidates& candidates, const Members& members) const {
   absl::Duration patience = kPatience;
   for (const v1::Member& server : candidates.asked) {
@@ -289,7 +293,8 @@ void Keeper::NoteAbsent(const Candidates& candidates, const client::Change& chan
     const bool is_wished = std::find(wished.begin(), wished.end(), id) != wished.end();
     if (!absentees_.Failed(server, is_wished, now) || !options_.progress) continue;
     options_.progress(absl::StrCat(
-        "job '", options_.job, "': server '", id, "' is registered at ", server.address(), " and does not answer; ",
+        "job '", options_.job, "': server '", id, "' is registered at ", server.address(),
+        " and does not answer, or is not ready; ",
         is_wished ? "the wish for it waits until it does" : "the job does without it, and asks it again later"));
   }
   std::vector<v1::Member> known = candidates.asked;
@@ -336,7 +341,8 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(found.answers, deadline));
   if (!unfinished && !change.IsNeeded()) return outcome;
   change.AskAhead(model::MakeBrief(routes->open()), space, std::max(deadline, absl::Now() + space + patience));
-  if (!unfinished && !change.IsNeeded()) return outcome;  // who was to join does not answer
+  outcome.refused = !change.heeds_wish();
+  if (!unfinished && !change.IsNeeded()) return outcome;  // who was to join does not answer, or has no room
   const v1::Epoch own = unfinished ? claimed_ : routes->epoch();
   const v1::Epoch least = Fencing(&router, options_.job, Fencing::Promised(found.answers), members.peers()).epoch();
   tried_ = least.nonce();
@@ -356,6 +362,7 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   made = true;
   BALLAST_RETURN_IF_ERROR(router_->Continue(open));
   change.DropLeft(open.table());
+  outcome.refused = !change.heeds_wish();
   outcome.changed = !model::SameTable(open.table(), routes->open().table());
   return outcome;
 }

@@ -77,6 +77,7 @@ class Keeper {
   // What a try found.
   struct Outcome {
     bool changed = false;  // the table is another one now
+    bool refused = false;  // there was no room for what the wish wants
   };
   // Changes the servers if that is needed. `patience`: for all servers to answer before anything is claimed.
   absl::StatusOr<Outcome> Change(const Sight& sight, absl::Duration patience) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);

@@ -16,8 +16,8 @@ namespace ballast::client {
 
 // What the members of a next table have to copy of kept versions.
 struct KeptNeed {
-  // By member: bytes of NVMe beside what the member has of them. 0 for one that begins no copy by that table: what it
-  // copies already is for its own table to end.
+  // By member: bytes of NVMe beside what the member has of them. 0 for a member that only goes on with copies:
+  // their room was looked at when they began.
   std::vector<uint64_t> bytes;
   std::set<int64_t> versions;  // that members keep
 };

@@ -28,13 +28,13 @@ class MissingChunks {
   // By MarkFilled, which is no change.
   void Filled(uint64_t chunk);
 
-  // The first one from the place of its need on; nullptr: none is left there.
+  // Each need has a place in its chunks, where the next round begins. The first chunk from there on; nullptr: none.
   const uint64_t* First(CopyNeed need) const { return From(need, of(need).place); }
   // The one behind `chunk`, which may be missing no more.
   const uint64_t* Next(CopyNeed need, uint64_t chunk) const { return From(need, chunk + 1); }
-  // First begins at `chunk` from now on. Returns where it began before.
+  // Moves the place. Returns where it was.
   uint64_t Stay(CopyNeed need, uint64_t chunk) { return std::exchange(of(need).place, chunk); }
-  // All begin at the front.
+  // Both places go to the front.
   void Return() { lacking_.place = moving_.place = 0; }
 
  private:

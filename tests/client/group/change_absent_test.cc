@@ -96,6 +96,20 @@ TEST_F(AbsentTest, AWishWaitsForTheServerThatItNames) {
   EXPECT_EQ(next.wanted_servers(), 4u);
 }
 
+// Or the other two would copy what it has, and the new one would copy it once more.
+TEST_F(AbsentTest, NobodyLeavesForAServerThatDoesNotAnswer) {
+  Wish(model::WishToReplace(first_, v1::Wish(), "s1", "s4"));
+  Hang(4, "Identify");
+  EXPECT_TRUE(model::SameTable(Opened(), first_));
+}
+
+TEST_F(AbsentTest, ALostMemberIsReplacedThoughAWishWaits) {
+  Wish(model::WishToAdd(first_, v1::Wish(), {"s4"}));
+  LoseDisk(1);
+  Hang(4, "Identify");
+  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s3"));
+}
+
 TEST_F(AbsentTest, AWishIsHeededThoughItsServerSaysNotWhetherItHasRoom) {
   Wish(model::WishToAdd(first_, v1::Wish(), {"s4"}));
   Hang(4, "Open");

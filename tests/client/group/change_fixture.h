@@ -134,15 +134,15 @@ class ChangeTest : public testing::Test {
     *job.mutable_open() = open_;
     job.set_life(77);
     for (int t = 0; t < 3; ++t) job.add_tensor_steps(4);
-    if (kept_of_shard_ > 0) {
-      job.add_durable_versions(2);
-      for (int s = 0; s < kShards; ++s) job.add_kept_bytes(kept_of_shard_);
-    }
+    if (kept_of_shard_ > 0) job.add_durable_versions(2);
     std::vector<uint32_t> filled;
     for (uint32_t s = 0; s < kShards; ++s) {
       const bool fills = fills_.contains(i);
+      job.add_kept_bytes(0);
       for (const uint32_t m : open_.table().shards(static_cast<int>(s)).holders()) {
-        if (open_.table().members(static_cast<int>(m)).server_id() == job.server_id()) filled.push_back(s);
+        if (open_.table().members(static_cast<int>(m)).server_id() != job.server_id()) continue;
+        filled.push_back(s);
+        job.set_kept_bytes(static_cast<int>(s), kept_of_shard_);
       }
       for (const uint32_t m : open_.table().shards(static_cast<int>(s)).fillers()) {
         if (fills && open_.table().members(static_cast<int>(m)).server_id() == job.server_id()) filled.push_back(s);

@@ -11,7 +11,9 @@ namespace ballast::client {
 namespace {
 
 using ::testing::Contains;
+using ::testing::Each;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsSupersetOf;
 using ::testing::UnorderedElementsAre;
@@ -36,6 +38,23 @@ TEST_F(ChangeTest, WhoHasNoRoomForKeptVersionsDoesNotJoin) {
   Put(first_);
   free_nvme_[3] = 850;
   EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s3"));
+}
+
+// Server s0 makes up for s1 as far as it has room. What an operator asks for has room or is not begun.
+TEST_F(ChangeTest, AfterALossCopiesBeginWithoutRoomForAllKeptVersions) {
+  kept_of_shard_ = 100;
+  free_nvme_[0] = 60;
+  Wish(model::WishToDrain(first_, v1::Wish(), {"s1"}));
+  EXPECT_TRUE(model::SameTable(Opened(), first_));
+  EXPECT_THAT(lines_,
+              Contains(HasSubstr("is not heeded, and its servers stay: server 's0' has no room for copies of")));
+  Put(first_);
+  Wish(v1::Wish());
+  LoseDisk(1);
+  reached_.clear();
+  const v1::Table next = Opened();
+  EXPECT_THAT(Ids(next), ElementsAre("s0", "s2"));
+  EXPECT_GT(Fillers(next), 0);
 }
 
 TEST_F(ChangeTest, AVersionThatWasKeptSinceTheServersWereAskedCounts) {
@@ -113,6 +132,17 @@ TEST_F(ChangeTest, AWishThatCannotBeIsNotHeededAndNothingChanges) {
   EXPECT_TRUE(model::SameTable(Opened(), first_));
   EXPECT_THAT(lines_, Contains(HasSubstr("the wish for 3 server(s), 's4' before others, without 's1', 2 copies of each "
                                          "chunk is not heeded, and its servers stay: ")));
+}
+
+// So it may be tried again and again.
+TEST_F(ChangeTest, AWishWithoutRoomIsGivenUpBeforeTheClaim) {
+  asks_ahead_ = true;
+  Wish(model::WishToReplace(first_, v1::Wish(), "s1", "s4"));
+  refusals_[4] = NoRoom();
+  EXPECT_TRUE(model::SameTable(Opened(), first_));
+  EXPECT_THAT(asked_, Each(EndsWith(" ahead")));
+  EXPECT_FALSE(change_->heeds_wish());
+  EXPECT_FALSE(change_->IsNeeded());
 }
 
 }  // namespace

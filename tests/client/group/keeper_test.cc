@@ -250,14 +250,18 @@ TEST_F(KeeperTest, AFailoverDoesNotWaitForASpareWhichJoinsLater) {
   Start();
   AwaitServers({"s0", "s2", "s3"});
   EXPECT_THAT(Opened(), ElementsAre(ElementsAre("s0", "s2"), ElementsAre("s0", "s2", "s3")));
-  EXPECT_THAT(Lines(), HasSubstr("server 's3' is registered at s3:7070 and does not answer; the job does without it"));
+  EXPECT_THAT(
+      Lines(),
+      HasSubstr("server 's3' is registered at s3:7070 and does not answer, or is not ready; the job does without it"));
 }
 
 TEST_F(KeeperTest, AWishSaysForWhomItWaits) {
   Set(3, [](Server* spare) { spare->hangs = {"Identify"}; });
   Wish(model::WishToAdd(servers_[0].open.table(), v1::Wish(), {"s3"}));
   Start();
-  AwaitLine("job 'job': server 's3' is registered at s3:7070 and does not answer; the wish for it waits until it does");
+  AwaitLine(
+      "job 'job': server 's3' is registered at s3:7070 and does not answer, or is not ready; the wish for it waits "
+      "until it does");
   Set(3, [](Server* spare) { spare->hangs.clear(); });
   AwaitServers({"s0", "s1", "s2", "s3"});
 }
