@@ -16,8 +16,8 @@ class Machine:
     """A bare Debian that has booted."""
 
     def __init__(self, mounts=(), data_mebibytes=0):
-        """`mounts`: pairs of a folder of this machine and where it is in the other, to read. `data_mebibytes`: size of a disk for the server's
-        data; 0: the data lie in the root."""
+        """`mounts`: pairs of a folder of this machine and where it is in the other, to read. `data_mebibytes`: size of a disk for the
+        server's data; 0: the data lie in the root."""
         self.root = containers.bare_root('root')
         containers.install_server(self.root)
         self.podman = containers.Podman()
