@@ -29,7 +29,7 @@ class Net {
     if (flying_.size() > kInFlightMax) flying_.erase(flying_.begin());
   }
   bool Deliver() {
-    std::vector<std::function<void()>>& from = !late_.empty() && random_->Percent(2) ? late_ : flying_;
+    std::vector<std::function<void()>>& from = !late_.empty() && random_->Percent(20) ? late_ : flying_;
     if (from.empty()) return false;
     std::swap(from[random_->Below(from.size())], from.back());
     const std::function<void()> message = std::move(from.back());

@@ -137,15 +137,38 @@ class Schedule {
     return true;
   }
 
-  // Aims at Opens that come when a newer group has fenced: groups end while they open the job, and a server is silent.
+  // Aims at Opens that come when a newer group has fenced, and at a step that all members but one have prepared. A
+  // group ends there; the next one gives the step up, and ends while its Opens are on their way; the one after that
+  // hears only who has the step.
   bool HastyFault() {
-    if (!groups_.back()->opening() || groups_.size() >= kGroupsMax || !random_.Percent(10)) return false;
-    net_.Delay();
-    groups_.back()->Kill();
+    Group& newest = *groups_.back();
+    if (groups_.size() >= kGroupsMax || !newest.training() || !random_.Percent(30)) return false;
+    const bool gives_up = groups_.size() == gives_up_;
+    Server* const lacks = LacksPrepared();
+    if (lacks == nullptr || newest.opening() != gives_up) return false;
+    if (gives_up) {
+      net_.Delay();
+      if (random_.Percent(80)) Crash(lacks, /*loses_all=*/false);
+    }
+    newest.Kill();
     Launch();
-    Server& server = Some();
-    if (server.up() && random_.Percent(50)) Crash(&server, /*loses_all=*/false);
+    if (!gives_up) gives_up_ = groups_.size();
     return true;
+  }
+
+  // The only member, if there is one, that has not prepared the step that the others have.
+  Server* LacksPrepared() {
+    Server* lacks = nullptr;
+    int prepared = 0;
+    for (const v1::Member& member : key_.table.members()) {
+      Server* const server = servers_[static_cast<size_t>(ServerOf(member.server_id()))].get();
+      if (server->up() && server->machine().DescribeProgress().has_prepared()) {
+        ++prepared;
+      } else {
+        lacks = server;
+      }
+    }
+    return lacks != nullptr && lacks->up() && prepared == key_.table.members_size() - 1 ? lacks : nullptr;
   }
 
   void Crash(Server* server, bool loses_all) {
@@ -397,6 +420,7 @@ class Schedule {
   Around around_;
   const bool damages_ = options_.seed % 4 == 0;  // states of chunks rot
   bool rough_ = false, hasty_ = false;
+  size_t gives_up_ = 0;  // how many groups there are when HastyFault has let one begin amid a step
   std::vector<int> wished_before_;
   Had had_[kServers];
   bool strict_ = false;     // two copies are wanted all the time
