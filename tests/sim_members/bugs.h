@@ -12,6 +12,7 @@ enum class Bug {
   kCasBlind,        // writes its table whatever the key has
   kOpenEarly,       // opens before the table is written
   kReadFirst,       // goes by a table that was read before the claim
+  kBlind,           // claims nothing, and goes by the newest Open that servers have
   kServersSay,      // goes by the newest Open that servers have, not by the key
   kAbortUnknown,    // gives up a step that a missing member may have prepared
   kSomePrepared,    // adopts a step that only some have prepared

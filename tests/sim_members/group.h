@@ -99,6 +99,8 @@ class Group {
   // group_members.cc: from the claim to the Open.
   void Again();
   void ReadKey();
+  const v1::OpenRequest* NewestOpen() const;  // null: no server has one
+  void GoBlind();
   void OnRead(const Key& key);
   void Claim(const Key& key);
   v1::FenceRequest FenceOf(const v1::Epoch& epoch) const;
@@ -141,6 +143,7 @@ class Group {
   int patience_ = 0;
   int stalled_ = 0;  // timeouts in this step
   bool waits_ = false;
+  bool blind_ = false;  // Bug::kBlind: this epoch is not in the key
 
   v1::Epoch epoch_;  // claimed, perhaps not open yet
   uint64_t revision_ = 0;

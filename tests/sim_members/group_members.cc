@@ -27,13 +27,25 @@ bool Group::Wanted(int server) const {
 // A new epoch: by a group that starts, or that was at work.
 void Group::Again() {
   phase_ = Phase::kRead;
+  blind_ = false;
   ++call_;
   waits_ = false;
   patience_ = 0;
   early_.reset();
 }
 
+const v1::OpenRequest* Group::NewestOpen() const {
+  const v1::OpenRequest* newest = nullptr;
+  for (const auto& server : *around_.servers) {
+    if (!server->up() || server->machine().plan() == nullptr) continue;
+    const v1::OpenRequest& open = server->machine().plan()->open();
+    if (newest == nullptr || model::Compare(open.epoch(), newest->epoch()) > 0) newest = &open;
+  }
+  return newest;
+}
+
 void Group::ReadKey() {
+  if (around_.bug == Bug::kBlind && phase_ == Phase::kRead && around_.random->Percent(20)) return GoBlind();
   around_.net->Post([this, call = call_] {
     const Key key = *around_.key;
     around_.net->Post([this, call, key] {
@@ -96,6 +108,22 @@ void Group::Claim(const Key& key) {
       phase_ = Phase::kRead;
     });
   });
+}
+
+void Group::GoBlind() {
+  const v1::OpenRequest* const newest = NewestOpen();
+  if (newest == nullptr) return;
+  uint64_t counter = std::max(newest->epoch().counter(), epoch_.counter());
+  for (const auto& server : *around_.servers) {
+    if (server->up()) counter = std::max(counter, server->machine().DescribeProgress().promised().counter());
+  }
+  epoch_.set_counter(counter + 1);
+  epoch_.set_nonce(around_.random->Next());
+  around_.oracle->AddEpoch(epoch_, &intent_);
+  answers_.clear();
+  table_ = newest->table();
+  blind_ = true;
+  phase_ = Phase::kFence;
 }
 
 v1::FenceRequest Group::FenceOf(const v1::Epoch& epoch) const {
@@ -168,12 +196,7 @@ std::vector<v1::GetJobResponse> Group::AnswersOfFence() const {
 void Group::TryResolve() {
   v1::Table table = table_;
   if (around_.bug == Bug::kServersSay) {
-    const v1::OpenRequest* newest = nullptr;
-    for (const auto& server : *around_.servers) {
-      if (!server->up() || server->machine().plan() == nullptr) continue;
-      const v1::OpenRequest& open = server->machine().plan()->open();
-      if (newest == nullptr || model::Compare(open.epoch(), newest->epoch()) > 0) newest = &open;
-    }
+    const v1::OpenRequest* const newest = NewestOpen();
     if (newest != nullptr) table_ = table = newest->table();
   }
   auto found = model::FindBase(table, JobLayout(), AnswersOfFence());
@@ -242,6 +265,10 @@ v1::Table Group::Plan(const v1::Table& now, const model::Found& found, const Ans
 
 void Group::Change(const model::Found& found) {
   found_ = found;
+  if (blind_) {
+    next_ = table_;
+    return Begin();
+  }
   next_ = Plan(table_, found, answers_);
   for (v1::Shard& shard : *next_.mutable_shards()) {
     if (around_.bug == Bug::kSettleEarly && shard.leaving_size() > 0 && shard.leaving_size() < shard.holders_size()) {

@@ -276,14 +276,20 @@ class Schedule {
 
   void Heal() {
     net_.Heal();
-    std::vector<int> alive;
+    std::vector<int> there;
     for (const auto& server : servers_) {
       if (server->gone()) continue;
       if (!server->up() && GoesOn()) Restart(server.get());
-      alive.push_back(server->index());
+      there.push_back(server->index());
     }
-    std::erase_if(wish_.servers, [&](int server) { return servers_[static_cast<size_t>(server)]->gone(); });
-    if (wish_.servers.empty()) wish_.servers = alive;
+    // A wish may go on naming servers that are gone, if it names others too.
+    if (WishedThere() == 0) wish_.servers = there;
+  }
+
+  size_t WishedThere() const {
+    return static_cast<size_t>(std::count_if(wish_.servers.begin(), wish_.servers.end(), [&](int server) {
+      return !servers_[static_cast<size_t>(server)]->gone();
+    }));
   }
 
   void Event() {
@@ -389,7 +395,7 @@ class Schedule {
     for (const model::Chunk& chunk : JobLayout().chunks()) {
       const v1::Shard& shard = model::ShardOf(key_.table, chunk.index);
       if (!shard.fillers().empty()) return "a change never ends";
-      const size_t wanted = std::min<size_t>(wish_.replicas, wish_.servers.size());
+      const size_t wanted = std::min<size_t>(wish_.replicas, WishedThere());
       if (static_cast<size_t>(shard.holders_size()) != wanted) return "copies are missing, or surplus ones stay";
       for (const uint32_t m : shard.holders()) {
         const Server& server =
