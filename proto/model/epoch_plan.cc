@@ -86,7 +86,7 @@ absl::Status CheckTableFits(const v1::OpenRequest& open) {
 // It must fit whole, or a step could be prepared and never decided.
 absl::Status CheckMessages(const EpochPlan& plan) {
   constexpr uint64_t kChunkBytes = 16, kSegmentBytes = 18, kStepCountBytes = 5, kBlobBytes = 2 * (64 << 10);
-  constexpr uint64_t kGroupBytes = 128;
+  constexpr uint64_t kGroupBytes = 128, kKeptBytes = 10;  // of a shard, as a varint
   std::vector<uint64_t> norms(static_cast<size_t>(plan.members().size()), 0);
   for (const Chunk& chunk : plan.layout().chunks()) {
     const uint64_t bytes = kChunkBytes + kSegmentBytes * chunk.segments.size();
@@ -94,7 +94,8 @@ absl::Status CheckMessages(const EpochPlan& plan) {
     for (const uint32_t filler : plan.fillers_of(chunk.index)) norms[filler] += bytes;
   }
   const uint64_t open = plan.open().ByteSizeLong() + kBlobBytes + kStepCountBytes * plan.layout().tensors().size() +
-                        kGroupBytes * plan.open().spec().group_count();
+                        kGroupBytes * plan.open().spec().group_count() +
+                        kKeptBytes * static_cast<uint64_t>(plan.open().table().shards_size());
   const uint64_t largest = *std::max_element(norms.begin(), norms.end());
   if (open + largest <= kMessageBytesMax) return absl::OkStatus();
   return BadOpen(
