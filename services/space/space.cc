@@ -14,6 +14,7 @@
 #include "ballast/services/journal/flushes.h"
 #include "ballast/services/journal/job_journal.h"
 #include "ballast/services/space/chunk_moves.h"
+#include "ballast/services/space/dry_run_answer.h"
 #include "ballast/services/space/prediction.h"
 #include "ballast/storage/store/log_reads.h"
 

@@ -11,7 +11,6 @@
 #include "ballast/services/journal/earlier_extents.h"
 #include "ballast/services/journal/log_length.h"
 #include "ballast/services/journal/log_records.h"
-#include "ballast/services/space/prediction.h"
 
 namespace ballast::services {
 namespace {
@@ -170,16 +169,6 @@ void Match(const SpaceState& state, SpaceNeed* need) {
     }
   }
   std::erase(spares, nullptr);
-}
-
-void AddTier(storage::TierKind kind, uint64_t state, uint64_t working, uint64_t other, uint64_t free,
-             v1::OpenResponse* answer) {
-  v1::PlannedTier* const tier = answer->add_tiers();
-  tier->set_tier(storage::TierName(kind));
-  tier->set_state_bytes(state);
-  tier->set_working_bytes(working);
-  tier->set_other_bytes(other);
-  tier->set_free_bytes(free);
 }
 
 }  // namespace
@@ -360,59 +349,6 @@ uint64_t SliceBytes(const storage::StateLayout& layout, uint64_t read_back_bytes
     }
   }
   return needed;
-}
-
-Retiled RetiledBy(const SpaceState& state, const SpaceNeed& need, const model::EpochPlan& plan, uint64_t free_dram) {
-  Retiled retiled;
-  HeldChunks held = need.held;
-  std::erase(held, nullptr);
-  if (!need.makes_store) {
-    const uint64_t needed = SliceBytes(state.store->layout(), state.read_back_bytes, plan, held, state.spares);
-    const uint64_t missing = needed - std::min(needed, state.memory->reserved_bytes());
-    // Beyond the budget the job's own state and working copies make room.
-    retiled.slice_bytes = std::min(missing, free_dram);
-  }
-  std::optional<JournalSize> size = SpillOf(need, plan, held);
-  // As a real Open does where all chunks are there.
-  if (need.wanted.logged() && (!need.wanted.elements.empty() || need.journal.segment_bytes == 0)) {
-    size = need.wanted.journal_size(need.journal.segment_bytes);
-  }
-  if (size.has_value()) retiled.journal_bytes = size->bytes() - std::min(size->bytes(), need.journal.bytes);
-  return retiled;
-}
-
-v1::OpenResponse DryRunAnswer(const SpaceNeed& need, const Retiled& retiled, const storage::PlanRequest& request,
-                              const storage::Plan& placed) {
-  v1::OpenResponse answer;
-  answer.set_plan(placed.Explain());
-  if (need.wanted.logged()) absl::StrAppend(answer.mutable_plan(), " ", need.wanted.ExplainLog());
-  const uint64_t staging = placed.state.nvme > 0                     ? request.staging_bytes
-                           : request.durable && placed.state.hbm > 0 ? request.flush_buffer_bytes
-                                                                     : 0;
-  const bool counted = need.wanted.logged() || placed.spill_bytes > 0;
-  storage::TierBytes other;
-  other.dram = placed.slice_bytes + placed.pull.bytes() + staging + retiled.slice_bytes;
-  other.nvme = request.nvme_fixed_bytes + (counted ? placed.spill_bytes : retiled.journal_bytes);
-  for (int i = 0; i < storage::kTierKinds; ++i) {
-    const auto kind = static_cast<storage::TierKind>(i);
-    const uint64_t durable = kind == storage::TierKind::kNvme ? placed.durable_bytes : 0;
-    AddTier(kind, placed.state[kind] + durable, placed.working[kind], other[kind], request.free[kind], &answer);
-  }
-  if (placed.prediction.has_value()) *answer.mutable_prediction() = PredictionMessage(*placed.prediction);
-  return answer;
-}
-
-v1::OpenResponse DryRunAnswer(const Retiled& retiled, const storage::TierBytes& free) {
-  v1::OpenResponse answer;
-  answer.set_plan("All of the job's chunks have their places here already.");
-  storage::TierBytes other;
-  other.dram = retiled.slice_bytes;
-  other.nvme = retiled.journal_bytes;
-  for (int i = 0; i < storage::kTierKinds; ++i) {
-    const auto kind = static_cast<storage::TierKind>(i);
-    AddTier(kind, 0, 0, other[kind], free[kind], &answer);
-  }
-  return answer;
 }
 
 }  // namespace ballast::services

@@ -1,5 +1,5 @@
 // The space that an Open needs on this server: a function of the job's space there, which takes nothing and never
-// waits. A dry run's answer is made from the need; a real Open takes the need (space.h).
+// waits. A dry run is answered from the need (dry_run_answer.h); a real Open takes the need (space.h).
 #pragma once
 
 #include <cstdint>
@@ -90,18 +90,5 @@ std::optional<JournalSize> SpillOf(const SpaceNeed& need, const model::EpochPlan
 // of the chunks suffices whatever the tiling.
 uint64_t SliceBytes(const storage::StateLayout& layout, uint64_t read_back_bytes, const model::EpochPlan& plan,
                     const HeldChunks& chunks, const HeldChunks& spares);
-
-// Further bytes that a real Open takes for the job's present chunks, as the plan cuts them; at most these, where the
-// DRAM budget is short and state or working copies make room. Missing chunks count a log themselves.
-struct Retiled {
-  uint64_t slice_bytes = 0;    // of DRAM
-  uint64_t journal_bytes = 0;  // of NVMe, for the log or the spill
-};
-Retiled RetiledBy(const SpaceState& state, const SpaceNeed& need, const model::EpochPlan& plan, uint64_t free_dram);
-
-// A dry run's answers: for missing chunks, placed by `placed`; and where nothing is missing, with `free` in the tiers.
-v1::OpenResponse DryRunAnswer(const SpaceNeed& need, const Retiled& retiled, const storage::PlanRequest& request,
-                              const storage::Plan& placed);
-v1::OpenResponse DryRunAnswer(const Retiled& retiled, const storage::TierBytes& free);
 
 }  // namespace ballast::services

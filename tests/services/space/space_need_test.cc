@@ -60,22 +60,6 @@ TEST_F(SpaceNeedTest, TheFirstOpenNeedsAStoreAndAllChunks) {
   EXPECT_FALSE(HasAll(state_, *plan));
 }
 
-TEST_F(SpaceNeedTest, ADryRunIsAnsweredFromTheNeedAndTakesNothing) {
-  const auto plan = PlanOf(Spec());
-  const SpaceNeed need = NeedOf(*plan);
-  const storage::TierBytes free = FreeOf(job_.tiers->usage(), need.freed);
-  const storage::PlanRequest request = RequestOf(need, *StoreOf(Spec()), free);
-  const absl::StatusOr<storage::Plan> placed = storage::MakePlan(request);
-  ASSERT_TRUE(placed.ok()) << placed.status();
-  const v1::OpenResponse answer = DryRunAnswer(need, RetiledBy(state_, need, *plan, free.dram), request, *placed);
-  ASSERT_EQ(answer.tiers_size(), storage::kTierKinds);
-  const v1::PlannedTier& dram = answer.tiers(static_cast<int>(storage::TierKind::kDram));
-  EXPECT_EQ(dram.state_bytes(), placed->state.dram);
-  EXPECT_GE(dram.other_bytes(), placed->slice_bytes);
-  EXPECT_EQ(dram.free_bytes(), uint64_t{64} << 20);
-  EXPECT_EQ(job_.tiers->used().dram, 0u);
-}
-
 TEST_F(SpaceNeedTest, AJobThatHasAllChunksNeedsNothing) {
   const auto plan = PlanOf(Spec());
   Adopt(plan);
