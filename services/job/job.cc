@@ -297,7 +297,7 @@ std::optional<absl::Status> Job::ReadyToSeal(const v1::SealRequest& request) {
   }
   BALLAST_RETURN_IF_ERROR(parts_->journal.MakeRoomForSeal(request));
   if (request.header().kind() != v1::STEP_KIND_RESTORE) return absl::OkStatus();
-  const absl::StatusOr<bool> checked = parts_->kept.Checked(request);
+  const absl::StatusOr<bool> checked = parts_->kept.checks().Checked(request);
   BALLAST_RETURN_IF_ERROR(checked.status());
   if (*checked) return absl::OkStatus();
   if (waits) return std::nullopt;

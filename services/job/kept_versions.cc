@@ -11,7 +11,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
-#include "ballast/proto/model/verdict.h"
 #include "ballast/services/job/kept_copies.h"
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/job_state/job_entry.h"
@@ -221,10 +220,7 @@ Outcome<v1::UnpinResponse> KeptVersions::TryUnpin(int64_t version) {
     PostUnpin(version);
     return std::nullopt;
   }
-  const auto check = checks_.find(version);
-  const bool unreadable =
-      check != checks_.end() && check->second.done &&
-      (absl::IsDataLoss(check->second.status) || model::ReasonOf(check->second.status) == model::kIo);
+  const bool unreadable = checks_.FoundUnreadable(version);
   if (unreadable && !pinning_.empty()) return std::nullopt;  // a pin being made may take its place
   BALLAST_ASSIGN_OR_RETURN(const bool stays, GiveUp(version, unreadable));
   if (!stays) return std::nullopt;
@@ -277,81 +273,9 @@ void KeptVersions::RunUnpin(int64_t version) {
     core_->mu.AssertHeld();
     if (erased.ok()) core_->state.SetKept(kept_bytes);
     unpinning_.erase(version);
-    checks_.erase(version);
+    checks_.Forget(version);
     core_->Moved();
     if (!erased.ok()) core_->Fail(erased, kCatalogRemedy, replies);
-  });
-}
-
-// Refuses an unreadable version while the job still has its state, before the restore would overwrite it.
-absl::StatusOr<bool> KeptVersions::Checked(const v1::SealRequest& request) {
-  const int64_t version = request.header().restored_version();
-  const model::EpochPlan* plan = core_->machine->plan();
-  // Whatever the machine refuses, or has prepared, needs no reading.
-  const bool of_epoch = plan != nullptr && model::Compare(plan->open().epoch(), request.epoch()) == 0;
-  if (!of_epoch || core_->machine->FindPin(version) == nullptr || core_->machine->prepared_durably() ||
-      request.step() != core_->machine->committed() + 1) {
-    return true;
-  }
-  const auto [found, fresh] = checks_.try_emplace(version);
-  Check& check = found->second;
-  if (fresh || (check.done && model::Compare(check.epoch, request.epoch()) != 0)) {
-    check = Check();
-    core_->worker->Post([this, version] { RunCheck(version); });
-  }
-  // A reading that outlasts its epoch serves the next epoch.
-  if (!check.done) {
-    check.epoch = request.epoch();
-    if (check.mends && !copies_->Mends(version)) {
-      check.mends = false;
-      check.mended = true;
-      core_->worker->Post([this, version] { RunCheck(version); });
-    }
-    return false;
-  }
-  BALLAST_RETURN_IF_ERROR(check.status);
-  return true;
-}
-
-void KeptVersions::RunCheck(int64_t version) {
-  const Working working(&core_->counters.steps.clock(), Stage::kPin);
-  std::shared_ptr<storage::ChunkStore> store;
-  bool lost = false, mended = false, mends = false;
-  {
-    JobMutexLock lock(&core_->mu);
-    if (!core_->Refusal().ok()) return;
-    store = core_->state.store();
-    lost = core_->machine->state_lost();
-    if (const auto check = checks_.find(version); check != checks_.end()) mended = check->second.mended;
-  }
-  const auto mend = [&](uint64_t chunk, const absl::Status& found) {
-    if (mended) return false;
-    JobMutexLock lock(&core_->mu);
-    const bool begun = copies_->Mend(version, chunk, found);
-    mends = mends || begun;
-    return begun;
-  };
-  // Without chunks there is nothing to read.
-  const absl::Status status = store == nullptr ? absl::OkStatus()
-                                               : store->VerifyPin(
-                                                     version, [this] { return core_->Interrupted(); }, mend);
-  core_->LockedOnWorker([&](Replies*) {
-    core_->mu.AssertHeld();
-    const auto check = checks_.find(version);
-    if (check == checks_.end()) return;
-    if (status.ok() && mends) {
-      check->second.mends = true;
-      return core_->Moved();
-    }
-    check->second.done = true;
-    check->second.status = model::Annotate(
-        status, absl::StrCat(
-                    "server '", core_->around.server_id, "' cannot restore version ", version, " of job '", core_->name,
-                    lost ? "', and has lost what came since; look after the disk and try again, or give the version up "
-                           "with `ballastctl unpin` and go back to an older one that all servers have"
-                         : "', which goes on from where it is; restore another version, and give this one up "
-                           "with `ballastctl unpin`"));
-    core_->Moved();
   });
 }
 

@@ -3,9 +3,9 @@
 //
 // Order of a pin: take the disk's space; write the chunks that are not on the disk at this version; write one entry of
 // the catalog with the places of all chunks. After a crash before the entry, there is no pin and the written extents
-// are free; after the entry, there is the pin. Before a restore is prepared, its whole pin is read. Order of an unpin:
-// the machine prepares no more restores of the version; the entry goes; the extents are free. With every-K no later
-// step is prepared before the pin of a step that is due is in the catalog.
+// are free; after the entry, there is the pin. Order of an unpin: the machine prepares no more restores of the version;
+// the entry goes; the extents are free. With every-K no later step is prepared before the pin of a step that is due is
+// in the catalog.
 //
 // A pin belongs to the epoch of its request. Once a newer group has fenced, no server completes the pin: it ends at its
 // next chunk, or is given up as soon as it is in the catalog. So after its Opens a group sees all pins of older groups.
@@ -18,6 +18,7 @@
 #include <set>
 
 #include "absl/status/statusor.h"
+#include "ballast/services/job/restore_checks.h"
 #include "ballast/services/job_state/job_mutex.h"
 #include "ballast/services/step/step_machine.h"
 #include "ballast/services/threads/reply.h"
@@ -37,16 +38,16 @@ class KeptCopies;
 class KeptVersions {
  public:
   KeptVersions(JobCore* core, const JobJournal* journal, Flushes* flushes, KeptCopies* copies)
-      : core_(core), journal_(journal), flushes_(flushes), copies_(copies) {}
+      : core_(core), journal_(journal), flushes_(flushes), copies_(copies), checks_(core, copies) {}
 
   // As the methods of StateServer, for durable pins. No lock held.
   void Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply)
       ABSL_LOCKS_EXCLUDED(job_lock);
   void Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller, Reply<v1::UnpinResponse> reply)
       ABSL_LOCKS_EXCLUDED(job_lock);
-  // Reads and verifies a pin as a whole, once per epoch, before its restore may be prepared. False while the reading
-  // goes on.
-  absl::StatusOr<bool> Checked(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
+
+  // Before a restore of one of them is prepared.
+  RestoreChecks& checks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) { return checks_; }
 
   // No other server keeps the version of a chunk that this one has to copy: it can be restored no more.
   void GiveUpIncomplete(int64_t version, uint64_t chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
@@ -63,14 +64,6 @@ class KeptVersions {
     std::optional<v1::Epoch> epoch;  // of the group that asks; none: a pin of the server's own
     bool done = false;
     absl::Status status;  // OK without a pin if the pin was given up: whoever waited looks again
-  };
-  // The newest verification of a pin whose restore was sealed.
-  struct Check {
-    v1::Epoch epoch;  // for which the result counts
-    bool done = false;
-    absl::Status status;
-    bool mends = false;   // waits for damaged bytes that are copied from other servers
-    bool mended = false;  // waited for them before
   };
 
   // `waiting_for`: the pinning that the request waits for; null before.
@@ -105,7 +98,6 @@ class KeptVersions {
   void RunPin(const v1::PinnedVersion& described, const std::shared_ptr<Pinning>& pinning);
   void RunAdoption(int64_t version, const std::shared_ptr<Pinning>& pinning);
   void RunUnpin(int64_t version);
-  void RunCheck(int64_t version);
   // Writes to the catalog who wants the pin: the server, a request, or both.
   absl::Status WriteWants(const v1::PinnedVersion& pin);
 
@@ -116,7 +108,7 @@ class KeptVersions {
   // Pins being made, and versions being unpinned; the machine knows the existing pins.
   std::map<int64_t, std::shared_ptr<Pinning>> pinning_ ABSL_GUARDED_BY(job_lock);
   std::set<int64_t> unpinning_ ABSL_GUARDED_BY(job_lock);
-  std::map<int64_t, Check> checks_ ABSL_GUARDED_BY(job_lock);  // by version
+  RestoreChecks checks_ ABSL_GUARDED_BY(job_lock);
 };
 
 }  // namespace ballast::services
