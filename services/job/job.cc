@@ -1,10 +1,8 @@
 #include "ballast/services/job/job.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/brief_open.h"
 #include "ballast/services/job/job_parts.h"
@@ -50,6 +48,7 @@ Job::Parts::Parts(const std::string& name, const JobSurroundings& surroundings, 
       pulls(&core, &read_pins, &damaged),
       loans(&core),
       exports(&core, &damaged),
+      seals(&core, &journal, &kept, &filling, &updates),
       copies(&core) {}
 
 Job::Job(const std::string& name, const JobSurroundings& surroundings, std::function<void(uint64_t)> expire)
@@ -77,6 +76,7 @@ Pushes& Job::pushes() { return parts_->pushes; }
 Pulls& Job::pulls() { return parts_->pulls; }
 Loans& Job::loans() { return parts_->loans; }
 Exports& Job::exports() { return parts_->exports; }
+Seals& Job::seals() { return parts_->seals; }
 const storage::Account& Job::account() const { return *parts_->core.around.account; }
 const JobCounters& Job::counters() const { return parts_->core.counters; }
 std::optional<storage::JobHolding> Job::Holding() const { return parts_->moves.Holding(); }
@@ -277,120 +277,6 @@ void Job::Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply) {
         return response;
       },
       absl::InfiniteFuture(), "", std::move(reply));
-}
-
-std::optional<absl::Status> Job::ReadyToSeal(const v1::SealRequest& request) {
-  const bool waits = request.wait_ms() > 0;
-  BALLAST_RETURN_IF_ERROR(parts_->core.Refusal());
-  // The machine refuses it, or answers with the decision: it waits for nothing.
-  if (!parts_->core.machine->CheckPromised(request.epoch()).ok()) return absl::OkStatus();
-  if (parts_->updates.full()) {
-    if (waits) return std::nullopt;
-    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                        absl::StrCat("the job's update queue is full (", parts_->updates.queued(), " steps)",
-                                     parts_->core.LeaseWait(), "; send the same seal again"));
-  }
-  if (parts_->filling.HoldsSteps()) {
-    if (waits) return std::nullopt;
-    return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                        "chunks are being copied to this server, and steps outrun them; send the same seal again");
-  }
-  BALLAST_RETURN_IF_ERROR(parts_->journal.MakeRoomForSeal(request));
-  if (request.header().kind() != v1::STEP_KIND_RESTORE) return absl::OkStatus();
-  const absl::StatusOr<bool> checked = parts_->kept.checks().Checked(request);
-  BALLAST_RETURN_IF_ERROR(checked.status());
-  if (*checked) return absl::OkStatus();
-  if (waits) return std::nullopt;
-  return model::Error(absl::StatusCode::kUnavailable, model::kBusy,
-                      "the pinned version is being read; send the same seal again");
-}
-
-namespace {
-
-// What the step waits for, as the rank hears it; made when the answer is sent.
-model::SealAnswer TellPending(uint32_t rank, const JobCore& core) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock) {
-  ++core.around.counters->told_pending;
-  return std::make_shared<model::SealAnswer::element_type>(core.machine->Pending(rank));
-}
-
-// A trainer's clock may say anything: a day is more than a step takes.
-TrainerTimes TimesOf(const v1::SealRequest& request) {
-  const auto time = [](uint64_t us) {
-    return std::min(absl::Microseconds(static_cast<int64_t>(std::min<uint64_t>(us, 1'000'000'000'000))),
-                    absl::Hours(24));
-  };
-  const v1::TrainerTimes& times = request.trainer_times();
-  return {time(times.compute_us()), time(times.pull_wait_us()), time(times.gather_us()), time(times.push_wait_us())};
-}
-
-}  // namespace
-
-void Job::NoteSealed(const v1::SealRequest& request) {
-  if (request.step() <= parts_->core.machine->committed()) return;  // it is decided: the answer says so
-  const uint32_t world_size = parts_->core.state.plan()->open().tiling().world_size();
-  if (request.rank() >= world_size) return;
-  parts_->core.counters.steps.Sealed(request.step(), request.attempt(), request.rank(), world_size, TimesOf(request));
-}
-
-bool Job::TrySeal(Sealing* sealing, Replies* replies) {
-  v1::SealRequest& request = sealing->request;
-  const std::optional<absl::Status> ready = ReadyToSeal(request);
-  if (!ready.has_value()) return false;
-  ++parts_->core.around.counters->evaluated_seals;
-  const bool agreed = parts_->core.machine->seals_agree();
-  absl::StatusOr<model::SealAnswer> answer =
-      ready->ok() ? parts_->core.machine->Seal(request) : absl::StatusOr<model::SealAnswer>(*ready);
-  if (!answer.ok()) {
-    // Different plans end the seals of all ranks. No other refusal changes what the others wait for.
-    if (agreed != parts_->core.machine->seals_agree()) parts_->core.Moved();
-    replies->push_back([reply = sealing->reply, status = answer.status()] { reply(status); });
-    return true;
-  }
-  parts_->journal.NoteSealed(request);
-  NoteSealed(request);
-  if (*answer == nullptr && request.wait_ms() > 0) {
-    if (parts_->core.machine->Filed(request)) {
-      request.clear_header();
-      request.clear_blobs();
-    }
-    return false;
-  }
-  if (*answer == nullptr) answer = TellPending(request.rank(), parts_->core);
-  if ((**answer)->has_prepared()) parts_->core.counters.steps.Prepared();
-  replies->push_back([reply = sealing->reply, answer = *std::move(answer)] { reply(answer); });
-  return true;
-}
-
-void Job::Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<model::SealAnswer> reply) {
-  const auto sealing = std::make_shared<Sealing>(Sealing{request, std::move(reply)});
-  const absl::Time patience = absl::Now() + absl::Milliseconds(request.wait_ms());
-  Waiter waiter;
-  waiter.limit = {std::min(limit.deadline, patience), limit.caller};
-  waiter.attempt = [this, sealing](Replies* replies) {
-    parts_->core.mu.AssertHeld();
-    return TrySeal(sealing.get(), replies);
-  };
-  waiter.expire = [this, sealing, late = limit.deadline < patience](Replies* replies) {
-    parts_->core.mu.AssertHeld();
-    if (late) {
-      replies->push_back([sealing, status = DeadlinePassed("the step to be prepared" + parts_->core.LeaseWait())] {
-        sealing->reply(status);
-      });
-    } else {
-      replies->push_back(
-          [sealing, answer = TellPending(sealing->request.rank(), parts_->core)] { sealing->reply(answer); });
-    }
-  };
-  waiter.refuse = [sealing](const absl::Status& status, Replies* replies) {
-    replies->push_back([sealing, status] { sealing->reply(status); });
-  };
-  auto seal = [this, sealing, waiter = std::move(waiter)](Replies* replies) mutable {
-    parts_->core.mu.AssertHeld();
-    if (TrySeal(sealing.get(), replies)) return;
-    waiter.bytes = sealing->request.ByteSizeLong();  // what is left of it
-    parts_->core.SubmitToMachine(std::move(waiter), replies);
-  };
-  parts_->core.EnterAnew(request.ByteSizeLong(), std::move(seal), sealing->reply);
 }
 
 void Job::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {

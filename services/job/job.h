@@ -31,6 +31,7 @@ class Exports;
 class Loans;
 class Pulls;
 class Pushes;
+class Seals;
 struct JobSurroundings;
 
 // A job's bytes of each tier, by part, for the status and for quotas.
@@ -59,17 +60,17 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void Fence(const v1::FenceRequest& request, const CallLimit& limit, Reply<v1::FenceResponse> reply);
   void Open(const v1::OpenRequest& request, const CallLimit& limit, Reply<v1::OpenResponse> reply);
   void Norm(const v1::NormRequest& request, Reply<v1::NormResponse> reply);
-  void Seal(const v1::SealRequest& request, const CallLimit& limit, Reply<model::SealAnswer> reply);
   void Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply);
   void Pin(const v1::PinRequest& request, const CallLimit& limit, Reply<v1::PinResponse> reply);
   void Unpin(const v1::UnpinRequest& request, std::shared_ptr<Caller> caller, Reply<v1::UnpinResponse> reply);
   void AwaitApplied(int64_t version, std::optional<uint32_t> unit, const CallLimit& limit,
                     Reply<v1::CommitResponse> reply);
-  // These parts have the verbs of the data path.
+  // These parts have the other verbs.
   Pushes& pushes();
   Pulls& pulls();
   Loans& loans();
   Exports& exports();
+  Seals& seals();
 
   v1::JobStatus Status() const;
   // All that the job takes; the tiers count it. On any thread.
@@ -119,18 +120,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
 
   // Chunks may be missing, or may be imported from now on.
   void ResumeFilling() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-
-  // A seal and where its answer goes.
-  struct Sealing {
-    v1::SealRequest request;  // once it is filed, without header and blobs
-    const Reply<model::SealAnswer> reply;
-  };
   v1::StepInFlight DescribeStepInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  void NoteSealed(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Evaluates the seal: false if it has to wait.
-  bool TrySeal(Sealing* sealing, Replies* replies) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
-  // Why the server cannot take the seal now, apart from what the machine says. None: it has to wait for that.
-  std::optional<absl::Status> ReadyToSeal(const v1::SealRequest& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 
   struct Parts;  // see job_parts.h
   const std::unique_ptr<Parts> parts_;

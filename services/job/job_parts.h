@@ -19,6 +19,7 @@
 #include "ballast/services/job/read_pins.h"
 #include "ballast/services/job/recovery.h"
 #include "ballast/services/job/scrub.h"
+#include "ballast/services/job/seals.h"
 #include "ballast/services/job/updates.h"
 #include "ballast/services/job_state/job_core.h"
 #include "ballast/services/job_state/job_entry.h"
@@ -63,6 +64,7 @@ struct Job::Parts {
   Pulls pulls;
   Loans loans;
   Exports exports;
+  Seals seals;
   Copies copies ABSL_GUARDED_BY(job_lock);
 };
 

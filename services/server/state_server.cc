@@ -9,6 +9,7 @@
 #include "ballast/services/job/pulls.h"
 #include "ballast/services/job/pushes.h"
 #include "ballast/services/job/scrubber.h"
+#include "ballast/services/job/seals.h"
 #include "ballast/services/server/server_state.h"
 #include "ballast/storage/tier/dram_tier.h"
 
@@ -301,7 +302,7 @@ void StateServer::Seal(const v1::SealRequest& request, const CallLimit& limit, R
   if (const absl::Status known = model::CheckKnown(request); !known.ok()) return reply(known);
   const auto job = impl_->Find(request.job());
   if (!job.ok()) return reply(job.status());
-  (*job)->Seal(request, limit, std::move(reply));
+  (*job)->seals().Seal(request, limit, std::move(reply));
 }
 
 void StateServer::Commit(const v1::CommitRequest& request, Reply<v1::CommitResponse> reply) {
