@@ -180,29 +180,6 @@ absl::Status Recovery::Replayer::LoadUndecided() {
   return absl::OkStatus();
 }
 
-absl::Status Recovery::CheckLife(const JobEntry& entry, uint64_t life, absl::string_view whose) const {
-  const auto refuse = [&](absl::string_view what, uint64_t other) {
-    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
-                        absl::StrCat(whose, " is of life ", ShowLife(life), " of job '", core_->name, "', and ", what,
-                                     " of life ", ShowLife(other),
-                                     ": one of the two is a copy from before the job was dropped and made again. Bring "
-                                     "back what belongs together; `ballastctl verify` lists it"));
-  };
-  if (entry.life.value_or(life) != life) return refuse("the catalog's entry", *entry.life);
-  for (const storage::DurableChunk& chunk : entry.chunks) {
-    if (chunk.life != life) return refuse(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
-  }
-  for (const v1::PinnedVersion& pin : entry.pins) {
-    if (pin.life() != 0 && pin.life() != life) {
-      return refuse(absl::StrCat("the catalog's pin of version ", pin.version()), pin.life());
-    }
-    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
-      if (chunk.life != life) return refuse(absl::StrCat("the catalog's pin of version ", pin.version()), chunk.life);
-    }
-  }
-  return absl::OkStatus();
-}
-
 absl::Status Recovery::Recover(const JobEntry& entry) {
   const absl::Time began = absl::Now();
   storage::ScannedLog scanned;
@@ -221,7 +198,7 @@ absl::Status Recovery::Recover(const JobEntry& entry) {
         absl::StatusCode::kDataLoss, model::kIo,
         absl::StrCat(journal_->log_path(), " is the log of job '", scanned.name, "', not of '", core_->name, "'"));
   }
-  BALLAST_RETURN_IF_ERROR(CheckLife(entry, scanned.life, journal_->log_path()));
+  BALLAST_RETURN_IF_ERROR(CheckLife(core_->name, entry, scanned.life, journal_->log_path()));
   BALLAST_RETURN_IF_ERROR(journal_->TakeRecovered(scanned.life, (*log)->file_bytes(), scanned.last_lsn));
   earlier_->AddChunks(entry.chunks);
   earlier_->AddPins(entry.pins);
@@ -369,7 +346,8 @@ absl::Status Recovery::ComeBack(const JobEntry& entry) {
   for (const v1::PinnedVersion& pin : entry.pins) {
     const uint64_t life = LifeOf(pin);
     if (life == 0) continue;
-    BALLAST_RETURN_IF_ERROR(CheckLife(entry, life, absl::StrCat("the catalog's pin of version ", pin.version())));
+    const std::string whose = absl::StrCat("the catalog's pin of version ", pin.version());
+    BALLAST_RETURN_IF_ERROR(CheckLife(core_->name, entry, life, whose));
     journal_->TakeLife(life);
     break;
   }

@@ -54,9 +54,6 @@ class Recovery {
  private:
   class Replayer;
 
-  // Takes on `life`, found in `whose`. A name may have stood for several jobs, one after the other, whose files must
-  // not be mixed: DATA_LOSS (DIVERGED) if the catalog names a different life.
-  absl::Status CheckLife(const JobEntry& entry, uint64_t life, absl::string_view whose) const;
   // The chunks of an Open of the earlier run, with the states that kept versions have of them.
   absl::StatusOr<HeldChunks> TakeChunks(const v1::OpenRequest& open) ABSL_LOCKS_EXCLUDED(job_lock);
   // After the first snapshot: DATA_LOSS if a chunk's durable version misses a change from before the snapshot.

@@ -224,4 +224,27 @@ absl::Status WriteLeastDram(storage::Catalog* catalog, absl::string_view job, ui
 
 std::string ShowLife(uint64_t life) { return absl::StrCat(absl::Hex(life, absl::kZeroPad16)); }
 
+absl::Status CheckLife(absl::string_view job, const JobEntry& entry, uint64_t life, absl::string_view whose) {
+  const auto refuse = [&](absl::string_view what, uint64_t other) {
+    return model::Error(absl::StatusCode::kDataLoss, model::kDiverged,
+                        absl::StrCat(whose, " is of life ", ShowLife(life), " of job '", job, "', and ", what,
+                                     " of life ", ShowLife(other),
+                                     ": one of the two is a copy from before the job was dropped and made again. Bring "
+                                     "back what belongs together; `ballastctl verify` lists it"));
+  };
+  if (entry.life.value_or(life) != life) return refuse("the catalog's entry", *entry.life);
+  for (const storage::DurableChunk& chunk : entry.chunks) {
+    if (chunk.life != life) return refuse(absl::StrCat("the catalog's chunk ", chunk.id), chunk.life);
+  }
+  for (const v1::PinnedVersion& pin : entry.pins) {
+    if (pin.life() != 0 && pin.life() != life) {
+      return refuse(absl::StrCat("the catalog's pin of version ", pin.version()), pin.life());
+    }
+    for (const storage::DurableChunk& chunk : PinnedChunks(pin)) {
+      if (chunk.life != life) return refuse(absl::StrCat("the catalog's pin of version ", pin.version()), chunk.life);
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace ballast::services

@@ -108,5 +108,8 @@ absl::Status WriteCommitted(storage::Catalog* catalog, absl::string_view job, in
 absl::Status WriteLeastDram(storage::Catalog* catalog, absl::string_view job, uint64_t bytes);
 // A life as messages and the catalog spell it.
 std::string ShowLife(uint64_t life);
+// Is all of the entry of `life`, which was found in `whose`? A name may have stood for several jobs, one after the
+// other, whose files must not be mixed: DATA_LOSS (DIVERGED) if the catalog names a different life.
+absl::Status CheckLife(absl::string_view job, const JobEntry& entry, uint64_t life, absl::string_view whose);
 
 }  // namespace ballast::services

@@ -7,6 +7,7 @@ namespace ballast::services {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 constexpr size_t kPrefixBytes = sizeof("job/job/") - 1;
@@ -59,6 +60,38 @@ TEST(JobEntry, TheKeyOfWantsComesBehindThePins) {
   EXPECT_GT(CatalogWanted(0), CatalogPin(std::numeric_limits<int64_t>::max()));
   EXPECT_NE(CatalogWanted(0).rfind(kCatalogPin, 0), 0u);
   EXPECT_THAT(PinPrefixes("job", 2), ElementsAre("job/job/" + CatalogPin(2), "job/job/" + CatalogWanted(2)));
+}
+
+// A name that was dropped and made again has another life.
+TEST(JobEntry, AllOfAnEntryIsOfOneLife) {
+  constexpr uint64_t kLife = 7, kOther = 8;
+  JobEntry entry;
+  EXPECT_EQ(CheckLife("job", entry, kLife, "the log"), absl::OkStatus()) << "nothing has a life";
+  entry.life = kLife;
+  entry.chunks.push_back({.life = kLife, .id = 3});
+  v1::PinnedVersion pin = PinOf(2, true, false);
+  pin.set_life(kLife);
+  pin.add_chunks(storage::DurableChunk{.life = kLife, .id = 3}.Encode());
+  entry.pins = {PinOf(1, true, false), pin};
+  EXPECT_EQ(CheckLife("job", entry, kLife, "the log"), absl::OkStatus()) << "an earlier version's pin has none";
+
+  const auto refused = [](const JobEntry& mixed) {
+    const absl::Status status = CheckLife("job", mixed, kLife, "the log");
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+    return std::string(status.message());
+  };
+  EXPECT_THAT(refused({.life = kOther}),
+              HasSubstr("the log is of life 0000000000000007 of job 'job', and the catalog's "
+                        "entry of life 0000000000000008"));
+  JobEntry mixed = entry;
+  mixed.chunks.push_back({.life = kOther, .id = 4});
+  EXPECT_THAT(refused(mixed), HasSubstr("the catalog's chunk 4 of life"));
+  mixed = entry;
+  mixed.pins[1].set_life(kOther);
+  EXPECT_THAT(refused(mixed), HasSubstr("the catalog's pin of version 2 of life"));
+  mixed = entry;
+  mixed.pins[1].add_chunks(storage::DurableChunk{.life = kOther, .id = 4}.Encode());
+  EXPECT_THAT(refused(mixed), HasSubstr("the catalog's pin of version 2 of life"));
 }
 
 }  // namespace
