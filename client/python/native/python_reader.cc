@@ -1,6 +1,5 @@
 #include "ballast/client/python/native/python_reader.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/client/python/native/arrays.h"
 #include "ballast/client/python/native/interrupt.h"
 #include "ballast/client/python/native/server.h"
 #include "ballast/client/python/native/status_error.h"
@@ -25,7 +25,6 @@ namespace {
 namespace nb = nanobind;
 using nb::literals::operator""_a;
 
-using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using Release = nb::call_guard<nb::gil_scoped_release>;
 
 // Calls block, and throw StatusError. Threads: one at a time.
