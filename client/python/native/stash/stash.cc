@@ -18,21 +18,10 @@ using storage::AlignUp;
 using storage::IoCompletion;
 using storage::IoRequest;
 using storage::NvmeExtent;
-using storage::NvmeRoom;
-using storage::TierKind;
 
 namespace {
 
-// DRAM and the file grow by this: page-locking and reserving are slow for small pieces.
-constexpr uint64_t kDramSlabBytes = uint64_t{64} << 20;
-constexpr uint64_t kRoomBytes = uint64_t{256} << 20;
 constexpr uint64_t kAnyPart = ~uint64_t{0};
-constexpr char kWhat[] = "what autograd saves";
-
-uint64_t FreeOf(const storage::Ledger& ledger, TierKind tier) {
-  const storage::TierUsage usage = ledger.usage();
-  return usage.budget[tier] - std::min(usage.budget[tier], usage.used[tier]);
-}
 
 }  // namespace
 
@@ -75,8 +64,7 @@ absl::StatusOr<absl::Span<const std::byte>> StashedPart::Hold() {
   return status;
 }
 
-Stash::Stash(const StashOptions& options)
-    : pid_(getpid()), ledger_(options.budget), dram_tier_(&ledger_, options.gpu) {}
+Stash::Stash(const StashOptions& options) : pid_(getpid()), space_(options.budget, options.gpu) {}
 
 absl::StatusOr<std::shared_ptr<Stash>> Stash::Open(const StashOptions& options) {
   std::shared_ptr<Stash> stash(new Stash(options));
@@ -93,8 +81,8 @@ absl::Status Stash::OpenFile(const StashOptions& options) {
   storage::Disk* const disk = options.disk == nullptr ? storage::SystemDisk() : options.disk;
   BALLAST_ASSIGN_OR_RETURN(auto file, disk->Open(options.path, storage::Disk::Mode::kEmptied));
   BALLAST_RETURN_IF_ERROR(disk->Remove(options.path));
-  nvme_ = storage::NvmeTier::OpenOn(std::move(file), &ledger_);
-  BALLAST_ASSIGN_OR_RETURN(storage::Arena memory, dram_tier_.Map(options.staging_bytes));
+  space_.UseFile(std::move(file));
+  BALLAST_ASSIGN_OR_RETURN(storage::Arena memory, space_.MapBesideBudget(options.staging_bytes));
   const absl::Span<std::byte> registered = memory.bytes();
   staging_.Add(std::move(memory));
   BALLAST_ASSIGN_OR_RETURN(
@@ -113,91 +101,12 @@ absl::Status Stash::CheckProcess() const {
 
 StashCounters Stash::counters() const {
   absl::MutexLock lock(&mutex_);
-  return counters_;
+  StashCounters counters = counters_;
+  counters.waited_seconds += space_.waited_seconds();
+  return counters;
 }
 
-// --- space
-
-absl::Span<std::byte> Stash::TakeDram(uint64_t bytes) {
-  if (const auto taken = dram_.Take(bytes); !taken.empty()) return taken;
-  const uint64_t slab =
-      std::min(kDramSlabBytes, FreeOf(ledger_, TierKind::kDram)) / storage::kIoAlignment * storage::kIoAlignment;
-  if (slab < bytes) return {};
-  // Another caller may have taken the budget meanwhile, or the system has no such memory: the part goes to the file.
-  auto lease = ledger_.Lease(TierKind::kDram, slab, kWhat);
-  if (!lease.ok()) return {};
-  auto memory = dram_tier_.Map(slab);
-  if (!memory.ok()) return {};
-  {
-    absl::MutexLock lock(&mutex_);
-    dram_leases_.push_back(*std::move(lease));
-  }
-  return dram_.AddAndTake(*std::move(memory), bytes);
-}
-
-absl::StatusOr<NvmeExtent> Stash::TakeExtent(uint64_t bytes) {
-  if (nvme_ == nullptr) {
-    const absl::Status status = ledger_.Lease(TierKind::kDram, bytes, kWhat).status();
-    if (!status.ok()) return status;
-    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
-                        absl::StrCat("the system has no ", bytes, " bytes of memory for ", kWhat,
-                                     " within the dram budget: lower dram, and give nvme"));
-  }
-  NvmeRoom room;
-  {
-    absl::MutexLock lock(&mutex_);
-    room = room_.Split(std::min(bytes, room_.bytes()));
-  }
-  const auto extent_from_room = [&]() -> absl::StatusOr<NvmeExtent> {
-    if (room.bytes() < bytes) {
-      BALLAST_ASSIGN_OR_RETURN(NvmeRoom more, MoreRoom(bytes - room.bytes()));
-      room.Join(std::move(more));
-    }
-    return nvme_->AllocateFrom(&room, bytes, kWhat);
-  };
-  absl::StatusOr<NvmeExtent> extent = extent_from_room();
-  absl::MutexLock lock(&mutex_);
-  room_.Join(std::move(room));
-  return extent;
-}
-
-absl::StatusOr<NvmeExtent> Stash::AwaitExtent(uint64_t bytes) {
-  absl::MutexLock turn(&extents_);
-  while (true) {
-    uint64_t seen = 0;
-    {
-      absl::MutexLock lock(&mutex_);
-      seen = recycled_;
-    }
-    absl::StatusOr<NvmeExtent> extent = TakeExtent(bytes);
-    if (extent.ok() || !absl::IsResourceExhausted(extent.status())) return extent;
-    absl::MutexLock lock(&mutex_);
-    while (recycled_ == seen && leaving_ > 0) Wait();
-    if (recycled_ == seen) return extent;
-  }
-}
-
-absl::StatusOr<NvmeRoom> Stash::MoreRoom(uint64_t bytes) {
-  const uint64_t ahead =
-      std::min(kRoomBytes, FreeOf(ledger_, TierKind::kNvme) / storage::kIoAlignment * storage::kIoAlignment);
-  absl::StatusOr<NvmeRoom> room = nvme_->Promise(std::max(bytes, ahead), kWhat);
-  if (!room.ok() && ahead > bytes) room = nvme_->Promise(bytes, kWhat);
-  if (room.ok()) return room;
-  const storage::TierUsage usage = ledger_.usage();
-  return model::Annotate(
-      room.status(), absl::StrCat("the stash has ", usage.used.dram, " of ", usage.budget.dram, " bytes of dram and ",
-                                  usage.used.nvme, " of ", usage.budget.nvme, " bytes of nvme in use"));
-}
-
-void Stash::Recycle(NvmeExtent extent) {
-  if (extent.bytes() == 0) return;
-  NvmeRoom room = extent.TakeRoom();
-  absl::MutexLock lock(&mutex_);
-  room_.Join(std::move(room));
-  --leaving_;
-  ++recycled_;
-  changed_.SignalAll();
-}
+// --- staging
 
 absl::Span<std::byte> Stash::TryStaging(uint64_t bytes, uint64_t before) {
   while (true) {
@@ -249,7 +158,11 @@ NvmeExtent Stash::Settle(Parts::iterator part) {
 NvmeExtent Stash::Erase(Parts::iterator part) {
   Part gone = std::move(part->second);
   const bool in_dram = gone.extent.bytes() == 0;
-  if (!gone.memory.empty()) (in_dram ? dram_ : staging_).Return(gone.memory);
+  if (in_dram) {
+    space_.ReturnDram(gone.memory);
+  } else if (!gone.memory.empty()) {
+    staging_.Return(gone.memory);
+  }
   (in_dram ? counters_.dram : counters_.nvme) -= AlignUp(gone.bytes);
   clean_.erase(part->first);
   in_file_.erase(part->first);
@@ -267,10 +180,10 @@ absl::StatusOr<StashedPart> Stash::Begin(uint64_t bytes) {
                         absl::StrCat("a part of ", bytes, " bytes: expected 1 to ", kPartBytesMax));
   }
   const uint64_t space = AlignUp(bytes);
-  Part part{.bytes = bytes, .memory = TakeDram(space)};
+  Part part{.bytes = bytes, .memory = space_.TakeDram(space)};
   const bool in_dram = !part.memory.empty();
   if (!in_dram) {
-    BALLAST_ASSIGN_OR_RETURN(part.extent, AwaitExtent(space));
+    BALLAST_ASSIGN_OR_RETURN(part.extent, space_.TakeExtent(space));
   }
   NvmeExtent unused;
   absl::Status failed;
@@ -286,9 +199,9 @@ absl::StatusOr<StashedPart> Stash::Begin(uint64_t bytes) {
     }
     failed = write_failed_;
     unused = std::move(part.extent);
-    ++leaving_;
+    space_.Leaves();
   }
-  Recycle(std::move(unused));
+  space_.Return(std::move(unused));
   return failed;
 }
 
@@ -308,7 +221,7 @@ void Stash::Finish(uint64_t number, uint32_t crc32c) {
   part.where = Part::Where::kWriting;
   part.crc32c = crc32c;
   disk_->Hand({.kind = IoRequest::Kind::kWrite,
-               .file = &nvme_->file(),
+               .file = space_.file(),
                .offset = part.extent.offset(),
                .buffer = part.memory,
                .tag = number},
@@ -326,11 +239,11 @@ void Stash::Drop(uint64_t number) {
     absl::MutexLock lock(&mutex_);
     const auto part = parts_.find(number);
     part->second.dropped = true;
-    if (part->second.extent.bytes() > 0) ++leaving_;
+    if (part->second.extent.bytes() > 0) space_.Leaves();
     if (part->second.in_transfer() && disk_->Withdraw(number)) part->second.where = Part::Where::kFile;
     freed = Settle(part);
   }
-  Recycle(std::move(freed));
+  space_.Return(std::move(freed));
 }
 
 // --- taking back
@@ -342,7 +255,7 @@ void Stash::StartRead(Parts::iterator part, absl::Span<std::byte> memory, DiskTh
   part->second.taken = false;
   part->second.memory = memory;
   disk_->Hand({.kind = IoRequest::Kind::kRead,
-               .file = &nvme_->file(),
+               .file = space_.file(),
                .offset = part->second.extent.offset(),
                .buffer = memory,
                .tag = part->first},
@@ -381,7 +294,7 @@ void Stash::Transferred(const IoCompletion& completion) {
     }
     freed = Settle(found);
   }
-  Recycle(std::move(freed));
+  space_.Return(std::move(freed));
 }
 
 absl::StatusOr<Stash::Held> Stash::Hold(uint64_t number) {
@@ -422,7 +335,7 @@ void Stash::Release(uint64_t number) {
     found->second.taken = true;
     freed = Settle(found);
   }
-  Recycle(std::move(freed));
+  space_.Return(std::move(freed));
 }
 
 absl::Status Stash::Compare(uint64_t number, const Held& held, uint32_t came) const {
@@ -430,7 +343,7 @@ absl::Status Stash::Compare(uint64_t number, const Held& held, uint32_t came) co
   absl::MutexLock lock(&mutex_);
   return model::Error(
       absl::StatusCode::kDataLoss, model::kChecksum,
-      absl::StrCat("what autograd saved comes back damaged from ", nvme_->file().path(), ": ", held.bytes.size(),
+      absl::StrCat("what autograd saved comes back damaged from ", space_.file()->path(), ": ", held.bytes.size(),
                    " bytes at offset ", parts_.at(number).extent.offset(), " have CRC-32C ", absl::Hex(came),
                    ", written were ", absl::Hex(*held.crc32c), "; run the step again, and check the disk"));
 }

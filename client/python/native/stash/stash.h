@@ -26,7 +26,6 @@
 #include <set>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -34,9 +33,8 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "ballast/client/python/native/stash/disk_thread.h"
+#include "ballast/client/python/native/stash/stash_space.h"
 #include "ballast/storage/memory/slabs.h"
-#include "ballast/storage/tier/dram_tier.h"
-#include "ballast/storage/tier/ledger.h"
 #include "ballast/storage/tier/nvme_tier.h"
 
 namespace ballast::stash {
@@ -121,7 +119,7 @@ class Stash : public std::enable_shared_from_this<Stash> {
 
   StashCounters counters() const;
   // Empty, or why transfers go through the page cache.
-  std::string buffered_because() const { return nvme_ == nullptr ? "" : nvme_->file().buffered_because(); }
+  std::string buffered_because() const { return space_.file() == nullptr ? "" : space_.file()->buffered_because(); }
   // True in the process that opened the Stash. A forked child has neither its memory nor its thread.
   bool own() const;
 
@@ -150,15 +148,6 @@ class Stash : public std::enable_shared_from_this<Stash> {
 
   explicit Stash(const StashOptions& options);
   absl::Status OpenFile(const StashOptions& options);
-  // Empty if the budget is spent.
-  absl::Span<std::byte> TakeDram(uint64_t bytes);
-  absl::StatusOr<storage::NvmeExtent> TakeExtent(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  absl::StatusOr<storage::NvmeRoom> MoreRoom(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  // As TakeExtent. While parts that were dropped still leave, their space counts as there: waits for it.
-  absl::StatusOr<storage::NvmeExtent> AwaitExtent(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  // The room of an extent that leaves is for later parts.
-  void Recycle(storage::NvmeExtent extent) ABSL_LOCKS_EXCLUDED(mutex_);
-
   // Staging memory; takes clean memory of parts below `before`. Empty if there is none.
   absl::Span<std::byte> TryStaging(uint64_t bytes, uint64_t before) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Span<std::byte> AwaitStaging(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -169,8 +158,8 @@ class Stash : public std::enable_shared_from_this<Stash> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ReadAhead(uint64_t before) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // A holder or a transfer ended, or the part was dropped. Once nobody uses the part: erases a dropped part and returns
-  // its extent, to be recycled without the lock. Staging memory of a part in the file becomes clean, or goes if the
-  // part was taken.
+  // its extent, which goes to `space_` without the lock. Staging memory of a part in the file becomes clean, or goes if
+  // the part was taken.
   storage::NvmeExtent Settle(Parts::iterator part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   storage::NvmeExtent Erase(Parts::iterator part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -191,25 +180,18 @@ class Stash : public std::enable_shared_from_this<Stash> {
   absl::Status CheckProcess() const;
 
   const pid_t pid_;
-  storage::Ledger ledger_;
-  storage::DramTier dram_tier_;
-  storage::Slabs dram_, staging_;
-  std::unique_ptr<storage::NvmeTier> nvme_;  // null without a budget
+  StashSpace space_;
+  storage::Slabs staging_;
 
-  absl::Mutex extents_;  // callers that take space of the file take turns; before mutex_
   mutable absl::Mutex mutex_;
-  absl::CondVar changed_;                                                  // a transfer or a holder ended
-  std::vector<storage::BudgetLease> dram_leases_ ABSL_GUARDED_BY(mutex_);  // of the slabs of dram_
-  storage::NvmeRoom room_ ABSL_GUARDED_BY(mutex_);                         // space of the file without a part
-  Parts parts_ ABSL_GUARDED_BY(mutex_);                                    // by number, in the order of Put
+  absl::CondVar changed_;                // a transfer or a holder ended
+  Parts parts_ ABSL_GUARDED_BY(mutex_);  // by number, in the order of Put
   // Numbers of parts that are in the file and nowhere else: to be read ahead, or taken before.
   std::set<uint64_t> in_file_ ABSL_GUARDED_BY(mutex_), taken_ ABSL_GUARDED_BY(mutex_);
   std::set<uint64_t> clean_ ABSL_GUARDED_BY(mutex_);  // in the file and in staging, without holders
   uint64_t next_ ABSL_GUARDED_BY(mutex_) = 0;
   // Parts below are read ahead as staging memory comes free: backward's place. 0: forward goes on.
   uint64_t ahead_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint64_t leaving_ ABSL_GUARDED_BY(mutex_) = 0;   // extents of dropped parts that are not in room_ yet
-  uint64_t recycled_ ABSL_GUARDED_BY(mutex_) = 0;  // extents that came to room_
   absl::Status write_failed_ ABSL_GUARDED_BY(mutex_);
   StashCounters counters_ ABSL_GUARDED_BY(mutex_);
   std::unique_ptr<DiskThread> disk_;  // null without a budget for NVMe; ends before all that its transfers use
