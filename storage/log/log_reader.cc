@@ -11,7 +11,7 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/storage/log/meta_reader.h"
 #include "ballast/storage/log/payload_reader.h"
-#include "ballast/storage/memory/arena.h"
+#include "ballast/storage/log/scan_reader.h"
 
 namespace ballast::storage {
 namespace {
@@ -24,7 +24,7 @@ bool IsBlank(absl::Span<const std::byte> block) {
 
 class Scan {
  public:
-  Scan(const BlockFile& file, std::atomic<uint64_t>* read_bytes) : file_(file), read_bytes_(read_bytes) {}
+  Scan(const BlockFile& file, std::atomic<uint64_t>* read_bytes) : file_(file), reader_(&file, read_bytes) {}
 
   absl::StatusOr<ScannedLog> Run();
 
@@ -52,16 +52,10 @@ class Scan {
     bool Add(const FoundBatch& batch);
   };
 
-  absl::StatusOr<absl::Span<const std::byte>> Read(uint64_t offset, uint64_t bytes);
-  // Reads one of two copies, and perhaps more, but not beyond `limit`. If the disk cannot read the copy: empty, and the
-  // error goes to `unreadable_`.
-  absl::StatusOr<absl::Span<const std::byte>> ReadCopy(uint64_t offset, uint64_t bytes, uint64_t limit);
   absl::Status ReadFileHead();
   absl::Status ReadMarks();
   absl::Status ReadSegmentHead(uint64_t index);
   absl::Status ReadBatches(FoundSegment& segment);
-  // The batch that begins at `offset`, if its first copy is whole.
-  absl::StatusOr<std::optional<ReadBatch>> ReadBatchAt(uint64_t offset, uint64_t limit, const SegmentHead& segment);
   // Finds all batches of this incarnation with their start or their second copy at or behind `offset`.
   absl::Status Search(FoundSegment& segment, uint64_t offset, uint64_t limit);
   // The same within `blocks`, read from `offset`.
@@ -85,46 +79,18 @@ class Scan {
     oldest_ = std::max(oldest_, oldest);
   }
 
-  void Count(uint64_t bytes) {
-    const uint64_t counted = std::min(bytes, log_.file_bytes - log_.read_bytes);
-    log_.read_bytes += counted;
-    if (read_bytes_ != nullptr) *read_bytes_ += counted;
-  }
-
   const BlockFile& file_;
-  Arena buffer_;                                                        // of payloads, and of a search
-  MetaReader metas_{&file_, [this](uint64_t bytes) { Count(bytes); }};  // of everything else
-  std::atomic<uint64_t>* const read_bytes_;
+  ScanReader reader_;
   ScannedLog log_;
   uint64_t oldest_ = 0;
   uint64_t oldest_kept_ = 0;  // oldest_ according to `log_.batches` and their segments
   bool marked_ = false;
   uint64_t marked_incarnation_ = 0;
   std::map<uint64_t, FoundSegment> segments_;  // by incarnation
-  // Errors for unreadable blocks, by offset. Most disks report rot as EIO; but a block may be readable the
-  // next time, so an unreadable block is never taken for the end of the log.
-  std::map<uint64_t, absl::Status> unreadable_;
 };
 
-absl::StatusOr<absl::Span<const std::byte>> Scan::Read(uint64_t offset, uint64_t bytes) {
-  if (bytes > buffer_.bytes().size()) {
-    BALLAST_ASSIGN_OR_RETURN(buffer_, Arena::Map(bytes));
-  }
-  const absl::Span<std::byte> to = buffer_.bytes().subspan(0, bytes);
-  BALLAST_RETURN_IF_ERROR(file_.Read(offset, to));
-  Count(bytes);
-  return absl::Span<const std::byte>(to);
-}
-
-absl::StatusOr<absl::Span<const std::byte>> Scan::ReadCopy(uint64_t offset, uint64_t bytes, uint64_t limit) {
-  absl::StatusOr<absl::Span<const std::byte>> read = metas_.Read(offset, bytes, limit);
-  if (!absl::IsInternal(read.status())) return read;
-  unreadable_.emplace(offset, read.status());
-  return absl::Span<const std::byte>();
-}
-
 absl::Status Scan::ReadFileHead() {
-  BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, file_.Size());
+  BALLAST_ASSIGN_OR_RETURN(const uint64_t bytes, reader_.Begin());
   log_.file_bytes = bytes;
   if (bytes < kLogBlock) {
     if (bytes > 0) return RottenLog(file_, absl::StrCat("only ", bytes, " bytes are left of it"));
@@ -134,7 +100,7 @@ absl::Status Scan::ReadFileHead() {
   for (int copy = 0; copy < 2; ++copy) {
     const uint64_t at = static_cast<uint64_t>(copy) * kLogBlock;
     if (at + kLogBlock > bytes) break;
-    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock, at + kLogBlock));
+    BALLAST_ASSIGN_OR_RETURN(const auto block, reader_.ReadCopy(at, kLogBlock, at + kLogBlock));
     blank = blank && IsBlank(block);
     FileHead head;
     if (block.empty() || !DecodeHead(block, &head)) continue;
@@ -151,7 +117,7 @@ absl::Status Scan::ReadFileHead() {
     log_.segment_count = (bytes - kLogFirstSegment) / log_.segment_bytes;
     return absl::OkStatus();
   }
-  if (!unreadable_.empty()) return unreadable_.begin()->second;
+  BALLAST_RETURN_IF_ERROR(reader_.UnreadFrom(0));
   // The head is written last: without it there never was a log.
   if (blank) return model::Error(absl::StatusCode::kNotFound, model::kIo, absl::StrCat(file_.path(), " holds no log"));
   return RottenLog(file_, "it is cut off, or both copies of its head, at offsets 0 and 4096, are damaged");
@@ -159,15 +125,14 @@ absl::Status Scan::ReadFileHead() {
 
 absl::Status Scan::ReadMarks() {
   for (const uint64_t at : {2 * kLogBlock, 3 * kLogBlock}) {
-    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock, at + kLogBlock));
+    BALLAST_ASSIGN_OR_RETURN(const auto block, reader_.ReadCopy(at, kLogBlock, at + kLogBlock));
     LogMark mark;
     if (block.empty() || !DecodeHead(block, &mark)) continue;
     Note(mark.synced_batch, 0);
     marked_ = true;
     marked_incarnation_ = std::max(marked_incarnation_, mark.incarnation);
   }
-  const auto unread = unreadable_.lower_bound(2 * kLogBlock);
-  return marked_ || unread == unreadable_.end() ? absl::OkStatus() : unread->second;
+  return marked_ ? absl::OkStatus() : reader_.UnreadFrom(2 * kLogBlock);
 }
 
 absl::Status Scan::ReadSegmentHead(uint64_t index) {
@@ -176,17 +141,14 @@ absl::Status Scan::ReadSegmentHead(uint64_t index) {
   bool blank = false;  // a copy was never written, so no sync has covered the second copy either
   for (uint64_t copy = 0; copy < 2; ++copy) {
     const uint64_t at = begin + copy * kLogBlock;
-    BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock, begin + kSegmentHeadBytes));
+    BALLAST_ASSIGN_OR_RETURN(const auto block, reader_.ReadCopy(at, kLogBlock, begin + kSegmentHeadBytes));
     if (block.empty()) continue;
     blank = blank || IsBlank(block);
     SegmentHead head;
     // A torn rewrite leaves an old copy beside a new one.
     if (DecodeHead(block, &head) && head.incarnation > newest.incarnation) newest = head;
   }
-  if (newest.incarnation == 0) {
-    const auto unread = unreadable_.lower_bound(begin);
-    return blank || unread == unreadable_.end() ? absl::OkStatus() : unread->second;
-  }
+  if (newest.incarnation == 0) return blank ? absl::OkStatus() : reader_.UnreadFrom(begin);
   log_.last_incarnation = std::max(log_.last_incarnation, newest.incarnation);
   Note(newest.synced_batch, newest.oldest_incarnation);
   if (!segments_.emplace(newest.incarnation, FoundSegment{.index = index, .head = newest, .batches = {}}).second) {
@@ -195,32 +157,17 @@ absl::Status Scan::ReadSegmentHead(uint64_t index) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::optional<ReadBatch>> Scan::ReadBatchAt(uint64_t offset, uint64_t limit,
-                                                           const SegmentHead& segment) {
-  if (limit - offset < kLogBlock) return std::nullopt;
-  BALLAST_ASSIGN_OR_RETURN(auto meta, ReadCopy(offset, kLogBlock, limit));
-  ReadBatch batch;
-  if (meta.empty() || !DecodeBatchHead(meta, offset, limit, &batch.head)) return std::nullopt;
-  if (batch.head.incarnation != segment.incarnation || batch.head.salt != segment.salt) return std::nullopt;
-  const uint64_t bytes = batch.head.meta_bytes;
-  if (bytes > kLogBlock) {
-    BALLAST_ASSIGN_OR_RETURN(meta, ReadCopy(offset, bytes, limit));
-  }
-  if (meta.empty() || !DecodeMeta(meta, &batch)) return std::nullopt;
-  return batch;
-}
-
 absl::Status Scan::Search(FoundSegment& segment, uint64_t offset, uint64_t limit) {
   for (uint64_t bytes = 0; offset < limit; offset += bytes) {
     bytes = std::min(kBufferBytes, limit - offset);
-    const auto blocks = Read(offset, bytes);
+    const auto blocks = reader_.Read(offset, bytes);
     if (blocks.ok()) {
       BALLAST_RETURN_IF_ERROR(SearchBlocks(segment, *blocks, offset, limit));
       continue;
     }
     if (!absl::IsInternal(blocks.status())) return blocks.status();
     for (uint64_t at = offset; at < offset + bytes; at += kLogBlock) {
-      BALLAST_ASSIGN_OR_RETURN(const auto block, ReadCopy(at, kLogBlock, at + kLogBlock));
+      BALLAST_ASSIGN_OR_RETURN(const auto block, reader_.ReadCopy(at, kLogBlock, at + kLogBlock));
       BALLAST_RETURN_IF_ERROR(SearchBlocks(segment, block, at, limit));
     }
   }
@@ -235,7 +182,7 @@ absl::Status Scan::SearchBlocks(FoundSegment& segment, absl::Span<const std::byt
     if (DecodeBatchHead(blocks.subspan(at, kLogBlock), offset + at, limit, &head)) candidates.push_back(offset + at);
   }
   for (const uint64_t at : candidates) {
-    BALLAST_ASSIGN_OR_RETURN(std::optional<ReadBatch> batch, ReadBatchAt(at, limit, segment.head));
+    BALLAST_ASSIGN_OR_RETURN(std::optional<ReadBatch> batch, reader_.ReadBatchAt(at, limit, segment.head));
     if (!batch.has_value() || batch->head.batch < segment.head.first_batch) continue;
     Note(batch->head.synced_batch, batch->head.oldest_incarnation);
     if (segment.Add(Found(*batch)) && batch->head.copy == 1) ++log_.repaired_blocks;
@@ -248,7 +195,7 @@ absl::Status Scan::ReadBatches(FoundSegment& segment) {
   const uint64_t limit = begin + log_.segment_bytes;
   uint64_t at = begin + kSegmentHeadBytes;
   for (uint64_t expected = segment.head.first_batch; expected < segment.end_batch; ++expected) {
-    BALLAST_ASSIGN_OR_RETURN(std::optional<ReadBatch> batch, ReadBatchAt(at, limit, segment.head));
+    BALLAST_ASSIGN_OR_RETURN(std::optional<ReadBatch> batch, reader_.ReadBatchAt(at, limit, segment.head));
     if (!batch.has_value() || batch->head.batch != expected) return Search(segment, at, limit);
     Note(batch->head.synced_batch, batch->head.oldest_incarnation);
     at = batch->end;
@@ -287,7 +234,7 @@ absl::StatusOr<bool> Scan::PayloadsWhole(const FoundBatch& found, const FoundSeg
   which.incarnation = segment.head.incarnation;
   which.salt = segment.head.salt;
   const uint64_t limit = kLogFirstSegment + (segment.index + 1) * log_.segment_bytes;
-  BALLAST_ASSIGN_OR_RETURN(const std::optional<ReadBatch> batch, ReadBatchOf(&metas_, which, limit));
+  BALLAST_ASSIGN_OR_RETURN(const std::optional<ReadBatch> batch, ReadBatchOf(&reader_.metas(), which, limit));
   if (!batch.has_value()) {
     // A torn batch would have been torn before.
     return RottenLog(file_, absl::StrCat("batch ", found.number, " at offset ", found.offset,
@@ -295,7 +242,7 @@ absl::StatusOr<bool> Scan::PayloadsWhole(const FoundBatch& found, const FoundSeg
   }
   for (const ReadRecord& record : batch->records) {
     if (record.payload.bytes == 0) continue;
-    const auto bytes = Read(record.payload.offset, AlignUp(record.payload.bytes));
+    const auto bytes = reader_.Read(record.payload.offset, AlignUp(record.payload.bytes));
     // An unreadable payload is not known to be torn: its reader gets the error later, and if the rank still has the
     // gradient the slice is pushed again.
     if (absl::IsInternal(bytes.status())) continue;
@@ -365,8 +312,7 @@ absl::Status Scan::LinkAll() {
     BALLAST_RETURN_IF_ERROR(LinkSegment(segment, &chain));
   }
   // The next batch may exist in an unreadable block: nobody may write over this block while the disk cannot read it.
-  const auto unread = unreadable_.find(chain.end);
-  if (chain.end > 0 && unread != unreadable_.end()) return unread->second;
+  if (chain.end > 0) BALLAST_RETURN_IF_ERROR(reader_.UnreadAt(chain.end));
   if (log_.last_batch >= log_.synced_batch) return absl::OkStatus();
   return RottenLog(file_, absl::StrFormat("batch %d cannot be read, and all up to %d were durable", log_.last_batch + 1,
                                           log_.synced_batch));
@@ -402,6 +348,7 @@ absl::StatusOr<ScannedLog> Scan::Run() {
     oldest_ = oldest_kept_;
     BALLAST_RETURN_IF_ERROR(LinkAll());
   }
+  log_.read_bytes = reader_.read_bytes();
   return std::move(log_);
 }
 
