@@ -8,6 +8,8 @@
 #include "ballast/client/group/change_lines.h"
 #include "ballast/client/group/fencing.h"
 #include "ballast/client/group/opens.h"
+#include "ballast/client/transport/answers.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/epoch_plan.h"
@@ -217,8 +219,8 @@ absl::StatusOr<Sight> Change::Look(const v1::JobSpec& spec, absl::Time deadline)
   BALLAST_RETURN_IF_ERROR(ReadWish(deadline));
   v1::GetJobRequest ask;
   ask.set_job(options_.job);
-  const auto asked =
-      router_->Ask(&Transport::GetJob, absl::StrCat("GetJob of job '", options_.job, "'"), ask, deadline);
+  const auto asked = AskAll<v1::GetJobRequest, v1::GetJobResponse>(
+      router_, &Transport::GetJob, absl::StrCat("GetJob of job '", options_.job, "'"), ask, deadline);
   const auto await = [&](const std::vector<bool>& needed, absl::Time until) {
     return asked->Await(needed, grace_, until);
   };

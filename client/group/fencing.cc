@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/client/transport/tally.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
@@ -85,13 +86,13 @@ absl::StatusOr<v1::FenceRequest> Fencing::Begin(bool expect_empty, absl::Time de
 
 absl::StatusOr<std::shared_ptr<Answers<v1::FenceResponse>>> Fencing::Ask(bool expect_empty, absl::Time deadline) {
   BALLAST_ASSIGN_OR_RETURN(const v1::FenceRequest request, Begin(expect_empty, deadline));
-  return router_->Ask(&Transport::Fence, What(), request, deadline);
+  return AskAll<v1::FenceRequest, v1::FenceResponse>(router_, &Transport::Fence, What(), request, deadline);
 }
 
 absl::StatusOr<std::vector<v1::GetJobResponse>> Fencing::Fence(bool expect_empty, absl::Time deadline) {
   BALLAST_ASSIGN_OR_RETURN(const v1::FenceRequest request, Begin(expect_empty, deadline));
-  BALLAST_ASSIGN_OR_RETURN(auto fenced, (router_->CallAll<v1::FenceRequest, v1::FenceResponse>(
-                                            &Transport::Fence, What(), request, deadline)));
+  BALLAST_ASSIGN_OR_RETURN(auto fenced, (CallAll<v1::FenceRequest, v1::FenceResponse>(router_, &Transport::Fence,
+                                                                                      What(), request, deadline)));
   std::vector<v1::GetJobResponse> answers;
   for (v1::FenceResponse& response : fenced) answers.push_back(std::move(*response.mutable_job()));
   return answers;

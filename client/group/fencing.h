@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "ballast/client/transport/answers.h"
 #include "ballast/client/transport/router.h"
 
 namespace ballast::client {

@@ -15,6 +15,7 @@
 #include "ballast/client/group/fencing.h"
 #include "ballast/client/group/members.h"
 #include "ballast/client/group/opens.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/base/threads.h"
 #include "ballast/proto/model/brief_open.h"
@@ -232,8 +233,8 @@ bool Keeper::HaveCopied(const Routes& routes) const {
   v1::GetJobRequest ask;
   ask.set_job(options_.job);
   ask.set_without_open(true);
-  const auto answers = router_->CallAll<v1::GetJobRequest, v1::GetJobResponse>(&Transport::GetJob, "GetJob", ask,
-                                                                               absl::Now() + kAskTimeout);
+  const auto answers = CallAll<v1::GetJobRequest, v1::GetJobResponse>(router_, &Transport::GetJob, "GetJob", ask,
+                                                                      absl::Now() + kAskTimeout);
   if (!answers.ok() || answers->size() != routes.servers.size()) return false;
   for (const v1::GetJobResponse& answer : *answers) {
     if (model::Compare(answer.opened(), routes.epoch()) != 0) return false;

@@ -12,6 +12,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/client/group/job_spec.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/base/address.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
@@ -114,7 +115,8 @@ absl::Status Members::Identify(const JobKey& key, Spares spares, const Patience&
   const uint32_t servers = router_->server_count();
   asked_ = key.has_places() ? static_cast<uint32_t>(key.value().table().members_size()) : servers;
   if (!key.has_places()) {
-    const auto identities = router_->Ask(&Transport::Identify, "Identify", Question(), deadline);
+    const auto identities = AskAll<v1::IdentifyRequest, v1::IdentifyResponse>(router_, &Transport::Identify, "Identify",
+                                                                              Question(), deadline);
     return TakeAll(key, spares, identities->Await(absl::InfiniteFuture())).status();
   }
   std::vector<bool> needed;  // who may join cannot help

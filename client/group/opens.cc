@@ -5,6 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "ballast/client/transport/answers.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/epoch_plan.h"
@@ -22,17 +24,15 @@ bool IsAtWork(const absl::Status& status) {
 absl::Status TryOpen(Router* router, v1::OpenRequest open, absl::Time deadline) {
   BALLAST_RETURN_IF_ERROR(model::EpochPlan::Make(open).status());
   open.set_dry_run(true);
-  return router
-      ->CallAll<v1::OpenRequest, v1::OpenResponse>(
-          &Transport::Open, absl::StrCat("Space for job '", open.spec().name(), "'"), open, deadline)
+  return CallAll<v1::OpenRequest, v1::OpenResponse>(
+             router, &Transport::Open, absl::StrCat("Space for job '", open.spec().name(), "'"), open, deadline)
       .status();
 }
 
 absl::Status SendOpen(Router* router, const v1::OpenRequest& open, absl::Time deadline) {
-  return router
-      ->CallAll<v1::OpenRequest, v1::OpenResponse>(&Transport::Open,
-                                                   absl::StrCat("Open of job '", open.spec().name(), "'"), open,
-                                                   deadline, static_cast<uint32_t>(model::MembersOf(open).size()))
+  return CallAll<v1::OpenRequest, v1::OpenResponse>(router, &Transport::Open,
+                                                    absl::StrCat("Open of job '", open.spec().name(), "'"), open,
+                                                    deadline, static_cast<uint32_t>(model::MembersOf(open).size()))
       .status();
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -14,8 +15,8 @@ absl::StatusOr<Pins> AskPins(Router* router, const std::string& job, absl::Time 
   v1::GetJobRequest ask;
   ask.set_job(job);
   ask.set_without_open(true);
-  BALLAST_ASSIGN_OR_RETURN(const auto answers, (router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
-                                                   &Transport::GetJob, "GetJob", ask, deadline)));
+  BALLAST_ASSIGN_OR_RETURN(const auto answers, (CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                                                   router, &Transport::GetJob, "GetJob", ask, deadline)));
   return PinsOf(answers);
 }
 
@@ -70,7 +71,7 @@ absl::Status DropPartialPins(Router* router, const v1::OpenRequest& open, absl::
     *request.mutable_epoch() = open.epoch();
     const std::string what = absl::StrCat("Unpin of version ", pin.kept.version, ", which only some servers have");
     BALLAST_RETURN_IF_ERROR(
-        (router->CallAll<v1::UnpinRequest, v1::UnpinResponse>(&Transport::Unpin, what, request, deadline)).status());
+        (CallAll<v1::UnpinRequest, v1::UnpinResponse>(router, &Transport::Unpin, what, request, deadline)).status());
   }
   return absl::OkStatus();
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
@@ -16,8 +17,8 @@ absl::StatusOr<Sight> LookAt(Router* router, const std::string& job, bool with_o
   ask.set_without_open(!with_open);
   Sight sight;
   BALLAST_ASSIGN_OR_RETURN(sight.answers,
-                           (router->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
-                               &Transport::GetJob, absl::StrCat("GetJob of job '", job, "'"), ask, deadline)));
+                           (CallAll<v1::GetJobRequest, v1::GetJobResponse>(
+                               router, &Transport::GetJob, absl::StrCat("GetJob of job '", job, "'"), ask, deadline)));
   for (const v1::GetJobResponse& answer : sight.answers) {
     if (answer.exists()) sight.version = std::max(sight.version, answer.committed());
     sight.exists = sight.exists || answer.exists();

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/base/status.h"
 
 namespace ballast::client {
@@ -30,9 +31,9 @@ absl::StatusOr<v1::PinResponse> Hold::Pin(absl::Time deadline) {
   request.set_holder(holder_);
   request.set_lease_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(lease_)));
   renewed_ = absl::Now();
-  BALLAST_ASSIGN_OR_RETURN(auto answers,
-                           (router_->CallAll<v1::PinRequest, v1::PinResponse>(
-                               &Transport::Pin, absl::StrCat("Pin of version ", version_), request, deadline)));
+  BALLAST_ASSIGN_OR_RETURN(
+      auto answers, (CallAll<v1::PinRequest, v1::PinResponse>(
+                        router_, &Transport::Pin, absl::StrCat("Pin of version ", version_), request, deadline)));
   return std::move(answers.front());
 }
 
@@ -47,8 +48,8 @@ void Hold::LetGo() {
   request.set_job(job_);
   request.set_version(version_);
   request.set_holder(holder_);
-  (void)router_->CallAll<v1::UnpinRequest, v1::UnpinResponse>(
-      &Transport::Unpin, absl::StrCat("Unpin of version ", version_), request, absl::Now() + kLetGoTimeout);
+  (void)CallAll<v1::UnpinRequest, v1::UnpinResponse>(
+      router_, &Transport::Unpin, absl::StrCat("Unpin of version ", version_), request, absl::Now() + kLetGoTimeout);
   version_ = -1;
 }
 

@@ -5,6 +5,7 @@
 
 #include "absl/time/clock.h"
 #include "ballast/client/group/joining.h"
+#include "ballast/client/transport/call_all.h"
 
 namespace ballast::client {
 namespace {
@@ -54,8 +55,8 @@ absl::Status SessionCore::AskAll() {
   v1::GetJobRequest ask;
   ask.set_job(job.seat().job);
   ask.set_without_open(true);
-  return job.router()
-      ->CallAll<v1::GetJobRequest, v1::GetJobResponse>(&Transport::GetJob, "GetJob", ask, job.seat().Deadline())
+  return CallAll<v1::GetJobRequest, v1::GetJobResponse>(job.router(), &Transport::GetJob, "GetJob", ask,
+                                                        job.seat().Deadline())
       .status();
 }
 

@@ -8,6 +8,7 @@
 #include "absl/strings/str_join.h"
 #include "ballast/client/group/pins.h"
 #include "ballast/client/session/core.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -47,9 +48,9 @@ absl::StatusOr<v1::PinResponse> AskPin(const OpenJob& job, const std::string& wh
   request.set_durable(durable);
   if (durable) *request.mutable_epoch() = job.open().epoch();
   request.set_only_tell(only_tells);
-  BALLAST_ASSIGN_OR_RETURN(
-      auto answers, (job.router()->CallAll<v1::PinRequest, v1::PinResponse>(
-                        &Transport::Pin, absl::StrCat(what, " of version ", version), request, job.seat().Deadline())));
+  BALLAST_ASSIGN_OR_RETURN(auto answers, (CallAll<v1::PinRequest, v1::PinResponse>(
+                                             job.router(), &Transport::Pin, absl::StrCat(what, " of version ", version),
+                                             request, job.seat().Deadline())));
   return std::move(answers.front());
 }
 
@@ -59,9 +60,9 @@ absl::Status AskUnpin(const OpenJob& job, int64_t version, bool durable) {
   request.set_version(version);
   request.set_durable(durable);
   if (durable) *request.mutable_epoch() = job.open().epoch();
-  return job.router()
-      ->CallAll<v1::UnpinRequest, v1::UnpinResponse>(&Transport::Unpin, absl::StrCat("Unpin of version ", version),
-                                                     request, job.seat().Deadline())
+  return CallAll<v1::UnpinRequest, v1::UnpinResponse>(job.router(), &Transport::Unpin,
+                                                      absl::StrCat("Unpin of version ", version), request,
+                                                      job.seat().Deadline())
       .status();
 }
 
@@ -249,8 +250,9 @@ absl::StatusOr<uint64_t> Versions::TensorSteps(absl::string_view tensor, int64_t
     v1::GetJobRequest ask;
     ask.set_job(job.seat().job);
     ask.set_without_open(true);
-    BALLAST_ASSIGN_OR_RETURN(const auto answers, (job.router()->CallAll<v1::GetJobRequest, v1::GetJobResponse>(
-                                                     &Transport::GetJob, "GetJob", ask, job.seat().Deadline())));
+    BALLAST_ASSIGN_OR_RETURN(const auto answers,
+                             (CallAll<v1::GetJobRequest, v1::GetJobResponse>(job.router(), &Transport::GetJob, "GetJob",
+                                                                             ask, job.seat().Deadline())));
     for (const v1::GetJobResponse& answer : answers) {
       if (answer.committed() != version || static_cast<int>(index) >= answer.tensor_steps_size()) continue;
       known_version_ = version;

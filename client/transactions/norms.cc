@@ -7,6 +7,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/verdict.h"
 
@@ -80,9 +81,9 @@ absl::StatusOr<v1::NormResponse> Norms::Ask(const std::string& presence) {
   request.set_step(seat.version + 1);
   request.set_attempt(seat.attempt);
   request.set_gradient_presence(presence);
-  BALLAST_ASSIGN_OR_RETURN(
-      auto answers, (seat.router->CallAll<v1::NormRequest, v1::NormResponse>(
-                        &Transport::Norm, absl::StrCat("Norm of step ", request.step()), request, seat.Deadline())));
+  BALLAST_ASSIGN_OR_RETURN(auto answers, (CallAll<v1::NormRequest, v1::NormResponse>(
+                                             seat.router, &Transport::Norm,
+                                             absl::StrCat("Norm of step ", request.step()), request, seat.Deadline())));
   v1::NormResponse all;
   for (v1::NormResponse& answer : answers) {
     for (v1::ChunkNorm& norm : *answer.mutable_norms()) *all.add_norms() = std::move(norm);

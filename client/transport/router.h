@@ -1,4 +1,4 @@
-// Calls to all of a job's servers, and the one place that retries.
+// Calls to a job's servers, and the one place that retries.
 //
 // While the server is UNAVAILABLE or a single try runs out of time, a call is sent again with jittered backoff, until
 // the call's deadline. On NOT_OPEN the router sends the epoch's Open and asks again. On BEHIND it sends the last Commit
@@ -9,13 +9,12 @@
 // Of a job whose servers may change while it trains (Routes::may_change) the router also follows the group from epoch
 // to epoch. A call that a server refuses as of an older epoch of the group waits until the router has the group's next
 // Open, from the keeper (Continue) or from another server, and goes on with it. Then a push to a server that left is
-// needless and ends with OK, a pull goes to another holder, and calls to all servers end with kRoutesChanged.
+// needless and ends with OK, a pull goes to another holder, and other calls end with kRoutesChanged.
 //
 // Bounds: pushes in flight hold at most `inflight_bytes_max` bytes, and pulls as many (a single larger call may go
 // alone); the rest wait in order of arrival. No pull waits for a push, and no push for a pull.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -39,10 +38,8 @@
 #include "absl/types/span.h"
 #include "ballast/client/transport.h"
 #include "ballast/client/transport/admissions.h"
-#include "ballast/client/transport/answers.h"
 #include "ballast/client/transport/routes.h"
 #include "ballast/client/transport/silence.h"
-#include "ballast/client/transport/tally.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
@@ -141,17 +138,6 @@ class Router {
             absl::Time deadline, Callback<Response> done) {
     Call(method, transport(server), std::move(what), std::move(request), deadline, std::move(done));
   }
-
-  // Sends the same request to every server, or to the first `servers`. Returns all answers in order of servers, or the
-  // first error. Starts over where the job's servers change.
-  template <typename Request, typename Response>
-  absl::StatusOr<std::vector<Response>> CallAll(Method<Request, Response> method, const std::string& what,
-                                                const Request& request, absl::Time deadline,
-                                                uint32_t servers = std::numeric_limits<uint32_t>::max());
-  // Sends the same request to every server and returns at once.
-  template <typename Request, typename Response>
-  std::shared_ptr<Answers<Response>> Ask(Method<Request, Response> method, const std::string& what,
-                                         const Request& request, absl::Time deadline);
 
   // `payload`, `to`: borrowed until `done`. `lent`: as for Transport::PushLent; null for Transport::Push.
   void Push(uint32_t server, v1::PushRequest header, absl::Span<const std::byte> payload, absl::Time deadline,
@@ -382,50 +368,6 @@ void Router::Call(Method<Request, Response> method, Transport* server, std::stri
     }
   };
   Start(std::move(op));
-}
-
-template <typename Request, typename Response>
-absl::StatusOr<std::vector<Response>> Router::CallAll(Method<Request, Response> method, const std::string& what,
-                                                      const Request& request, absl::Time deadline, uint32_t servers) {
-  struct State {
-    Tally tally;
-    std::vector<Response> answers;
-  };
-  const auto shared = std::make_shared<const Request>(request);
-  for (;;) {
-    auto state = std::make_shared<State>();
-    const std::shared_ptr<const Routes> chosen_by = routes();
-    std::vector<Transport*> called =
-        chosen_by != nullptr && chosen_by->may_change() ? chosen_by->servers : servers_now();
-    called.resize(std::min<size_t>(servers, called.size()));
-    state->answers.resize(called.size());
-    state->tally.Start(static_cast<int>(called.size()));
-    for (size_t i = 0; i < called.size(); ++i) {
-      Call<Request, Response>(
-          method, called[i], what, shared, deadline,
-          [state, i](absl::StatusOr<Response> answer) {
-            if (answer.ok()) state->answers[i] = std::move(*answer);
-            state->tally.Finish(answer.status());
-          },
-          chosen_by);
-    }
-    const absl::Status status = state->tally.Wait();
-    if (status.ok()) return std::move(state->answers);
-    if (!AreRoutesChanged(status)) return status;
-  }
-}
-
-template <typename Request, typename Response>
-std::shared_ptr<Answers<Response>> Router::Ask(Method<Request, Response> method, const std::string& what,
-                                               const Request& request, absl::Time deadline) {
-  const std::vector<Transport*> servers = servers_now();
-  auto answers = std::make_shared<Answers<Response>>(static_cast<uint32_t>(servers.size()));
-  const auto shared = std::make_shared<const Request>(request);
-  for (uint32_t i = 0; i < servers.size(); ++i) {
-    Call<Request, Response>(method, servers[i], what, shared, deadline,
-                            [answers, i](absl::StatusOr<Response> answer) { answers->Add(i, std::move(answer)); });
-  }
-  return answers;
 }
 
 }  // namespace ballast::client

@@ -19,6 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/client/group/absentees.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
@@ -194,7 +195,7 @@ class KeeperTest : public testing::Test {
     }
     v1::GetJobRequest ask;
     ask.set_job("job");
-    (void)router_->Ask(&Transport::GetJob, "GetJob", ask, Soon());
+    (void)AskAll<v1::GetJobRequest, v1::GetJobResponse>(&*router_, &Transport::GetJob, "GetJob", ask, Soon());
     while (router_->Silent().empty()) absl::SleepFor(absl::Milliseconds(10));
   }
   void Set(int i, const std::function<void(Server*)>& what) {

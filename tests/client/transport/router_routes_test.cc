@@ -10,6 +10,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/client/transport/tally.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/tests/client/fake_server.h"
@@ -365,7 +366,7 @@ TEST_F(RouterRoutesTest, CallsToAllServersStartOverWithTheNewOnes) {
     asked.WaitForNotification();
     Continue(4, {"s0", "s2", "s3"}, {{{0}, {1}}, {{0}, {2}}});
   });
-  const auto answers = router().CallAll<v1::NormRequest, v1::NormResponse>(&Transport::Norm, "Norm", request, Soon());
+  const auto answers = CallAll<v1::NormRequest, v1::NormResponse>(&router(), &Transport::Norm, "Norm", request, Soon());
   change.join();
   ASSERT_TRUE(answers.ok()) << answers.status();
   EXPECT_EQ(answers->size(), 3);

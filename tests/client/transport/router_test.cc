@@ -9,6 +9,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "ballast/client/transport/backoff.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/client/transport/tally.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
@@ -155,9 +156,8 @@ struct Rig {
     router = std::make_unique<Router>(std::move(list), std::move(options));
   }
   absl::Status Ask(absl::Duration timeout) {
-    return router
-        ->CallAll<v1::GetJobRequest, v1::GetJobResponse>(&Transport::GetJob, "GetJob of job 'x'", {},
-                                                         absl::Now() + timeout)
+    return CallAll<v1::GetJobRequest, v1::GetJobResponse>(router.get(), &Transport::GetJob, "GetJob of job 'x'", {},
+                                                          absl::Now() + timeout)
         .status();
   }
   ScriptedTransport* server;
