@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
@@ -13,8 +14,6 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/epoch_plan.h"
-#include "ballast/proto/model/next_table.h"
-#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
 #include "ballast/proto/model/wish.h"
@@ -24,11 +23,6 @@ namespace {
 
 // Servers delete files, and a group that opens its job waits meanwhile.
 constexpr absl::Duration kDropTimeout = absl::Seconds(10);
-
-template <typename List>
-bool Contains(const List& list, const std::string& name) {
-  return std::find(list.begin(), list.end(), name) != list.end();
-}
 
 // As a server's answer to GetJob.
 std::vector<std::optional<absl::StatusOr<v1::GetJobResponse>>> JobsOf(const Answers<v1::FenceResponse>::All& fenced) {
@@ -50,39 +44,10 @@ void Change::Report(const std::string& line) const {
   if (options_.progress) options_.progress(absl::StrCat("job '", options_.job, "': ", line));
 }
 
-bool Change::IsMember(const v1::Member& server) const {
-  return std::any_of(now_.members().begin(), now_.members().end(), [&](const v1::Member& member) {
-    return member.server_id() == server.server_id() && member.disk() == server.disk();
-  });
-}
-
-bool Change::IsRemoved(const v1::Member& server) const {
-  return std::any_of(now_.members().begin(), now_.members().end(), [&](const v1::Member& member) {
-    return member.server_id() == server.server_id() && member.disk() == server.disk() &&
-           model::IsRemoved(wish_, member);
-  });
-}
-
-bool Change::IsLeftOver(const v1::GetJobResponse& answer) const {
-  v1::Member server;
-  server.set_server_id(answer.server_id());
-  server.set_disk(answer.disk());
-  return !IsMember(server) && answer.exists() && answer.life() != 0 && answer.life() == now_.life();
-}
-
-std::vector<std::string> Change::Counted() const {
-  std::vector<std::string> counted;
-  for (const uint32_t m : found_.counted) counted.push_back(now_.members(static_cast<int>(m)).server_id());
-  return counted;
-}
-
 const v1::OpenRequest* Change::newest() const {
   const v1::OpenRequest* newest = nullptr;
   for (const v1::GetJobResponse& answer : answers_) {
-    v1::Member server;
-    server.set_server_id(answer.server_id());
-    server.set_disk(answer.disk());
-    if (!IsMember(server) || !answer.has_open()) continue;
+    if (!choice_.IsMember(answer) || !answer.has_open()) continue;
     if (newest == nullptr || model::Compare(answer.open().epoch(), newest->epoch()) > 0) newest = &answer.open();
   }
   return newest;
@@ -93,7 +58,7 @@ absl::Status Change::ReadWish(absl::Time deadline) {
   absl::StatusOr<v1::Wish> wish = key_->ReadWish(deadline);
   if (absl::IsUnavailable(wish.status())) return wish.status();
   if (wish.ok()) {
-    wish_ = *std::move(wish);
+    choice_.SetWish(*std::move(wish));
   } else {
     Report(absl::StrCat("the wish for its servers is not heeded: ", wish.status().message()));
   }
@@ -103,12 +68,13 @@ absl::Status Change::ReadWish(absl::Time deadline) {
 // The error of a member whose state is needed ends the opening; a drained one's does not, nor that of a server that may
 // join.
 absl::Status Change::CheckFailed(const v1::Member& server, const absl::Status& status) {
-  if (IsSilence(status) && IsMember(server)) return absl::OkStatus();
-  if (IsMember(server)) errors_.push_back(absl::StrCat(". Server '", server.server_id(), "' says: ", status.message()));
+  const bool is_member = choice_.IsMember(server);
+  if (IsSilence(status) && is_member) return absl::OkStatus();
+  if (is_member) errors_.push_back(absl::StrCat(". Server '", server.server_id(), "' says: ", status.message()));
   // Whose state is lost has no copy; whether the others are enough is for FindBase to say.
-  const bool needed = IsMember(server) && !Contains(wish_.not_(), server.server_id()) && !IsRemoved(server);
+  const bool needed = is_member && !absl::c_linear_search(wish().not_(), server.server_id()) && !IsRemoved(server);
   if (needed && !absl::IsDataLoss(status)) return status;
-  const bool is_new = excluded_.insert(server.server_id()).second;
+  const bool is_new = choice_.Exclude(server.server_id());
   if ((fences_ || needed) && is_new)
     Report(absl::StrCat("server '", server.server_id(), "' is left out: ", status.message()));
   return absl::OkStatus();
@@ -122,7 +88,7 @@ absl::StatusOr<bool> Change::Take(const std::vector<Response>& responses) {
   for (size_t i = 0; i < responses.size(); ++i) {
     if (!responses[i].has_value()) {
       bool* const answered = IsRemoved(servers[i]) ? &removed_answered : &members_answered;
-      *answered = *answered && !IsMember(servers[i]);
+      *answered = *answered && !choice_.IsMember(servers[i]);
     } else if (responses[i]->ok()) {
       answers_.push_back(**responses[i]);
     } else {
@@ -149,7 +115,7 @@ absl::Status Change::Find() {
   BALLAST_ASSIGN_OR_RETURN(const model::Layout* const layout, FindLayout());
   removes_ = FindWithoutRemoved(*layout);
   if (removes_) return absl::OkStatus();
-  BALLAST_ASSIGN_OR_RETURN(found_, model::FindBase(now_, *layout, answers_));
+  BALLAST_ASSIGN_OR_RETURN(found_, model::FindBase(now(), *layout, answers_));
   return absl::OkStatus();
 }
 
@@ -158,24 +124,21 @@ bool Change::FindWithoutRemoved(const model::Layout& layout) {
   std::vector<v1::GetJobResponse> answers;
   std::vector<std::string> removed;
   for (const v1::GetJobResponse& answer : answers_) {
-    v1::Member server;
-    server.set_server_id(answer.server_id());
-    server.set_disk(answer.disk());
-    if (IsRemoved(server)) {
+    if (choice_.IsRemoved(answer)) {
       removed.push_back(absl::StrCat("'", answer.server_id(), "'"));
     } else {
       answers.push_back(answer);
     }
   }
   if (removed.empty()) return false;
-  auto found = model::FindBase(now_, layout, answers);
+  auto found = model::FindBase(now(), layout, answers);
   if (found.ok() && found->enough()) {
     found_ = *std::move(found);
     return true;
   }
   not_removed_ = absl::StrCat("the wish to remove ", absl::StrJoin(removed, ", "),
                               " at once is not heeded, since the others are not enough: ",
-                              found.ok() ? model::ShowWait(now_, *found) : std::string(found.status().message()));
+                              found.ok() ? model::ShowWait(now(), *found) : std::string(found.status().message()));
   return false;
 }
 
@@ -184,7 +147,7 @@ absl::Status Change::NotEnough() const {
   if (found_.silent.empty()) BALLAST_RETURN_IF_ERROR(model::Resolve(answers_).status());
   return model::Error(
       absl::StatusCode::kUnavailable, model::kServerDown,
-      absl::StrCat("job '", options_.job, "' cannot go on: ", model::ShowWait(now_, found_), ShowErrors()));
+      absl::StrCat("job '", options_.job, "' cannot go on: ", model::ShowWait(now(), found_), ShowErrors()));
 }
 
 std::string Change::ShowErrors() const { return absl::StrJoin(errors_, ""); }
@@ -192,7 +155,7 @@ std::string Change::ShowErrors() const { return absl::StrJoin(errors_, ""); }
 absl::Status Change::Gather(const Await& await, absl::Time deadline) {
   const std::vector<v1::Member> servers = members_->all();
   std::vector<bool> needed;
-  for (const v1::Member& server : servers) needed.push_back(IsMember(server));
+  for (const v1::Member& server : servers) needed.push_back(choice_.IsMember(server));
   std::vector<Response> responses;
   absl::Time until = std::min(deadline, absl::Now() + options_.failover_after);
   for (;;) {
@@ -205,7 +168,7 @@ absl::Status Change::Gather(const Await& await, absl::Time deadline) {
   }
   for (size_t i = 0; i < servers.size(); ++i) {
     const bool silent = !responses[i].has_value() || IsSilence(responses[i]->status());
-    if (silent && !needed[i]) absent_.push_back(servers[i]);
+    if (silent && !needed[i]) choice_.NoteAbsent(servers[i]);
   }
   std::vector<std::string> answered;
   for (const v1::GetJobResponse& answer : answers_) answered.push_back(answer.server_id());
@@ -214,7 +177,7 @@ absl::Status Change::Gather(const Await& await, absl::Time deadline) {
 }
 
 absl::StatusOr<Sight> Change::Look(const v1::JobSpec& spec, absl::Time deadline) {
-  now_ = key_->value().table();
+  choice_.SetTable(key_->value().table());
   spec_ = spec;
   BALLAST_RETURN_IF_ERROR(ReadWish(deadline));
   v1::GetJobRequest ask;
@@ -229,10 +192,7 @@ absl::StatusOr<Sight> Change::Look(const v1::JobSpec& spec, absl::Time deadline)
   ExcludeRemoved();
   Sight sight;
   for (const v1::GetJobResponse& answer : answers_) {
-    v1::Member server;
-    server.set_server_id(answer.server_id());
-    server.set_disk(answer.disk());
-    if (!IsMember(server) && !IsLeftOver(answer)) continue;
+    if (!choice_.IsMember(answer) && !choice_.IsLeftOver(answer)) continue;
     sight.answers.push_back(answer);
     sight.exists = sight.exists || answer.exists();
     if (answer.exists()) sight.version = std::max(sight.version, answer.committed());
@@ -243,9 +203,9 @@ absl::StatusOr<Sight> Change::Look(const v1::JobSpec& spec, absl::Time deadline)
 // With what it has it would count as filled, and that is not wanted any more.
 void Change::ExcludeRemoved() {
   for (const v1::GetJobResponse& answer : answers_) {
-    const bool removed = std::any_of(wish_.now().begin(), wish_.now().end(),
-                                     [&](const v1::Removal& one) { return one.server_id() == answer.server_id(); });
-    if (!removed || !IsLeftOver(answer) || !excluded_.insert(answer.server_id()).second) continue;
+    const bool removed =
+        absl::c_any_of(wish().now(), [&](const v1::Removal& one) { return one.server_id() == answer.server_id(); });
+    if (!removed || !choice_.IsLeftOver(answer) || !choice_.Exclude(answer.server_id())) continue;
     Report(absl::StrCat("server '", answer.server_id(), "' was removed and has not dropped what it had, so it cannot ",
                         "join: the job's next change has it dropped, or `ballastctl drop --job ", options_.job,
                         "` at that server's address"));
@@ -254,8 +214,8 @@ void Change::ExcludeRemoved() {
 
 absl::Status Change::Claimed(const v1::Epoch& epoch, absl::Time deadline) {
   epoch_ = epoch;
-  const v1::Table before = std::exchange(now_, key_->value().table());
-  for (const v1::Member& member : now_.members()) {
+  const v1::Table before = choice_.SetTable(key_->value().table());
+  for (const v1::Member& member : now().members()) {
     const bool was = std::any_of(before.members().begin(), before.members().end(), [&](const v1::Member& one) {
       return one.server_id() == member.server_id() && one.disk() == member.disk();
     });
@@ -268,12 +228,13 @@ absl::Status Change::Claimed(const v1::Epoch& epoch, absl::Time deadline) {
   BALLAST_RETURN_IF_ERROR(Find());
   ExcludeOtherJobs();
   std::vector<std::string> stay;
-  for (const v1::Member& server : members_->all()) {
-    if (IsMember(server)) stay.push_back(server.server_id());
+  const std::vector<v1::Member> servers = members_->all();
+  for (const v1::Member& server : servers) {
+    if (choice_.IsMember(server)) stay.push_back(server.server_id());
   }
-  for (const v1::Member& server : Choose()) stay.push_back(server.server_id());
+  for (const v1::Member& server : choice_.Servers(Known(servers))) stay.push_back(server.server_id());
   for (const v1::GetJobResponse& answer : answers_) {
-    if (IsLeftOver(answer)) stay.push_back(answer.server_id());
+    if (choice_.IsLeftOver(answer)) stay.push_back(answer.server_id());
   }
   members_->KeepOnly(stay);
   return absl::OkStatus();
@@ -281,16 +242,13 @@ absl::Status Change::Claimed(const v1::Epoch& epoch, absl::Time deadline) {
 
 void Change::ExcludeOtherJobs() {
   for (const v1::GetJobResponse& answer : answers_) {
-    v1::Member server;
-    server.set_server_id(answer.server_id());
-    server.set_disk(answer.disk());
-    if (IsMember(server)) continue;
+    if (choice_.IsMember(answer)) continue;
     // One that was fenced alone, by an opening that failed, has a life of its own until its first Open.
     const bool opened = answer.opened().counter() != 0 || answer.has_open();
-    const bool other = opened && answer.life() != 0 && answer.life() != now_.life();
+    const bool other = opened && answer.life() != 0 && answer.life() != now().life();
     const bool later = model::Compare(answer.promised(), epoch_) >= 0;
     if (!other && !later) continue;
-    if (excluded_.insert(answer.server_id()).second) {
+    if (choice_.Exclude(answer.server_id())) {
       Report(absl::StrCat("server '", answer.server_id(), "' cannot join: it has another job of this name, ",
                           "dropped elsewhere and made again; drop it there too (`ballastctl drop --job ", options_.job,
                           "` at that server's address)"));
@@ -316,75 +274,19 @@ absl::Status Change::Fence(const std::string& group, bool expect_empty, absl::Ti
   return Gather(await, deadline);
 }
 
-// Servers that the wish excludes are no spares, even where the rest of the wish is not heeded.
-v1::Wish Change::Heeded() const { return heeds_wish_ ? wish_ : v1::Wish(); }
-
-bool Change::AwaitsWished() const {
-  const v1::Wish wish = Heeded();
-  return std::any_of(wish.servers().begin(), wish.servers().end(), [&](const std::string& id) {
-    const auto is_named = [&](const v1::Member& server) { return server.server_id() == id; };
-    const bool is_away = members_->away().contains(id) || std::any_of(absent_.begin(), absent_.end(), is_named);
-    return is_away && std::none_of(now_.members().begin(), now_.members().end(), is_named);
-  });
-}
-
-std::vector<v1::Member> Change::Choose() const {
-  const std::vector<std::string> counted = Counted();
-  v1::Wish wish = Heeded();
-  // Until a server that the wish names answers, nobody leaves for it, and no other server takes its place. A lost
-  // member is replaced, and copies are made, all the same.
-  const bool awaits = AwaitsWished();
-  const size_t needed = std::max<size_t>(static_cast<size_t>(now_.members_size()), model::WantedCopies(now_, wish));
-  const bool waits = awaits && counted.size() >= needed;
-  if (awaits) {
-    wish.clear_not_();
-    wish.set_count(static_cast<uint32_t>(needed));
-  }
-  std::vector<std::string> others;
-  for (const v1::GetJobResponse& answer : answers_) {
-    const std::string& id = answer.server_id();
-    const std::string target = model::TargetOf(id, answer.disk());
-    v1::Member server;
-    server.set_server_id(id);
-    server.set_disk(answer.disk());
-    if (removes_ && IsRemoved(server)) continue;  // it may join in a later epoch
-    const bool is_free = !waits || Contains(wish_.servers(), id);
-    const bool may = IsMember(server) || (is_free && reached_.contains(target) && !Contains(wish_.not_(), id));
-    if (may && !Contains(counted, id) && !excluded_.contains(id)) others.push_back(id);
-  }
-  const std::vector<v1::Member> known = members_->all();
-  std::vector<v1::Member> chosen;
-  for (const std::string& id : model::ChooseServers(now_, wish, counted, std::move(others))) {
-    const auto server =
-        std::find_if(known.begin(), known.end(), [&](const v1::Member& one) { return one.server_id() == id; });
-    if (server != known.end()) chosen.push_back(*server);
-  }
-  return chosen;
+KnownServers Change::Known(const std::vector<v1::Member>& servers) const {
+  return {servers, answers_, members_->away(), found_, removes_};
 }
 
 v1::Table Change::Plan() const {
-  std::vector<v1::Member> servers;
-  if (copies_) servers = Choose();
-  // With the same servers copies stay where they are, whatever the servers' budgets have become.
-  const bool level = static_cast<int>(servers.size()) != now_.members_size() ||
-                     !std::all_of(servers.begin(), servers.end(), [&](const auto& one) { return IsMember(one); });
-  for (v1::Member& server : servers) {
-    for (const v1::Member& member : now_.members()) {
-      if (!level && member.server_id() == server.server_id()) server.set_weight(member.weight());
-    }
-  }
+  const std::vector<v1::Member> servers = members_->all();
   const absl::StatusOr<const model::Layout*> layout = FindLayout();  // was made before
-  const std::vector<uint64_t> elements = model::ShardElements(**layout, now_.shards_size());
-  const model::Wanted wanted{
-      .servers = servers, .replicas = model::WantedCopies(now_, Heeded()), .shard_elements = elements, .level = level};
-  v1::Table next = model::NextTable(now_, found_, wanted, epoch_);
-  next.set_wanted_servers(model::WantedServers(now_, Heeded()));
-  return model::SameTable(next, now_) ? now_ : next;
+  return choice_.NextTable(Known(servers), **layout, epoch_);
 }
 
 bool Change::IsNeeded() const {
   const v1::Table next = Plan();
-  return !model::SameTable(next, now_) && !model::OnlySettles(now_, next);
+  return !model::SameTable(next, now()) && !model::OnlySettles(now(), next);
 }
 
 bool Change::Joins(const v1::Table& next) const {
@@ -393,14 +295,14 @@ bool Change::Joins(const v1::Table& next) const {
 }
 
 void Change::NoteUnopened(const v1::Member& member) {
-  if (model::Compare(member.since(), epoch_) == 0) absent_.push_back(member);
+  if (model::Compare(member.since(), epoch_) == 0) choice_.NoteAbsent(member);
 }
 
 void Change::Tell(const v1::Table& next) const {
   if (!options_.progress) return;
   std::vector<bool> removed;
-  for (const v1::Member& member : now_.members()) removed.push_back(model::IsRemoved(wish_, member));
-  for (const std::string& line : ShowChange(options_.job, now_, next, found_, options_.failover_after, removed)) {
+  for (const v1::Member& member : now().members()) removed.push_back(model::IsRemoved(wish(), member));
+  for (const std::string& line : ShowChange(options_.job, now(), next, found_, options_.failover_after, removed)) {
     options_.progress(line);
   }
 }

@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/client/discovery/job_key.h"
+#include "ballast/client/group/choice.h"
 #include "ballast/client/group/kept_room.h"
 #include "ballast/client/group/members.h"
 #include "ballast/client/group/sight.h"
@@ -41,8 +42,8 @@ class Change {
         members_(members),
         key_(key),
         options_(options),
-        reached_(std::move(reached)),
         grace_(grace),
+        choice_(std::move(reached)),
         plan_(std::move(plan)) {}
 
   // Asks all servers for the job, and stops using those that do not answer, if others have all chunks. Members have
@@ -66,13 +67,13 @@ class Change {
   // For people: what members answered instead of what they have, as ". Server 'a' says: ...". Empty: nothing.
   std::string ShowErrors() const;
   // Servers that are no members, and were done without since they did not answer.
-  const std::vector<v1::Member>& absent() const { return absent_; }
+  const std::vector<v1::Member>& absent() const { return choice_.absent(); }
   // Whether the operator's wish ends this membership at once.
-  bool IsRemoved(const v1::Member& server) const;
+  bool IsRemoved(const v1::Member& server) const { return choice_.IsRemoved(server); }
   // The operator's, as read by Look or Claimed.
-  const v1::Wish& wish() const { return wish_; }
+  const v1::Wish& wish() const { return choice_.wish(); }
   // Not after there was no room for what it wants.
-  bool heeds_wish() const { return heeds_wish_; }
+  bool heeds_wish() const { return choice_.heeds_wish(); }
   // What the fence found.
   const model::Found& found() const { return found_; }
   // The newest Open that a member has, or nullptr.
@@ -119,17 +120,12 @@ class Change {
   absl::Status Gather(const Await& await, absl::Time deadline);
   absl::Status NotEnough() const;
   absl::Status ReadWish(absl::Time deadline);
-  v1::Wish Heeded() const;
-  bool IsMember(const v1::Member& server) const;
-  // No member, and has what it had of this job when it was one.
-  bool IsLeftOver(const v1::GetJobResponse& answer) const;
-  std::vector<std::string> Counted() const;
-  // A server that the wish names is registered, and does not answer.
-  bool AwaitsWished() const;
-  std::vector<v1::Member> Choose() const;
+  const v1::Table& now() const { return choice_.now(); }
+  // For Choice. Borrows `servers`.
+  KnownServers Known(const std::vector<v1::Member>& servers) const;
   v1::Table Plan() const;
   absl::Status MakePlan(const v1::OpenRequest& open);
-  KeptNeed KeptIn(const v1::Table& next) const { return KeptToCopy(now_, found_, next, answers_); }
+  KeptNeed KeptIn(const v1::Table& next) const { return KeptToCopy(now(), found_, next, answers_); }
   // Room for this, and for what Next would take of kept versions.
   bool HasRoom(const v1::Table& next) const;
   // Who is no member has `grace`, once all members have answered.
@@ -147,26 +143,20 @@ class Change {
   Members* const members_;
   JobKey* const key_;
   const SessionOptions& options_;
-  const std::set<std::string> reached_;
   const absl::Duration grace_;
+  Choice choice_;  // its table is the key's
 
   // Made anew where the spec is another one: for 100,000 chunks that takes a tenth of a second.
   std::shared_ptr<const model::EpochPlan> plan_;
   mutable model::Layout layout_;
   v1::Epoch epoch_;   // claimed
-  v1::Table now_;     // the key's
   v1::JobSpec spec_;  // of a job that no server has opened
   bool fences_ = false;
   std::vector<v1::GetJobResponse> answers_;
   std::vector<std::string> errors_;  // of members, in what was gathered last
-  std::set<std::string> excluded_;   // servers that shall not join this time
-  std::vector<v1::Member> absent_;
   model::Found found_;
-  v1::Wish wish_;
-  bool heeds_wish_ = true;
   bool removes_ = false;     // by what was found last, nobody needs those whom the wish removes
   std::string not_removed_;  // or why somebody does
-  bool copies_ = true;       // false: the copies that there are have to do
   // What the servers said before the claim that they have room for.
   struct Room {
     v1::Table table;  // without epochs

@@ -1,6 +1,7 @@
 // Whether servers have room for the chunks of the next table, and what gives way if not.
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,7 +13,6 @@
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/brief_open.h"
 #include "ballast/proto/model/epoch_plan.h"
-#include "ballast/proto/model/wish.h"
 
 namespace ballast::client {
 namespace {
@@ -20,11 +20,6 @@ namespace {
 // The server says that it cannot take the chunks, not that something is wrong.
 bool IsRefusal(const absl::Status& status) {
   return absl::IsResourceExhausted(status) || absl::IsUnimplemented(status);
-}
-
-// For other servers or copies. Who is removed at once goes all the same.
-bool AsksForOthers(const v1::Wish& wish) {
-  return !wish.servers().empty() || !wish.not_().empty() || wish.replicas() != 0 || wish.count() != 0;
 }
 
 // Who needs room for what does not depend on them.
@@ -59,7 +54,7 @@ absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenR
   bool all_have_spec = true;
   for (const v1::Member& member : open.table().members()) {
     const auto place = std::find(ids.begin(), ids.end(), member.server_id()) - ids.begin();
-    servers.push_back({static_cast<uint32_t>(place), HasSpec(member, open), IsMember(member)});
+    servers.push_back({static_cast<uint32_t>(place), HasSpec(member, open), choice_.IsMember(member)});
     all_have_spec = all_have_spec && servers.back().briefly;
   }
   const auto request = std::make_shared<v1::OpenRequest>(all_have_spec ? model::MakeBrief(open) : plan_->open());
@@ -67,8 +62,8 @@ absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenR
   const auto answers =
       SendOpenTo(router_, absl::StrCat("Space for job '", options_.job, "'"), request, servers, deadline, grace);
   const KeptNeed kept = KeptIn(open.table());
-  const std::vector<std::string> counted = Counted();
-  const bool by_wish = heeds_wish_ && AsksForOthers(wish_);
+  const std::vector<std::string> counted = choice_.Counted(found_);
+  const bool by_wish = choice_.HeedsForOthers();
   std::vector<Refusal> refusals;
   for (size_t m = 0; m < servers.size(); ++m) {
     const std::string& id = open.table().members(static_cast<int>(m)).server_id();
@@ -83,15 +78,15 @@ absl::StatusOr<std::vector<Change::Refusal>> Change::AskForSpace(const v1::OpenR
 }
 
 bool Change::IsAbsent(const Refusal& refusal) const {
-  return IsSilence(refusal.status) && !absl::c_linear_search(Counted(), refusal.server_id);
+  return IsSilence(refusal.status) && !absl::c_linear_search(choice_.Counted(found_), refusal.server_id);
 }
 
 // Nor is it told to drop anything.
 void Change::DoWithout(const std::string& server_id) {
   for (const v1::Member& server : members_->all()) {
-    if (server.server_id() == server_id) absent_.push_back(server);
+    if (server.server_id() == server_id) choice_.NoteAbsent(server);
   }
-  excluded_.insert(server_id);
+  choice_.Exclude(server_id);
   members_->LeaveOut(server_id);
 }
 
@@ -103,30 +98,16 @@ bool Change::GiveWay(const Refusal& refusal) {
     DoWithout(refusal.server_id);
     return true;
   }
-  const bool counts = absl::c_linear_search(Counted(), refusal.server_id);
+  const bool counts = absl::c_linear_search(choice_.Counted(found_), refusal.server_id);
   if (counts && !IsRefusal(refusal.status)) return false;
-  v1::Wish wish = wish_;
-  wish.clear_now();
-  const bool wished = AsksForOthers(wish) && (counts || absl::c_linear_search(wish.servers(), refusal.server_id));
-  if (heeds_wish_ && wished) {
-    heeds_wish_ = false;
-    Report(absl::StrCat("the wish for ", model::ShowWish(now_, wish),
-                        " is not heeded, and its servers stay: ", refusal.status.message()));
-  } else if (!counts) {
-    Report(absl::StrCat("server '", refusal.server_id, "' does not join: ", refusal.status.message()));
-  } else if (copies_) {
-    copies_ = false;
-    Report(absl::StrCat("no further copies are made: ", refusal.status.message()));
-  } else {
-    return false;
-  }
-  if (!counts) excluded_.insert(refusal.server_id);
-  return true;
+  const std::optional<std::string> line = choice_.GiveWay(refusal.server_id, found_, refusal.status.message());
+  if (line.has_value()) Report(*line);
+  return line.has_value();
 }
 
 bool Change::GiveWay(const std::vector<Refusal>& refusals) {
   // One that does not join may make room needless elsewhere.
-  const std::vector<std::string> counted = Counted();
+  const std::vector<std::string> counted = choice_.Counted(found_);
   const auto joins = std::find_if(refusals.begin(), refusals.end(),
                                   [&](const Refusal& one) { return !absl::c_linear_search(counted, one.server_id); });
   return GiveWay(joins == refusals.end() ? refusals.front() : *joins);
@@ -150,9 +131,9 @@ void Change::AskAhead(v1::OpenRequest open, absl::Duration grace, absl::Time dea
 }
 
 bool Change::IsNeededWithoutWish() {
-  const bool heeds = std::exchange(heeds_wish_, false);
+  const bool heeds = choice_.HeedWish(false);
   const bool needed = IsNeeded();
-  heeds_wish_ = heeds;
+  choice_.HeedWish(heeds);
   return needed;
 }
 
