@@ -42,9 +42,11 @@ def run_each(options, files):
         print(f'--- {file}', flush=True)
         pid = os.fork()
         if pid == 0:
-            sys.exit(run([*options, file]))
-        codes[file] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(f'--- {time.monotonic() - began:.1f} s, exit code {codes[file]}', flush=True)
+            own_process.end(run([*options, file]))
+        _, status, used = os.wait4(pid, 0)
+        codes[file] = os.waitstatus_to_exitcode(status)
+        print(f'--- {time.monotonic() - began:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of processors, exit code {codes[file]}',
+              flush=True)
     failed = [file for file, code in codes.items() if code not in (0, 77)]
     print('\n'.join(['failed:', *failed]) if failed else 'no file failed')
     return 1 if failed else min(codes.values())
