@@ -31,6 +31,10 @@ def make(model, **more):
     return bt.AdamW(model.named_parameters(), **{{**arguments, **more}})
 '''
 
+# What ranks and torch's optimizers import beside torch itself takes as long again.
+OF_TORCH = ('torch.distributed.checkpoint.state_dict', 'torch.distributed.fsdp', 'torch.distributed.pipelining',
+            'torch.distributed.tensor.parallel', 'torch.nn.parallel', 'torch.nn.utils.parametrize', 'torch.utils.checkpoint')
+
 _imported = None
 _ports = itertools.count()
 
@@ -195,9 +199,11 @@ def _ended(pid, seconds):
 def import_all(*more):
     import torch  # noqa: F401, PLC0415
 
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, False  # in the build folder: other processes need not compile it again
     import ballast.torch  # noqa: F401, PLC0415
+    sys.dont_write_bytecode = writes
     torch.optim.SGD([torch.zeros(1)])  # imports more
-    for module in more:
+    for module in (*OF_TORCH, *more):
         importlib.import_module(module)
     gc.freeze()  # else each fork's end looks through all that was imported, which takes a second
     assert len(os.listdir('/proc/self/task')) == 1 == threading.active_count(), 'a fork would have one of these threads alone'
