@@ -1,5 +1,6 @@
 """Programs of users, as mypy --strict and pyright read them, and what help() and the README say of the arguments."""
 import ast
+import fcntl
 import inspect
 import json
 import os
@@ -187,10 +188,14 @@ def test_the_stub_has_the_names_of_the_native_module():
 
 def test_mypy(programs):
     pytest.importorskip('mypy')
-    # The package as one that is installed: what it has to say of itself is not the user's. The cache lies in the build folder.
-    run = subprocess.run([sys.executable, '-m', 'mypy', '--strict', '--follow-imports=silent', '--python-version', '3.11',
-                          '--cache-dir', str(SOURCES / '.mypy_cache'), '.'], cwd=programs, env={**os.environ, 'MYPYPATH': str(SOURCES)},
-                         capture_output=True, text=True)
+    # The package as one that is installed: what it has to say of itself is not the user's. The cache lies in the build folder, and is that
+    # of tests/tools/mypy.sh; options that are not its own would have torch read anew.
+    cache = SOURCES.parent / 'mypy_cache'
+    with open(f'{cache}.lock', 'w', encoding='ascii') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run = subprocess.run([sys.executable, '-m', 'mypy', '--config-file', README.parent / 'pyproject.toml', '--follow-imports=silent',
+                              '--cache-dir', cache, '.'], cwd=programs, env={**os.environ, 'MYPYPATH': str(SOURCES)},
+                             capture_output=True, text=True)
     found = {}
     for file, line in re.findall(r'^(\w+\.py):(\d+): error', run.stdout, re.M):
         found.setdefault(file, set()).add(int(line))

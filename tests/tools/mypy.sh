@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # `mypy --strict` over the Python package, by client/python/pyproject.toml.
-# Usage: mypy.sh ROOT PYTHON CACHE [--planted]   mypy and torch are those of PYTHON (the tests' environment). CACHE: a folder of the build.
+# Usage: mypy.sh ROOT PYTHON CACHE [--planted]   mypy and torch are those of PYTHON (the tests' environment). CACHE: a folder of the build,
+# which tests/python/test_typing.py has, too: torch takes most of the time, and options that are the same for both let one read it for both.
 # --planted: over one module of a copy, with a wrong type in it, which has to be found.
 set -euo pipefail
 root="$1" python="$2" cache="$3"
 "$python" -c 'import mypy, torch' 2> /dev/null || { echo "skipped: no mypy or no torch; tests/run.sh makes an environment with them"; exit 77; }
 check() { (cd "$1" && "$python" -m mypy --config-file pyproject.toml --cache-dir "$cache" "${@:2}"); }
 if [[ "${4:-}" != --planted ]]; then
-  check "$root/client/python" -p ballast
+  exec 9> "$cache.lock"
+  flock 9
+  check "$root/client/python" --follow-imports=silent -p ballast
   exit
 fi
 copy="$(mktemp -d)"
