@@ -197,6 +197,7 @@ def _ended(pid, seconds):
 
 
 def import_all(*more):
+    gc.disable()  # nothing of it is garbage
     import torch  # noqa: F401, PLC0415
 
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, False  # in the build folder: other processes need not compile it again
@@ -205,7 +206,8 @@ def import_all(*more):
     torch.optim.SGD([torch.zeros(1)])  # imports more
     for module in (*OF_TORCH, *more):
         importlib.import_module(module)
-    gc.freeze()  # else each fork's end looks through all that was imported, which takes a second
+    gc.freeze()  # else each fork's collector looks through all that was imported, which takes a second
+    gc.enable()
     assert len(os.listdir('/proc/self/task')) == 1 == threading.active_count(), 'a fork would have one of these threads alone'
 
 
