@@ -2,7 +2,7 @@
 import pathlib
 
 import pytest
-from own_process import NewProcess
+from own_process import Process, import_also
 from test_ranks import free_port
 
 pytest.importorskip('lightning')
@@ -30,9 +30,10 @@ def test_goes_on_from_a_checkpoint(case, kind, job, tmp_path):
 
 
 def test_two_devices(tmp_path):
+    import_also('lightning_runs')
     port = free_port()
     script = pathlib.Path(__file__).with_name('lightning_main.py')
-    ranks = [NewProcess(script, tmp_path, tmp_path / f'{rank}.log', RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK='0', WORLD_SIZE='2',
-                        MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1') for rank in range(2)]
+    ranks = [Process(script, tmp_path, tmp_path / f'{rank}.log', RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK='0', WORLD_SIZE='2',
+                     MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1') for rank in range(2)]
     codes = [rank.wait() for rank in ranks]
     assert codes == [0, 0], '\n'.join(rank.output for rank in ranks)
