@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import ballast.torch as bt
 
-BEFORE, AFTER = 3, 5 if os.environ.get('TEST_ROUNDS') == 'full' else 3  # steps before the state is saved, and after
+BEFORE, AFTER = (3, 5) if os.environ.get('TEST_ROUNDS') == 'full' else (2, 2)  # steps before the state is saved, and after
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 NESTED = StateDictOptions()
 SCRIPTS = {}

@@ -25,7 +25,7 @@ from ballast.torch.sharding import pulls, pushes
 ARGUMENTS = {'lr': 1e-2, 'weight_decay': 0.1, 'eps': 1e-4}
 VOCABULARY = 17
 DEVICE = os.environ.get('BALLAST_TEST_DEVICE', 'cpu')
-STEPS = 30 if os.environ.get('TEST_ROUNDS') == 'full' else 8  # of both()
+STEPS = 30 if os.environ.get('TEST_ROUNDS') == 'full' else 5  # of both()
 SCRIPTS = {}
 
 
