@@ -8,7 +8,7 @@ from own_process import Process, free_port
 
 HERE = pathlib.Path(__file__).parent
 WORLD = 4
-STEPS = 30 if os.environ.get('TEST_ROUNDS') == 'full' else 6
+STEPS = 30 if os.environ.get('TEST_ROUNDS') == 'full' else 4
 CASES = ['fsdp2', 'uneven', 'hsdp', 'last_dimension', 'tensor_parallel', 'tensor_by_data_parallel', 'sequence_parallel',
          'fsdp_by_tensor_parallel', 'pipeline_gpipe', 'pipeline_1f1b', 'experts_by_fsdp', 'plain_experts']
 
