@@ -22,7 +22,9 @@ MOMENTS = ['between steps', 'after a pass without backward', 'after a pass with 
 # With torch.optim a step leaves the new Parameters as they are, and torch's DTensor takes another .data without a change.
 NOT_BEFORE_STEP = ('load_state_dict(assign=True)', '.data = another')
 WAYS_AT = {moment: WAYS for moment in MOMENTS} | {'before step': [way for way in [*WAYS, *GRADIENTS] if way.name not in NOT_BEFORE_STEP]}
-# What a pair tries but in full rounds: a cell takes it several times as long.
+# Moments that come to a model as 'between steps' does, which has every way: after passes that no step takes.
+LIKE_BETWEEN = ('after a pass without backward', 'after a pass with gradients alone', 'after a caught exception')
+# What a pair tries but in full rounds, for a cell takes it several times as long; and one rank at those moments.
 OF_PAIRS = ('mul_', 'load_state_dict', '.data.mul_', 'numpy', '.data = new values', '.data = another shape', 'a replaced Parameter',
             'a replaced module', 'tied', 'frozen', 'replaced', 'None')
 
@@ -32,7 +34,7 @@ OF_TORCH = ('the parameter named "weight"', '.numpy() is not supported for tenso
 
 
 def ways_at(moment, world):
-    everything = world == 1 or os.environ.get('TEST_ROUNDS') == 'full'
+    everything = (world == 1 and moment not in LIKE_BETWEEN) or os.environ.get('TEST_ROUNDS') == 'full'
     return [way for way in WAYS_AT[moment] if everything or way.name in OF_PAIRS]
 
 
