@@ -7,16 +7,21 @@ import os
 import resource
 import sys
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+STACK = 1 << 20
+if __name__ == '__main__' and resource.getrlimit(resource.RLIMIT_STACK)[0] != STACK:
+    # Stacks of threads are as large as this limit was when the process began, and count as data. Before the imports, which take seconds.
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    os.execv(sys.executable, [sys.executable, *sys.argv])
 
-import ballast.torch as bt
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import ballast.torch as bt  # noqa: E402
 
 WIDTH, ROWS = 896, 2
 STEPS = 3
-STACK = 1 << 20
 
 
 class Block(nn.Module):
@@ -85,10 +90,6 @@ def train(name, blocks, servers):
 
 
 def main():
-    if resource.getrlimit(resource.RLIMIT_STACK)[0] != STACK:
-        # Stacks of threads are as large as this limit was when the process began, and count as data.
-        resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
-        os.execv(sys.executable, [sys.executable, *sys.argv])
     name, blocks, allowed, servers, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
     start = begin(allowed)
     parameters, losses = train(name, blocks, servers)
