@@ -24,6 +24,13 @@ namespace {
 // Servers delete files, and a group that opens its job waits meanwhile.
 constexpr absl::Duration kDropTimeout = absl::Seconds(10);
 
+// The server's disk failed, or is full: the job has stopped there until somebody looks after the disk, and what the
+// server has of it is out of reach.
+bool HasStopped(const absl::Status& status) {
+  const std::string reason = model::ReasonOf(status);
+  return reason == model::kIo || reason == model::kDiskFull;
+}
+
 // As a server's answer to GetJob.
 std::vector<std::optional<absl::StatusOr<v1::GetJobResponse>>> JobsOf(const Answers<v1::FenceResponse>::All& fenced) {
   std::vector<std::optional<absl::StatusOr<v1::GetJobResponse>>> jobs(fenced.size());
@@ -71,9 +78,9 @@ absl::Status Change::CheckFailed(const v1::Member& server, const absl::Status& s
   const bool is_member = choice_.IsMember(server);
   if (IsSilence(status) && is_member) return absl::OkStatus();
   if (is_member) errors_.push_back(absl::StrCat(". Server '", server.server_id(), "' says: ", status.message()));
-  // Whose state is lost has no copy; whether the others are enough is for FindBase to say.
+  // Whose state is lost, or on a broken disk, has no copy; whether the others are enough is for FindBase to say.
   const bool needed = is_member && !absl::c_linear_search(wish().not_(), server.server_id()) && !IsRemoved(server);
-  if (needed && !absl::IsDataLoss(status)) return status;
+  if (needed && !absl::IsDataLoss(status) && !HasStopped(status)) return status;
   const bool is_new = choice_.Exclude(server.server_id());
   if ((fences_ || needed) && is_new)
     Report(absl::StrCat("server '", server.server_id(), "' is left out: ", status.message()));

@@ -118,6 +118,23 @@ TEST_F(ChangeTest, AMemberWithoutItsStateIsLeftOut) {
   EXPECT_THAT(lines_, Contains(HasSubstr("its log is damaged")));
 }
 
+// A disk that breaks takes a server's copies away, though the server answers.
+TEST_F(ChangeTest, AMemberWhoseDiskIsBrokenIsLeftOut) {
+  errors_[1] = model::Error(absl::StatusCode::kInternal, model::kIo, "job 'job' stopped on server 's1'");
+  EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s3"));
+  EXPECT_THAT(lines_, Contains(HasSubstr("server 's1' is left out: job 'job' stopped on server 's1'")));
+}
+
+// Alone it would have a shard: then its error tells what to do.
+TEST_F(ChangeTest, AMemberWhoseDiskIsFullIsWaitedForIfItIsNeeded) {
+  errors_[1] = model::Error(absl::StatusCode::kInternal, model::kDiskFull, "the disk is full");
+  LoseDisk(2);
+  const auto next = Open();
+  EXPECT_EQ(model::ReasonOf(next.status()), model::kServerDown);
+  EXPECT_THAT(std::string(next.status().message()), HasSubstr("Server 's1' says: the disk is full"));
+  EXPECT_EQ(claimed_, 0u) << "nothing was claimed";
+}
+
 TEST_F(ChangeTest, AWishAddsAndDrains) {
   Wish(model::WishToReplace(first_, v1::Wish(), "s1", "s4"));
   const v1::Table next = Opened();
