@@ -101,6 +101,11 @@ std::vector<std::string> ChooseServers(const v1::Table& table, const v1::Wish& w
     if (std::binary_search(others.begin(), others.end(), server)) take(server);
   }
   for (const std::string& server : others) take(server);
+  // Whoever is to leave stays as long as there is no other server for its copy: one that was to come may be lost.
+  for (const std::string& server : members) {
+    if (chosen.size() >= WantedCopies(table, wish)) break;
+    if (std::find(chosen.begin(), chosen.end(), server) == chosen.end()) chosen.push_back(server);
+  }
   return chosen;
 }
 

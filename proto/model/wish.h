@@ -19,7 +19,8 @@ uint32_t WantedCopies(const v1::Table& table, const v1::Wish& wish);
 
 // The servers that shall have the job, by id: WantedServers of them, if so many are there. First `members`, the ids of
 // those that count, in their order; then those of `others` that the wish names, in the wish's order; then the rest of
-// `others` by name. None that the wish excludes. Empty: those that have the job keep it.
+// `others` by name. None that the wish excludes, but for members without which there would not be a server for each
+// copy. Empty: those that have the job keep it.
 std::vector<std::string> ChooseServers(const v1::Table& table, const v1::Wish& wish,
                                        absl::Span<const std::string> members, std::vector<std::string> others);
 

@@ -84,6 +84,19 @@ TEST(Wish, ReplacesAServerThatMayBeLost) {
   EXPECT_EQ(ReasonOf(WishToReplace(table, wish, "b", "e").status()), kBadConfig) << "it is replaced already";
 }
 
+// A machine is lost while another one is to leave: the job keeps its copies.
+TEST(Wish, NobodyLeavesWithoutAServerForEachCopy) {
+  const v1::Wish replace = Take(WishToReplace(TableOf({"a", "b"}, 2), v1::Wish(), "a", "e"));
+  EXPECT_THAT(ChooseServers(TableOf({"a", "b", "e"}, 2), replace, {"a", "b"}, {}), ElementsAre("b", "a"))
+      << "e is lost";
+  EXPECT_THAT(ChooseServers(TableOf({"a", "b"}, 2), replace, {"a", "b"}, {"d"}), ElementsAre("b", "d"));
+  const v1::Wish drain = Take(WishToDrain(TableOf({"a", "b", "c"}, 3), v1::Wish(), {"c"}));
+  EXPECT_THAT(ChooseServers(TableOf({"a", "b", "c"}, 2), drain, {"a", "c"}, {}), ElementsAre("a", "c")) << "b is lost";
+  EXPECT_THAT(ChooseServers(TableOf({"a"}, 2), drain, {"a"}, {"c"}), ElementsAre("a")) << "it has left";
+  const v1::Wish one = Take(WishForCopies(TableOf({"a", "b", "c"}, 2), drain, 1));
+  EXPECT_THAT(ChooseServers(TableOf({"a", "b", "c"}, 2), one, {"a", "c"}, {}), ElementsAre("a"));
+}
+
 TEST(Wish, CopiesNeedServers) {
   const v1::Table table = TableOf({"a", "b", "c"}, 3);
   EXPECT_EQ(WantedCopies(table, v1::Wish()), 2u);

@@ -395,8 +395,10 @@ class Schedule {
     for (const model::Chunk& chunk : JobLayout().chunks()) {
       const v1::Shard& shard = model::ShardOf(key_.table, chunk.index);
       if (!shard.fillers().empty()) return "a change never ends";
-      const size_t wanted = std::min<size_t>(wish_.replicas, WishedThere());
-      if (static_cast<size_t>(shard.holders_size()) != wanted) return "copies are missing, or surplus ones stay";
+      // Whom nobody wishes stays where too few that are wished are there.
+      const size_t least = std::min<size_t>(wish_.replicas, WishedThere());
+      const auto holders = static_cast<size_t>(shard.holders_size());
+      if (holders < least || holders > wish_.replicas) return "copies are missing, or surplus ones stay";
       for (const uint32_t m : shard.holders()) {
         const Server& server =
             *servers_[static_cast<size_t>(ServerOf(key_.table.members(static_cast<int>(m)).server_id()))];
