@@ -246,6 +246,11 @@ class Router {
   absl::Time TryDeadline(const Operation& op) const;
   bool Left(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Next Classify(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Of a call that the server did not answer, or had no time for.
+  Next AskAgain(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether the job has stopped at a server that others replace: the keeper leaves it out like one that is down.
+  bool HasStopped(const Transport* server, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void ReportStopped(const absl::Status& status);
   // Whether a refusal may come of an epoch that this session does not know yet.
   bool MayBeOutdated(const Operation& op, const absl::Status& status) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsSilent(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -267,6 +272,8 @@ class Router {
   bool LooksForRoutes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Then asks one. On the router's thread.
   void LookForRoutes();
+  void NoteLook(const Transport* server, const absl::StatusOr<v1::GetJobResponse>& answer, absl::Time sent)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::GetJobResponse>& answer);
   // Another group has the job: what waits for a server that does not answer ends.
   void Supersede() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -41,20 +41,31 @@ Router::Next Router::Classify(const Operation& op, const absl::Status& status) c
   if (status.ok() || !stopped_.ok()) return Next::kDone;
   if (Left(op.server)) return routes_ == nullptr ? Next::kDone : Next::kReroute;
   if (absl::Now() >= op.deadline) return Next::kDone;
-  if (IsRetryable(status)) {
-    // A server that answers BUSY at once has too much to do, and Commits with their blobs would add to that. Had the
-    // server lost the Commit, a later try waits there until its deadline.
-    const bool overloaded = absl::IsUnavailable(status) && model::ReasonOf(status) == model::kBusy;
-    // Of a server that hangs, a Commit tells whether it lives.
-    const bool hangs = absl::IsDeadlineExceeded(status) && silence_.IsReplaceable(op.server);
-    const bool asks = (op.awaits_commit || hangs) && !overloaded;
-    return asks && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
-  }
+  if (IsRetryable(status)) return AskAgain(op, status);
+  if (HasStopped(op.server, status)) return Next::kRetry;
   const std::string reason = absl::IsFailedPrecondition(status) ? model::ReasonOf(status) : "";
   if (reason == model::kNotOpen && open_ != nullptr) return Next::kSendOpen;
   if (reason == model::kBehind && commit_ != nullptr) return Next::kSendCommit;
   if (MayGoToNextHolder(op, reason)) return Next::kNextHolder;
   return MayBeOutdated(op, status) ? Next::kAwaitRoutes : Next::kDone;
+}
+
+Router::Next Router::AskAgain(const Operation& op, const absl::Status& status) const {
+  // A server that answers BUSY at once has too much to do, and Commits with their blobs would add to that. Had the
+  // server lost the Commit, a later try waits there until its deadline.
+  const bool overloaded = absl::IsUnavailable(status) && model::ReasonOf(status) == model::kBusy;
+  // Of a server that hangs, a Commit tells whether it lives.
+  const bool hangs = absl::IsDeadlineExceeded(status) && silence_.IsReplaceable(op.server);
+  const bool asks = (op.awaits_commit || hangs) && !overloaded;
+  return asks && commit_ != nullptr ? Next::kSendCommit : Next::kRetry;
+}
+
+bool Router::HasStopped(const Transport* server, const absl::Status& status) const {
+  return silence_.IsReplaceable(server) && routes_->may_change() && model::DetailsOf(status).contains(model::kStopped);
+}
+
+void Router::ReportStopped(const absl::Status& status) {
+  if (model::DetailsOf(status).contains(model::kStopped)) Report(std::string(status.message()));
 }
 
 // A holder that found its state damaged copies the chunk, and has it again soon. A version that others keep is gone
@@ -114,7 +125,8 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
       timers_.emplace(absl::Now() + (at_once ? absl::ZeroDuration() : delay), std::move(task));
     }
   }
-  if (next == Next::kDone) Finish(op, std::move(status));
+  if (next != Next::kDone) return ReportStopped(status);
+  Finish(op, std::move(status));
 }
 
 void Router::Repaired(const OperationPtr& op, const absl::Status& repaired) {
@@ -123,7 +135,9 @@ void Router::Repaired(const OperationPtr& op, const absl::Status& repaired) {
     absl::MutexLock lock(&mutex_);
     ends = stopped_;
     // If the Commit was sent unasked, before a retry, the call's own error says more than the Commit's.
-    const bool failed = !repaired.ok() && !IsRetryable(repaired) && !IsRetryable(op->last) && !Left(op->server);
+    const bool down = silence_.IsReplaceable(op->server) && model::IsWithoutJob(repaired);
+    const bool failed =
+        !repaired.ok() && !down && !IsRetryable(repaired) && !IsRetryable(op->last) && !Left(op->server);
     if (ends.ok() && failed && MayBeOutdated(*op, repaired)) {
       op->last = repaired;
       return AwaitRoutes(op);

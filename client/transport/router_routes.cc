@@ -141,7 +141,7 @@ void Router::LookForSilent() {
       absl::MutexLock lock(&mutex_);
       // If this process stood still meanwhile, the answer may be there, and come second.
       const bool late = absl::IsDeadlineExceeded(answer.status()) && absl::Now() > deadline + kLate;
-      if (!late) silence_.Note(server, Silence::Call::kLook, answer.status(), now);
+      if (!late) NoteLook(server, answer, now);
       silence_.Asked(server, absl::Now() + kSilentInterval);
     });
   }
@@ -232,6 +232,14 @@ void Router::LookForRoutes() {
                 });
 }
 
+void Router::NoteLook(const Transport* server, const absl::StatusOr<v1::GetJobResponse>& answer, absl::Time sent) {
+  absl::Status status = answer.status();
+  if (status.ok() && !answer->exists()) {
+    status = model::Error(absl::StatusCode::kNotFound, model::kUnknownJob, "it has nothing of the job");
+  }
+  silence_.Note(server, Silence::Call::kLook, status, sent);
+}
+
 // On a transport's thread: what follows is done on the router's.
 void Router::OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::GetJobResponse>& answer) {
   absl::MutexLock lock(&mutex_);
@@ -239,7 +247,7 @@ void Router::OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::
   const bool only_waits = refused_.empty() && silence_.first() == absl::InfiniteFuture();
   look_after_ =
       absl::Now() + (only_waits ? kWaitingInterval : std::min(kSilentInterval, kLookInterval * (1 + looks_++)));
-  silence_.Note(asked, Silence::Call::kLook, answer.status(), sent);
+  NoteLook(asked, answer, sent);
   if (!stopped_.ok() || !answer.ok()) return;
   const Routes& now = *routes_;
   if (model::Compare(answer->opened(), now.epoch()) > 0) {
@@ -253,7 +261,12 @@ void Router::OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::
   std::erase_if(refused_, [&](Refused& one) {
     mutex_.AssertHeld();
     if (!later && --one.looks_left > 0) return false;
-    timers_.emplace(absl::Now(), [this, op = one.op] { Finish(op, op->last); });
+    // A server that has nothing of the job any more is left out like one that is down.
+    const bool down = silence_.IsReplaceable(one.op->server) && model::IsWithoutJob(one.op->last);
+    timers_.emplace(absl::Now(), [this, down, op = one.op] {
+      if (down) return Repair(op, Next::kRetry);
+      Finish(op, op->last);
+    });
     return true;
   });
 }

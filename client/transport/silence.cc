@@ -23,7 +23,8 @@ void Silence::Note(const Transport* server, Call call, const absl::Status& statu
   if (found == servers_.end() || absl::IsCancelled(status)) return;
   Server& one = found->second;
   const absl::Time now = absl::Now();
-  const bool down = absl::IsUnavailable(status) && model::ReasonOf(status) != model::kBusy;
+  const bool unreachable = absl::IsUnavailable(status) && model::ReasonOf(status) != model::kBusy;
+  const bool down = unreachable || (one.replaceable && model::IsWithoutJob(status));
   const bool hangs = absl::IsDeadlineExceeded(status);
   // A patient call was perhaps served until now. What was sent before the last answer says less than that answer.
   const absl::Time since = std::max(call == Call::kPatient ? now : sent, one.heard);

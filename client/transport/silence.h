@@ -1,4 +1,4 @@
-// Since when which of a job's servers do not answer.
+// Since when which of a job's servers do not answer, or are of no use to it.
 #pragma once
 
 #include <map>
@@ -40,7 +40,8 @@ class Silence {
   struct Server {
     bool replaceable = false;
     absl::Time heard;  // it answered then
-    // Nobody can connect to it, or it did not answer a look.
+    // Nobody can connect to it, or it did not answer a look; or others have its chunks, and it has stopped the job or
+    // has nothing of it.
     absl::Time unreachable = absl::InfiniteFuture();
     // It did not answer a prompt call. A look does not refute this.
     absl::Time stuck = absl::InfiniteFuture();

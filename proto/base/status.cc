@@ -32,6 +32,10 @@ Details DetailsOf(const absl::Status& status) {
   return details;
 }
 
+bool IsWithoutJob(const absl::Status& status) {
+  return !status.ok() && (DetailsOf(status).contains(kStopped) || ReasonOf(status) == kUnknownJob);
+}
+
 absl::Status Annotate(const absl::Status& status, absl::string_view context) {
   if (status.ok()) return status;
   absl::Status annotated(status.code(), absl::StrCat(context, ": ", status.message()));

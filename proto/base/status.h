@@ -90,8 +90,13 @@ inline constexpr char kPromised[] = "promised";
 inline constexpr char kGroup[] = "group";
 // Detail of NOT_FILLED, and of a job that ends for it: the chunk whose state the server has lost.
 inline constexpr char kLostChunk[] = "lost_chunk";
+// Detail of all that a server says of a job which has stopped there: its disk failed or is full, or state is damaged.
+inline constexpr char kStopped[] = "stopped";
 void SetDetail(const std::string& key, absl::string_view value, absl::Status* status);
 Details DetailsOf(const absl::Status& status);
+// Whether the server that says so is of no use to the job, though it lives: the job has stopped there, or it has
+// nothing of the job.
+bool IsWithoutJob(const absl::Status& status);
 
 // `status` with `context` and ": " put before its message; reason, details and code stay.
 absl::Status Annotate(const absl::Status& status, absl::string_view context);

@@ -169,6 +169,7 @@ void JobCore::Fail(const absl::Status& cause, absl::string_view remedy, Replies*
       cause.code(), model::ReasonOf(cause),
       absl::StrCat("job '", name, "' stopped on server '", around.server_id, "': ", cause.message(), ". ", remedy));
   for (const auto& [key, value] : model::DetailsOf(cause)) model::SetDetail(key, value, &failure_);
+  model::SetDetail(model::kStopped, "1", &failure_);
   waiting.RefuseAll(failure_, replies);
 }
 

@@ -131,7 +131,8 @@ absl::StatusOr<std::shared_ptr<Job>> StateServer::Impl::Find(const std::string& 
   const auto entry = jobs.find(name);
   if (entry == jobs.end()) {
     return model::Error(absl::StatusCode::kNotFound, model::kUnknownJob,
-                        absl::StrCat("server '", server_id, "' has no job '", name, "'; Fence makes one"));
+                        absl::StrCat("server '", server_id, "' has no job '", name,
+                                     "': no trainer opened it here, or somebody dropped it"));
   }
   if (entry->second.lost.has_value()) return CauseOf(name, entry->second);
   return entry->second.job;

@@ -26,7 +26,7 @@ class Ran:
 
 def run(arguments):
     own_process.fork_from_here()
-    import pytest  # noqa: PLC0415: the fork shall not have it
+    import pytest  # noqa: PLC0415 - the fork shall not have it
     ran = Ran()
     # Directories of tests hold gigabytes: those of failed ones are enough to keep.
     code = pytest.main(['-rs', '-p', 'no:cacheprovider', '-o', 'tmp_path_retention_policy=failed', *arguments], plugins=[ran])

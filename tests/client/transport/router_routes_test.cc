@@ -87,6 +87,7 @@ class RouterRoutesTest : public ::testing::Test {
   // Of a server that has the first epoch.
   static v1::GetJobResponse Opened() {
     v1::GetJobResponse job;
+    job.set_exists(true);
     job.mutable_opened()->set_counter(3);
     job.mutable_promised()->set_counter(3);
     return job;
@@ -312,12 +313,7 @@ TEST_F(RouterRoutesTest, ARefusalIsFinalIfNobodyHasALaterEpoch) {
     servers_[i].on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) {
       return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone, "version 1 is gone");
     };
-    servers_[i].on_get_job = [](const v1::GetJobRequest&) {
-      v1::GetJobResponse job;
-      job.mutable_opened()->set_counter(3);
-      job.mutable_promised()->set_counter(3);
-      return absl::StatusOr<v1::GetJobResponse>(job);
-    };
+    servers_[i].on_get_job = [](const v1::GetJobRequest&) { return absl::StatusOr<v1::GetJobResponse>(Opened()); };
   }
   const absl::Status refused = Pull(0);
   EXPECT_EQ(model::ReasonOf(refused), model::kVersionGone);
@@ -402,6 +398,33 @@ TEST_F(RouterRoutesTest, ASilentServerIsNamedAndWaitedFor) {
   Continue(4, {"s0"}, {{{0}, {}}, {{0}, {}}});
   EXPECT_EQ(pushed->Wait(), absl::OkStatus());
   EXPECT_THAT(AwaitSilent(0), IsEmpty());
+}
+
+// Its disk failed, or somebody dropped the job there.
+TEST_F(RouterRoutesTest, AServerThatIsWithoutTheJobIsNamedAndWaitedFor) {
+  absl::Status stopped = model::Error(absl::StatusCode::kInternal, model::kIo, "job 'job' stopped on server 's1'");
+  model::SetDetail(model::kStopped, "1", &stopped);
+  const absl::Status dropped = model::Error(absl::StatusCode::kNotFound, model::kUnknownJob, "no job 'job'");
+  uint64_t epoch = 3;
+  for (const absl::Status& status : {stopped, dropped}) {
+    servers_[0].on_get_job = [&](const v1::GetJobRequest&) {
+      v1::GetJobResponse job = Opened();
+      job.mutable_opened()->set_counter(epoch);
+      return absl::StatusOr<v1::GetJobResponse>(job);
+    };
+    FakeServer* const lacks = epoch == 3 ? &servers_[1] : made_["s2"];
+    lacks->on_push = [&](const v1::PushRequest&) -> absl::StatusOr<v1::PushResponse> { return status; };
+    lacks->on_get_job = [&](const v1::GetJobRequest&) -> absl::StatusOr<v1::GetJobResponse> {
+      if (status.code() == absl::StatusCode::kNotFound) return v1::GetJobResponse();
+      return status;
+    };
+    const auto pushed = Push(0);
+    EXPECT_THAT(AwaitSilent(1), ElementsAre(epoch == 3 ? "s1" : "s2"));
+    EXPECT_FALSE(pushed->WaitUntil(absl::Now() + absl::Milliseconds(100))) << status;
+    Continue(++epoch, {"s0", "s2"}, {{{0, 1}, {}}, {{0, 1}, {}}});
+    if (epoch == 5) Continue(++epoch, {"s0"}, {{{0}, {}}, {{0}, {}}});
+    EXPECT_EQ(pushed->Wait(), absl::OkStatus());
+  }
 }
 
 TEST_F(RouterRoutesTest, ASilentServerIsNamedThoughNoCallGoesThere) {

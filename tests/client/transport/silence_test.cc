@@ -41,6 +41,24 @@ TEST_F(SilenceTest, AnyCallTellsThatNobodyListensAndAnyAnswerThatSomebodyDoes) {
   EXPECT_EQ(silence_.Since(&other_), absl::InfiniteFuture());
 }
 
+// It lives, and others have all its chunks.
+TEST_F(SilenceTest, AServerThatHasStoppedTheJobOrHasNothingOfItIsDown) {
+  absl::Status stopped = model::Error(absl::StatusCode::kInternal, model::kIo, "job 'job' stopped on server 'a'");
+  Note(Silence::Call::kPatient, stopped);
+  EXPECT_TRUE(Answers()) << "a call may fail by its own disk access";
+  model::SetDetail(model::kStopped, "1", &stopped);
+  for (const absl::Status& status : {stopped, model::Error(absl::StatusCode::kNotFound, model::kUnknownJob, "none")}) {
+    Note(Silence::Call::kPatient, status);
+    EXPECT_FALSE(Answers());
+    Note(Silence::Call::kLook, status);
+    EXPECT_FALSE(Answers());
+    silence_.Note(&b_, Silence::Call::kPatient, status, absl::Now());
+    EXPECT_EQ(silence_.Since(&b_), absl::InfiniteFuture()) << "nobody has its chunks";
+    Note(Silence::Call::kLook, absl::OkStatus());
+    EXPECT_TRUE(Answers());
+  }
+}
+
 TEST_F(SilenceTest, OnlyCallsThatAreAnsweredAtOnceTellThatAServerHangs) {
   Note(Silence::Call::kPatient, hangs_);
   EXPECT_TRUE(Answers()) << "it may wait at a server that lives";

@@ -195,7 +195,7 @@ TEST_F(BadInput, WrongDtypeInTheSpec) {
   v1::OpenRequest open = FencedOpen("one");
   open.mutable_spec()->set_gradient_dtype(static_cast<v1::Dtype>(17));
   Expect(Open(open), kInvalid, model::kBadDtype, {"gradients must be", "DTYPE_BF16", "17"});
-  Expect(Open(open), absl::StatusCode::kNotFound, model::kUnknownJob, {"Fence makes one"});  // forgotten
+  Expect(Open(open), absl::StatusCode::kNotFound, model::kUnknownJob, {"somebody dropped it"});  // forgotten
   open = FencedOpen("two");
   open.mutable_spec()->set_moment_format(static_cast<v1::MomentFormat>(9));
   Expect(Open(open), kInvalid, model::kBadDtype, {"I8 or F8", "9"});
