@@ -20,6 +20,7 @@
 #include "ballast/proto/model/wish.h"
 #include "ballast/proto/registry/registry.h"
 #include "ballast/proto/registry/roster.h"
+#include "ballast/services/tools/key_age.h"
 
 namespace ballast::services {
 namespace {
@@ -63,7 +64,8 @@ std::string ShowPlaces(const MembersCommand& command, const v1::Table& table, ui
     const auto filled = std::count_if(fills.begin(), fills.end(), [&](uint32_t shard) {
       return job.ok() && model::HasBit(job->filled_shards(), shard);
     });
-    absl::StrAppend(&text, ", fills ", job.ok() ? absl::StrCat(filled, " of ") : "", fills.size(), " shards");
+    absl::StrAppend(&text, job.ok() ? absl::StrCat(", has copied ", filled, " of ", fills.size(), " shards")
+                                    : absl::StrCat(", is to copy ", fills.size(), " shards and does not answer"));
   }
   if (leaves > 0) absl::StrAppend(&text, ", gives ", leaves, " up once others have them");
   return text;
@@ -205,6 +207,11 @@ absl::Status Restore(const MembersCommand& command, const std::optional<Key>& ke
   if (!written) return NotRestored("somebody else wrote the key meanwhile");
   std::printf("%s: written, with %d servers\n", registry->JobKeyName(command.job).c_str(),
               restored.table().members_size());
+  const auto wish = registry->FindWish(command.job, absl::Now() + command.asking.timeout);
+  if (wish.ok() && wish->has_value() && (*wish)->value.life() == restored.table().life()) {
+    std::printf("by etcd an operator wants %s; if that is old, say anew what you want, before a group opens the job\n",
+                model::ShowWish(restored.table(), (*wish)->value).c_str());
+  }
   return absl::OkStatus();
 }
 
@@ -234,6 +241,8 @@ int RunMembers(const MembersCommand& command) {
                                                      "it (--restore)")),
                     kNotAll);
   }
+  const absl::Status newest = CheckKeyIsNewest(command.job, (*key)->value, *entries, command.asking, &registry);
+  if (!newest.ok()) return Complain(newest, kNotAll);
   return Show(command, **key, *entries, &registry);
 }
 

@@ -15,6 +15,7 @@
 #include "ballast/proto/model/wish.h"
 #include "ballast/proto/registry/registry.h"
 #include "ballast/proto/registry/roster.h"
+#include "ballast/services/tools/key_age.h"
 
 namespace ballast::services {
 namespace {
@@ -202,6 +203,10 @@ void Preview(const WishCommand& command, const v1::Table& now, const v1::Wish& w
   const v1::Table next = model::NextTable(now, FilledBy(now, there, false), wanted, v1::Epoch());
   const std::vector<bool> all(static_cast<size_t>(next.members_size()), true);
   ShowTables(now, next, model::NextTable(next, FilledBy(next, all, true), wanted, v1::Epoch()));
+  for (const v1::Member& server : servers) {
+    if (std::find(wish.not_().begin(), wish.not_().end(), server.server_id()) == wish.not_().end()) continue;
+    std::printf("  %s stays until there is a server for each copy without it\n", server.server_id().c_str());
+  }
   if (servers.size() < model::WantedServers(now, wish)) {
     std::printf("  %zu of %u servers are there: the job takes another one as soon as one is registered\n",
                 servers.size(), model::WantedServers(now, wish));
@@ -242,6 +247,8 @@ absl::Status Run(const WishCommand& command, registry::Registry* registry) {
   const absl::Time deadline = absl::Now() + command.asking.timeout;
   BALLAST_ASSIGN_OR_RETURN(const Entries entries, registry->List(deadline));
   BALLAST_ASSIGN_OR_RETURN(const Key key, FindTable(command, registry, deadline));
+  const absl::Status newest = CheckKeyIsNewest(command.job, key.value, entries, command.asking, registry);
+  if (!newest.ok()) return model::Annotate(newest, "Nothing was changed");
   BALLAST_RETURN_IF_ERROR(CheckRegistered(command, entries));
   const v1::Table& table = key.value.table();
   BALLAST_ASSIGN_OR_RETURN(const v1::Wish wish, Write(command, table, registry, deadline));

@@ -54,7 +54,7 @@ def places(etcd, prefix, kind):
 def await_copies(etcd, prefix):
     """Servers copy by themselves, whether a group trains or not; a group that trained long enough has ended the change too."""
     def all_copied():
-        fills = re.findall(r'fills (\d+) of (\d+) shards', ctl(etcd, prefix, 'members')[1])
+        fills = re.findall(r'has copied (\d+) of (\d+) shards', ctl(etcd, prefix, 'members')[1])
         return len(fills) == len(places(etcd, prefix, 'fillers')) and all(have == want for have, want in fills)
     wait_for(all_copied, 'all copies are made')
 

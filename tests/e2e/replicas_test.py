@@ -237,10 +237,16 @@ def test_a_key_that_is_lost_or_old(etcd, folder, bits):
     assert code == 0, text
     # etcd comes back from a backup: the table may be from before servers changed.
     etcd.ctl('put', key, before)
+    code, text = run(BIN / 'ballastctl', 'members', '--job', 'lost', '--servers', etcd.url('lost'))
+    assert code == 1 and f'{key} is older than the job' in text and 'holds' not in text, text
+    code, text = run(BIN / 'ballastctl', 'drain', '--job', 'lost', '--server', 'c', '--servers', etcd.url('lost'))
+    assert code == 1 and 'is older than the job' in text and 'Nothing was changed' in text, text
+    assert not etcd.ctl('get', '--print-value-only', f'{key}/want').strip()
     code, text = open_again(url, 'lost')
     assert code == 1 and 'etcd has an older state than the job' in text and 'members --restore' in text, text
     code, text = run(*restore)
     assert code == 0, text
+    assert run(BIN / 'ballastctl', 'members', '--job', 'lost', '--servers', etcd.url('lost'))[0] == 0
     code, text = open_again(url, 'lost')
     assert code == 0 and digest_of(text) == bits, text
 

@@ -122,7 +122,8 @@ TEST_F(ChangeTest, AMemberWithoutItsStateIsLeftOut) {
 TEST_F(ChangeTest, AMemberWhoseDiskIsBrokenIsLeftOut) {
   errors_[1] = model::Error(absl::StatusCode::kInternal, model::kIo, "job 'job' stopped on server 's1'");
   EXPECT_THAT(Ids(Opened()), ElementsAre("s0", "s2", "s3"));
-  EXPECT_THAT(lines_, Contains(HasSubstr("server 's1' is left out: job 'job' stopped on server 's1'")));
+  EXPECT_THAT(lines_,
+              Contains(HasSubstr("server 's1' is left out: server s1: GetJob of job 'job': job 'job' stopped")));
 }
 
 // Alone it would have a shard: then its error tells what to do.
@@ -131,7 +132,8 @@ TEST_F(ChangeTest, AMemberWhoseDiskIsFullIsWaitedForIfItIsNeeded) {
   LoseDisk(2);
   const auto next = Open();
   EXPECT_EQ(model::ReasonOf(next.status()), model::kServerDown);
-  EXPECT_THAT(std::string(next.status().message()), HasSubstr("Server 's1' says: the disk is full"));
+  EXPECT_THAT(std::string(next.status().message()),
+              HasSubstr("Server 's1' says: server s1: GetJob of job 'job': the disk is full"));
   EXPECT_EQ(claimed_, 0u) << "nothing was claimed";
 }
 

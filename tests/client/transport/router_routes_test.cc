@@ -44,6 +44,9 @@ class RouterRoutesTest : public ::testing::Test {
  protected:
   RouterRoutesTest() {
     servers_[0].transports = [this](const v1::Member& member) { return Make(member.server_id()); };
+    for (const size_t i : {0, 1}) {
+      servers_[i].on_get_job = [](const v1::GetJobRequest&) { return absl::StatusOr<v1::GetJobResponse>(Opened()); };
+    }
     Continue(3, {"s0", "s1"}, {{{0, 1}, {}}, {{0, 1}, {}}}, /*first=*/true);
   }
 
