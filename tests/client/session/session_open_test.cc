@@ -131,12 +131,34 @@ absl::Status FenceFar(services::StateServer* server, uint64_t times) {
   return absl::OkStatus();
 }
 
-uint64_t PromisedBy(services::StateServer* server) {
+v1::GetJobResponse JobOf(services::StateServer* server) {
   v1::GetJobRequest request;
   request.set_job("test");
   services::Answer<v1::GetJobResponse> answer;
   server->GetJob(request, answer.reply());
-  return answer.Wait()->promised().counter();
+  return *answer.Wait();
+}
+
+uint64_t PromisedBy(services::StateServer* server) { return JobOf(server).promised().counter(); }
+
+// Servers that never change: what came with tables, copies and groups' names is in no Open.
+TEST_F(SessionOpen, WithoutARegistryAnOpenHasNoneOfTheFieldsOfMembersThatChange) {
+  ASSERT_EQ(Create(2, 1), absl::OkStatus());
+  ASSERT_EQ(OpenOnly(1, Options(Resume::kMust), TestTensors()), absl::OkStatus());
+  for (int i = 0; i < 2; ++i) {
+    const v1::OpenRequest open = JobOf(servers_.server(i)).open();
+    EXPECT_FALSE(open.has_table());
+    EXPECT_EQ(open.group(), "");
+    EXPECT_EQ(open.tensor_steps_size(), 0);
+    EXPECT_FALSE(open.continues());
+    ASSERT_EQ(open.members_size(), 2);
+    for (const v1::Member& member : open.members()) {
+      v1::Member known;
+      known.set_server_id(member.server_id());
+      known.set_weight(member.weight());
+      EXPECT_EQ(member.SerializeAsString(), known.SerializeAsString());
+    }
+  }
 }
 
 TEST_F(SessionOpen, AServerWhosePromiseLiesFarBehindIsFencedInSteps) {
@@ -377,13 +399,9 @@ TEST_F(SessionOpen, BudgetErrorReachesEveryRank) {
 }
 
 std::vector<double> WeightsOf(services::StateServer* server) {
-  v1::GetJobRequest request;
-  request.set_job("test");
-  services::Answer<v1::GetJobResponse> answer;
-  server->GetJob(request, answer.reply());
-  const absl::StatusOr<v1::GetJobResponse> job = answer.Wait();
   std::vector<double> weights;
-  for (const v1::Member& member : job->open().members()) weights.push_back(member.weight());
+  const v1::OpenRequest open = JobOf(server).open();
+  for (const v1::Member& member : open.members()) weights.push_back(member.weight());
   return weights;
 }
 
