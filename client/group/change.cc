@@ -122,8 +122,14 @@ absl::Status Change::Find() {
   BALLAST_ASSIGN_OR_RETURN(const model::Layout* const layout, FindLayout());
   removes_ = FindWithoutRemoved(*layout);
   if (removes_) return absl::OkStatus();
-  BALLAST_ASSIGN_OR_RETURN(found_, model::FindBase(now(), *layout, answers_));
+  BALLAST_ASSIGN_OR_RETURN(found_, FindBy(*layout, answers_));
   return absl::OkStatus();
+}
+
+absl::StatusOr<model::Found> Change::FindBy(const model::Layout& layout,
+                                            absl::Span<const v1::GetJobResponse> answers) const {
+  if (fences_) return model::FindBase(now(), layout, answers);
+  return model::FindFilled(now(), answers);
 }
 
 bool Change::FindWithoutRemoved(const model::Layout& layout) {
@@ -138,7 +144,7 @@ bool Change::FindWithoutRemoved(const model::Layout& layout) {
     }
   }
   if (removed.empty()) return false;
-  auto found = model::FindBase(now(), layout, answers);
+  auto found = FindBy(layout, answers);
   if (found.ok() && found->enough()) {
     found_ = *std::move(found);
     return true;

@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "ballast/client/discovery/job_key.h"
 #include "ballast/client/group/choice.h"
 #include "ballast/client/group/kept_room.h"
@@ -109,6 +110,7 @@ class Change {
   // Whether all members have answered, or failed.
   absl::StatusOr<bool> Take(const std::vector<Response>& responses);
   absl::Status Find();
+  absl::StatusOr<model::Found> FindBy(const model::Layout& layout, absl::Span<const v1::GetJobResponse> answers) const;
   // By the answers of those alone whom the wish does not remove. False: they are not enough, or it removes nobody.
   bool FindWithoutRemoved(const model::Layout& layout);
   // Of the newest Open, or of the spec of a job that no server has opened. Valid until the next call.

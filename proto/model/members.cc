@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/table.h"
@@ -115,31 +116,46 @@ std::vector<uint64_t> StepsAtBase(const Answer& answer, const Found& found, cons
   return steps;
 }
 
-}  // namespace
-
-absl::StatusOr<Found> FindBase(const v1::Table& table, const Layout& layout, absl::Span<const Answer> answers) {
-  Found found;
-  found.filled.resize(static_cast<size_t>(table.shards_size()));
-  const std::vector<const Answer*> of_member = Sort(table, answers, &found);
-  std::vector<const Answer*> counted;
-  for (const uint32_t m : found.counted) counted.push_back(of_member[m]);
-  if (!counted.empty()) BALLAST_RETURN_IF_ERROR(ChooseBase(counted, &found));
+// Who has which shard filled, of those who count and are `at_base`.
+void Fill(const v1::Table& table, absl::Span<const Answer* const> of_member,
+          absl::FunctionRef<bool(const Answer&)> at_base, Found* found) {
+  found->filled.resize(static_cast<size_t>(table.shards_size()));
   for (int s = 0; s < table.shards_size(); ++s) {
     const v1::Shard& shard = table.shards(s);
-    std::vector<uint32_t>& filled = found.filled[s];
+    std::vector<uint32_t>& filled = found->filled[s];
     for (const auto* places : {&shard.holders(), &shard.fillers()}) {
       for (const uint32_t m : *places) {
-        if (of_member[m] == nullptr || !AtBase(*of_member[m], found)) continue;
+        if (of_member[m] == nullptr || !at_base(*of_member[m])) continue;
         if (HasFilled(*of_member[m], static_cast<uint32_t>(s), places == &shard.holders())) filled.push_back(m);
       }
     }
     std::sort(filled.begin(), filled.end());
-    if (filled.empty()) found.uncovered.push_back(static_cast<uint32_t>(s));
+    if (filled.empty()) found->uncovered.push_back(static_cast<uint32_t>(s));
   }
+}
+
+}  // namespace
+
+absl::StatusOr<Found> FindBase(const v1::Table& table, const Layout& layout, absl::Span<const Answer> answers) {
+  Found found;
+  const std::vector<const Answer*> of_member = Sort(table, answers, &found);
+  std::vector<const Answer*> counted;
+  for (const uint32_t m : found.counted) counted.push_back(of_member[m]);
+  if (!counted.empty()) BALLAST_RETURN_IF_ERROR(ChooseBase(counted, &found));
+  Fill(
+      table, of_member, [&](const Answer& answer) { return AtBase(answer, found); }, &found);
   if (!found.uncovered.empty()) return found;
   std::erase_if(counted, [&](const Answer* answer) { return !AtBase(*answer, found); });
   if (found.adopted) BALLAST_RETURN_IF_ERROR(CheckNorms(layout, counted));
   found.tensor_steps = StepsAtBase(*of_member[found.filled.front().front()], found, layout);
+  return found;
+}
+
+Found FindFilled(const v1::Table& table, absl::Span<const Answer> answers) {
+  Found found;
+  const std::vector<const Answer*> of_member = Sort(table, answers, &found);
+  Fill(
+      table, of_member, [](const Answer&) { return true; }, &found);
   return found;
 }
 

@@ -1,5 +1,5 @@
-// What a group finds when it fences a job with a table: which answers count, whether they are enough, and from which
-// step the job goes on. services/step/README.md has the rules.
+// What a group finds when it looks at a job with a table, and when it fences it: which answers count, whether they are
+// enough, and from which step the job goes on. services/step/README.md has the rules.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +41,9 @@ struct Found {
 // step differently, or nobody tells the norm of a chunk of the step to adopt.
 absl::StatusOr<Found> FindBase(const v1::Table& table, const Layout& layout,
                                absl::Span<const v1::GetJobResponse> answers);
+// As FindBase, from answers to GetJob before a fence. Servers at work answer amid steps, each at another moment, so
+// their steps are not compared, and the base is not looked for: only the fence says who lags behind.
+Found FindFilled(const v1::Table& table, absl::Span<const v1::GetJobResponse> answers);
 
 // Rule 23 by what a fence found. Who does not count is a member no more: if it is wanted, it joins and fills. REQUIRES:
 // found is of `now`, and enough.

@@ -122,6 +122,21 @@ TEST_F(FindBaseTest, WithACopyOfEachShardTheOthersAreNotNeeded) {
   EXPECT_FALSE(Find({}).enough());
 }
 
+TEST_F(FindBaseTest, BeforeAFenceStepsAreNotCompared) {
+  v1::GetJobResponse lost = Answer(1, 5);
+  lost.set_state_lost(true);
+  for (const v1::GetJobResponse& second : {Answer(1, 5), lost}) {
+    const std::vector answers{Answer(0, 7, true), second, Answer(2, 3)};
+    const Found at_work = FindFilled(table_, answers);
+    EXPECT_TRUE(at_work.enough());
+    EXPECT_EQ(at_work.filled[1].size(), second.state_lost() ? 1u : 2u);
+    EXPECT_THAT(at_work.filled[2], ElementsAre(0, 2));
+    EXPECT_FALSE(Find(answers).enough()) << "a fence holds them all";
+  }
+  EXPECT_THAT(FindFilled(table_, std::vector{Answer(0, 7)}).uncovered, ElementsAre(1));
+  EXPECT_FALSE(FindFilled(table_, {}).enough());
+}
+
 TEST_F(FindBaseTest, AStepThatAllWhoCountPreparedIsAdopted) {
   // s2 may have prepared it too, and the step may be acknowledged.
   const Found found = Find({Answer(0, 4, true), Answer(1, 4, true)});

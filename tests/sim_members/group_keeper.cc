@@ -89,9 +89,9 @@ void Group::TryLook() {
   if (!members_heard) return silent_.clear();
   std::vector<v1::GetJobResponse> answers;
   for (const auto& [server, answer] : seen_) answers.push_back(answer);
-  const absl::StatusOr<model::Found> found = model::FindBase(now, JobLayout(), answers);
-  if (!found.ok() || !found->enough()) return silent_.clear();
-  if (!model::SameTable(Plan(now, *found, seen_), now)) return Again();
+  const model::Found found = model::FindFilled(now, answers);
+  if (!found.enough()) return silent_.clear();
+  if (!model::SameTable(Plan(now, found, seen_), now)) return Again();
   if (all_heard) considered_ = asked_;
   silent_.clear();
 }

@@ -58,7 +58,11 @@ class ChangeTest : public testing::Test {
       member.set_disk(server.disk);
       member.set_weight(1);
       if (i < 3) founders.push_back(member);
-      server.on_get_job = [this, i](const v1::GetJobRequest&) { return JobOf(i); };
+      server.on_get_job = [this, i](const v1::GetJobRequest&) -> absl::StatusOr<v1::GetJobResponse> {
+        BALLAST_ASSIGN_OR_RETURN(v1::GetJobResponse job, JobOf(i));
+        if (const auto behind = behind_.find(i); behind != behind_.end()) job.set_committed(behind->second);
+        return job;
+      };
       server.on_fence = [this, i](const v1::FenceRequest& fence) -> absl::StatusOr<v1::FenceResponse> {
         BALLAST_ASSIGN_OR_RETURN(v1::GetJobResponse job, JobOf(i));
         fenced_.insert(i);
@@ -204,7 +208,8 @@ class ChangeTest : public testing::Test {
   std::optional<Change> change_;
   std::vector<std::string> lines_;
   v1::Table first_;
-  v1::OpenRequest open_;  // of epoch 1
+  v1::OpenRequest open_;           // of epoch 1
+  std::map<int, int64_t> behind_;  // the step at which a server at work was when it was asked, before the fence
   std::set<int> has_job_, lost_, fills_, fenced_, dropped_;
   std::vector<std::string> asked_;     // for room
   std::map<int, uint64_t> free_nvme_;  // where 50 bytes are needed for chunks

@@ -10,6 +10,7 @@ namespace ballast::client {
 namespace {
 
 using ::testing::Contains;
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -20,6 +21,25 @@ TEST_F(ChangeTest, NothingIsWrittenWhereNothingChanges) {
   EXPECT_THAT(lines_, IsEmpty());
   EXPECT_THAT(fenced_, ElementsAre(0, 1, 2)) << "spares are none of its business";
   EXPECT_THAT(dropped_, IsEmpty());
+}
+
+// Before the fence servers train, and tell of different moments: nobody lacks a copy for that.
+TEST_F(ChangeTest, ServersAtWorkAnswerAtDifferentSteps) {
+  behind_ = {{1, 3}, {2, 2}};
+  asks_ahead_ = true;
+  Wish(model::WishToAdd(first_, v1::Wish(), {"s4"}));
+  const v1::Table next = Opened();
+  EXPECT_THAT(Ids(next), ElementsAre("s0", "s1", "s2", "s4"));
+  EXPECT_THAT(asked_, Each(HasSubstr(" ahead"))) << "what was planned ahead holds after the fence";
+}
+
+TEST_F(ChangeTest, ServersAtWorkNeedNoChange) {
+  behind_ = {{1, 3}, {2, 2}};
+  EXPECT_TRUE(model::SameTable(Opened(), first_));
+  ASSERT_EQ(key_.Read(Soon()), absl::OkStatus());
+  Change change(servers_.router.get(), &members_, &key_, options_, reached_, grace_);
+  ASSERT_TRUE(change.Look(open_.spec(), Soon()).ok());
+  EXPECT_FALSE(change.IsNeeded());
 }
 
 TEST_F(ChangeTest, ASpareTakesThePlaceOfALostServer) {
