@@ -41,9 +41,9 @@ class ImportPace {
   }
 
  private:
-  // A copy takes processors on both servers, some 8 ms for each MiB. So this is a thirtieth of the importing server's
-  // processors, however few these are. With 64 processors it is import_rate's default.
-  static constexpr uint64_t kMovingBytesPerProcessor = uint64_t{4} << 20;  // a second
+  // A copy takes processors on both servers, some 8 ms for each MiB. So this is a fortieth of the importing server's
+  // processors, however few these are. With 85 processors it is import_rate's default.
+  static constexpr uint64_t kMovingBytesPerProcessor = uint64_t{3} << 20;  // a second
 
   // A token bucket that may go below zero: a copy begins once those before it are paid for.
   class Bucket {
