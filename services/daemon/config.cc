@@ -189,7 +189,7 @@ const std::vector<Key>& Keys() {
        Bytes([](Config* c) { return &c->server.scrub_bytes_per_s; })},
       {{"import_rate", "bytes, such as 512MiB, or 0", "256MiB",
         "rate in bytes a second at which the server copies chunks of jobs with copies from other servers, all jobs "
-        "together; 0: as fast as it can. Chunks that lack no copy and only move (add, drain, replace) get 4 MiB a "
+        "together; 0: as fast as it can. Chunks that lack no copy and only move (add, drain, replace) get 3 MiB a "
         "second of it for each of compute_threads"},
        Bytes([](Config* c) { return &c->server.import_bytes_per_s; })},
       {{"import_token", "a path", "none",
