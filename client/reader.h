@@ -64,7 +64,8 @@ class Reader {
 
   // The newest version. Takes nothing.
   absl::StatusOr<int64_t> Newest();
-  // Takes the newest version in place of the one taken before, and follows the group if that has changed. Errors:
+  // Takes the newest version in place of the one taken before, and follows the group if that has changed, also to other
+  // servers: a member that says nothing for 5 seconds is done without if others have its chunks. Errors:
   // JOB_MISSING; FAILED_PRECONDITION (BAD_REQUEST), the job has no values yet; STATE_LOST; OTHER_SERVER, UNSUPPORTED,
   // VERSIONS_DIFFER, each naming the server; after `timeout` what stood in the way last.
   absl::StatusOr<TakenVersion> Take();
@@ -78,7 +79,8 @@ class Reader {
     absl::Span<std::byte> to;
   };
   // Reads the tensors at the version taken: working parameters, or `masters`. Errors: UNKNOWN_TENSOR, BAD_LENGTH;
-  // VERSION_GONE, the version was lost on the way: Take a newer one. After an error the places may hold anything.
+  // VERSION_GONE, the version was lost on the way, perhaps with a server: Take a newer one. After an error the places
+  // may hold anything.
   absl::Status Read(absl::Span<const Place> places, bool masters = false);
   // Frees the version on the servers. Without effect if none is taken.
   void LetGo();

@@ -178,26 +178,6 @@ absl::Status JobKey::WriteTable(const v1::Table& table, const v1::Epoch& epoch, 
   }
 }
 
-absl::Status JobKey::CheckClaimed(absl::Span<const v1::GetJobResponse> answers, absl::Time deadline) {
-  const auto unclaimed = [&] {
-    return std::find_if(answers.begin(), answers.end(), [this](const v1::GetJobResponse& answer) {
-      return model::Compare(answer.promised(), value_.claimed()) > 0;
-    });
-  };
-  if (!has_places()) return absl::OkStatus();
-  if (unclaimed() == answers.end()) return CheckTable(answers);
-  // Somebody may have claimed and fenced since the key was read.
-  BALLAST_RETURN_IF_ERROR(Read(deadline));
-  const auto found = unclaimed();
-  if (found == answers.end()) return CheckTable(answers);
-  return model::Error(
-      absl::StatusCode::kFailedPrecondition, model::kKeyLost,
-      absl::StrCat("server '", found->server_id(), "' promised epoch ", found->promised().counter(), " of job '", job_,
-                   "', and the key ", registry_->JobKeyName(job_), " knows epochs up to ", value_.claimed().counter(),
-                   ": etcd has an older state than the job, perhaps from a backup, and its table may be old too. ",
-                   model::kHowToRestoreKey));
-}
-
 namespace {
 
 // Members and places, without addresses.
@@ -211,19 +191,31 @@ std::string PlacesOf(const v1::Table& table) {
 
 }  // namespace
 
-// A table that a server has opened in the claimed epoch was in the key first.
-absl::Status JobKey::CheckTable(absl::Span<const v1::GetJobResponse> answers) const {
+absl::Status JobKey::CheckClaimed(absl::Span<const v1::GetJobResponse> answers, absl::Time deadline) {
+  if (!has_places() || CheckNewest(answers).ok()) return absl::OkStatus();
+  // Somebody may have claimed, fenced and opened since the key was read.
+  BALLAST_RETURN_IF_ERROR(Read(deadline));
+  return CheckNewest(answers);
+}
+
+// Who fences claims first, and a table that a server has opened in the claimed epoch was in the key first.
+absl::Status JobKey::CheckNewest(absl::Span<const v1::GetJobResponse> answers) const {
   for (const v1::GetJobResponse& answer : answers) {
-    if (!answer.has_open() || !answer.open().has_table() ||
-        model::Compare(answer.open().epoch(), value_.claimed()) != 0 ||
-        PlacesOf(answer.open().table()) == PlacesOf(value_.table())) {
-      continue;
+    std::string older;
+    if (model::Compare(answer.promised(), value_.claimed()) > 0) {
+      older = absl::StrCat("promised epoch ", answer.promised().counter(), " of job '", job_, "', and the key ",
+                           registry_->JobKeyName(job_), " knows epochs up to ", value_.claimed().counter());
+    } else if (answer.has_open() && answer.open().has_table() &&
+               model::Compare(answer.open().epoch(), value_.claimed()) == 0 &&
+               PlacesOf(answer.open().table()) != PlacesOf(value_.table())) {
+      older =
+          absl::StrCat("opened job '", job_, "' by another table than the key ", registry_->JobKeyName(job_), " has");
     }
+    if (older.empty()) continue;
     return model::Error(
         absl::StatusCode::kFailedPrecondition, model::kKeyLost,
-        absl::StrCat("server '", answer.server_id(), "' opened job '", job_, "' by another table than the key ",
-                     registry_->JobKeyName(job_), " has: etcd has an older state than the job, perhaps from a backup. ",
-                     model::kHowToRestoreKey));
+        absl::StrCat("server '", answer.server_id(), "' ", older, ": etcd has an older state than ",
+                     "the job, perhaps from a backup, and its table may be old too. ", model::kHowToRestoreKey));
   }
   return absl::OkStatus();
 }

@@ -63,7 +63,7 @@ class JobKey {
  private:
   std::vector<v1::Member> Members(const std::vector<uint32_t>& indices) const;
   absl::Status CheckSame(const v1::Table& table) const;
-  absl::Status CheckTable(absl::Span<const v1::GetJobResponse> answers) const;
+  absl::Status CheckNewest(absl::Span<const v1::GetJobResponse> answers) const;
   absl::Status CheckOwn(const v1::Epoch& own, const v1::Table& table) const;
   v1::JobKey ClaimedBy(const v1::Epoch& epoch, const v1::Table& table) const;
 

@@ -228,15 +228,7 @@ void Change::ExcludeRemoved() {
 absl::Status Change::Claimed(const v1::Epoch& epoch, absl::Time deadline) {
   epoch_ = epoch;
   const v1::Table before = choice_.SetTable(key_->value().table());
-  for (const v1::Member& member : now().members()) {
-    const bool was = std::any_of(before.members().begin(), before.members().end(), [&](const v1::Member& one) {
-      return one.server_id() == member.server_id() && one.disk() == member.disk();
-    });
-    if (was || members_->Has(member.server_id())) continue;
-    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
-                        absl::StrCat("another group has just made server '", member.server_id(), "' a member of job '",
-                                     options_.job, "'; start this group again"));
-  }
+  BALLAST_RETURN_IF_ERROR(members_->CheckNoneIsNew(options_.job, before, now()));
   BALLAST_RETURN_IF_ERROR(ReadWish(deadline));
   BALLAST_RETURN_IF_ERROR(Find());
   ExcludeOtherJobs();

@@ -191,8 +191,20 @@ absl::StatusOr<v1::OpenRequest> Opening::OpenAsFirst(const SessionOptions& optio
   JobKey key(router_->transport(0)->registry(), options.job);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
   BALLAST_RETURN_IF_ERROR(members_.FollowKey(options.job, key));
+  // The servers were asked who they are before the slowest rank was there.
+  if (key.has_places()) {
+    BALLAST_RETURN_IF_ERROR(members_.CheckNoneIsNew(options.job, members_.asked_by(), key.value().table()));
+  }
   Change change(router_, &members_, &key, options, reached_, kSparesGrace);
-  BALLAST_ASSIGN_OR_RETURN(const Sight sight, Look(options, key, spec, &change, deadline));
+  BALLAST_ASSIGN_OR_RETURN(Sight sight, Look(options, key, spec, &change, deadline));
+  // Another group may have made the key, and opened the job by it, since the key was read.
+  if (const v1::OpenRequest* newest = NewestOpen(sight.answers);
+      newest != nullptr && newest->has_table() && !key.has_places()) {
+    BALLAST_RETURN_IF_ERROR(key.Read(deadline));
+    if (key.has_places()) {
+      BALLAST_ASSIGN_OR_RETURN(sight, Look(options, key, spec, &change, deadline));
+    }
+  }
   BALLAST_RETURN_IF_ERROR(CheckCopies(options, NewestOpen(sight.answers), key, change.wish()));
   BALLAST_RETURN_IF_ERROR(key.CheckClaimed(sight.answers, deadline));
   Fencing fencing(router_, options.job, Fencing::Promised(sight.answers), members_.peers());

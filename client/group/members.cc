@@ -114,6 +114,7 @@ absl::Status FirstSilence(const Answers<v1::IdentifyResponse>::All& answers) {
 absl::Status Members::Identify(const JobKey& key, Spares spares, const Patience& patience, absl::Time deadline) {
   const uint32_t servers = router_->server_count();
   asked_ = key.has_places() ? static_cast<uint32_t>(key.value().table().members_size()) : servers;
+  asked_by_ = key.has_places() ? key.value().table() : v1::Table();
   if (!key.has_places()) {
     const auto identities = AskAll<v1::IdentifyRequest, v1::IdentifyResponse>(router_, &Transport::Identify, "Identify",
                                                                               Question(), deadline);
@@ -263,6 +264,19 @@ std::vector<bool> Members::Lost(const JobKey& key) const {
     lost.push_back(known != nullptr && known->member.disk() != member.disk());
   }
   return lost;
+}
+
+absl::Status Members::CheckNoneIsNew(const std::string& job, const v1::Table& before, const v1::Table& now) const {
+  for (const v1::Member& member : now.members()) {
+    const bool was = std::any_of(before.members().begin(), before.members().end(), [&](const v1::Member& one) {
+      return one.server_id() == member.server_id() && one.disk() == member.disk();
+    });
+    if (was || Has(member.server_id())) continue;
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
+                        absl::StrCat("another group has just made server '", member.server_id(), "' a member of job '",
+                                     job, "'; start this group again"));
+  }
+  return absl::OkStatus();
 }
 
 void Members::KeepOnly(const std::vector<std::string>& server_ids) {

@@ -29,6 +29,11 @@ inline bool IsSilence(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status);
 }
 
+// The deadline passed while the server was busy with the request, not while it was down.
+inline bool IsAtWork(const absl::Status& status) {
+  return absl::IsDeadlineExceeded(status) && model::ReasonOf(status) == model::kBusy;
+}
+
 // How long servers have to answer.
 struct Patience {
   // For members, where others have all of their chunks.
@@ -52,6 +57,8 @@ class Members {
   absl::Status Identify(const JobKey& key, Spares spares, const Patience& patience, absl::Time deadline);
   // How many servers were asked; of a job that has places: its members.
   uint32_t asked() const { return asked_; }
+  // By which table they were asked; without members if the job has no places.
+  const v1::Table& asked_by() const { return asked_by_; }
   // Valid until Match, in the router's order. `all`: the members of a new job. A member's weight is its budget in GiB;
   // if any server does not report its budget, all weights are 1. `ids`: their ids. `peers`: ids with the addresses of
   // their status pages.
@@ -78,6 +85,9 @@ class Members {
   std::vector<bool> There(const JobKey& key) const;
   // Under the names of which members another data directory answers.
   std::vector<bool> Lost(const JobKey& key) const;
+  // FAILED_PRECONDITION (STALE_EPOCH) if `now` has members that `before` has not, and that are not among the servers:
+  // another group has just made them members, and this one would wait for none of them.
+  absl::Status CheckNoneIsNew(const std::string& job, const v1::Table& before, const v1::Table& now) const;
   // Stops using all other servers, whoever named them, or this one. The order stays.
   void KeepOnly(const std::vector<std::string>& server_ids);
   void LeaveOut(absl::string_view server_id);
@@ -111,6 +121,7 @@ class Members {
   Router* router_;
   Uses uses_;
   uint32_t asked_ = 0;
+  v1::Table asked_by_;
   std::vector<Server> servers_;
   std::set<std::string> away_;
 };

@@ -12,14 +12,6 @@
 #include "ballast/proto/model/epoch_plan.h"
 
 namespace ballast::client {
-namespace {
-
-// The deadline passed while a server was busy with the request, not while it was down.
-bool IsAtWork(const absl::Status& status) {
-  return absl::IsDeadlineExceeded(status) && model::ReasonOf(status) == model::kBusy;
-}
-
-}  // namespace
 
 absl::Status TryOpen(Router* router, v1::OpenRequest open, absl::Time deadline) {
   BALLAST_RETURN_IF_ERROR(model::EpochPlan::Make(open).status());

@@ -11,17 +11,19 @@
 
 namespace ballast::client {
 
-absl::StatusOr<Pins> AskPins(Router* router, const std::string& job, absl::Time deadline) {
+absl::StatusOr<Pins> AskPins(Router* router, const std::string& job, bool may_change, absl::Time deadline) {
   v1::GetJobRequest ask;
   ask.set_job(job);
   ask.set_without_open(true);
-  BALLAST_ASSIGN_OR_RETURN(const auto answers, (CallAll<v1::GetJobRequest, v1::GetJobResponse>(
-                                                   router, &Transport::GetJob, "GetJob", ask, deadline)));
+  BALLAST_ASSIGN_OR_RETURN(auto answers, (CallAll<v1::GetJobRequest, v1::GetJobResponse>(router, &Transport::GetJob,
+                                                                                         "GetJob", ask, deadline)));
+  if (may_change) std::erase_if(answers, [](const v1::GetJobResponse& answer) { return !answer.exists(); });
   return PinsOf(answers);
 }
 
 Pins PinsOf(absl::Span<const v1::GetJobResponse> answers) {
   Pins pins;
+  pins.servers = static_cast<uint32_t>(answers.size());
   bool told = true;
   std::map<int64_t, PinnedOn> versions;
   std::set<uint64_t> lives;
@@ -61,9 +63,9 @@ bool IsBeforeFill(const KeptVersion& kept, const v1::Table& table) {
 
 absl::Status DropPartialPins(Router* router, const v1::OpenRequest& open, absl::Time deadline) {
   if (open.spec().durability() == v1::DURABILITY_NONE) return absl::OkStatus();
-  BALLAST_ASSIGN_OR_RETURN(const Pins pins, AskPins(router, open.spec().name(), deadline));
+  BALLAST_ASSIGN_OR_RETURN(const Pins pins, AskPins(router, open.spec().name(), open.has_table(), deadline));
   for (const PinnedOn& pin : pins.versions) {
-    if (pin.servers == router->server_count() || IsBeforeFill(pin.kept, open.table())) continue;
+    if (pin.servers == pins.servers || IsBeforeFill(pin.kept, open.table())) continue;
     v1::UnpinRequest request;
     request.set_job(open.spec().name());
     request.set_version(pin.kept.version);

@@ -22,11 +22,13 @@ struct PinnedOn {
 // Versions of a job on its servers.
 struct Pins {
   uint64_t life = 0;               // as KeptVersion's
+  uint32_t servers = 0;            // that were asked and have the job
   std::vector<PinnedOn> versions;  // ascending
 };
 // By the answers of all servers.
 Pins PinsOf(absl::Span<const v1::GetJobResponse> answers);
-absl::StatusOr<Pins> AskPins(Router* router, const std::string& job, absl::Time deadline);
+// `may_change`: a server without the job has left it, and does not count: a rank may not know yet.
+absl::StatusOr<Pins> AskPins(Router* router, const std::string& job, bool may_change, absl::Time deadline);
 
 // Whether a server may lack the version because it is still to copy it: the version is older than the last table that
 // let a server begin.

@@ -15,10 +15,15 @@ absl::StatusOr<Sight> LookAt(Router* router, const std::string& job, bool with_o
   v1::GetJobRequest ask;
   ask.set_job(job);
   ask.set_without_open(!with_open);
-  Sight sight;
-  BALLAST_ASSIGN_OR_RETURN(sight.answers,
+  BALLAST_ASSIGN_OR_RETURN(auto answers,
                            (CallAll<v1::GetJobRequest, v1::GetJobResponse>(
                                router, &Transport::GetJob, absl::StrCat("GetJob of job '", job, "'"), ask, deadline)));
+  return SightOf(std::move(answers));
+}
+
+Sight SightOf(std::vector<v1::GetJobResponse> answers) {
+  Sight sight;
+  sight.answers = std::move(answers);
   for (const v1::GetJobResponse& answer : sight.answers) {
     if (answer.exists()) sight.version = std::max(sight.version, answer.committed());
     sight.exists = sight.exists || answer.exists();

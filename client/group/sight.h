@@ -22,6 +22,7 @@ struct Sight {
 
 // Asks all servers. `with_open`: answers have the servers' newest Opens.
 absl::StatusOr<Sight> LookAt(Router* router, const std::string& job, bool with_open, absl::Time deadline);
+Sight SightOf(std::vector<v1::GetJobResponse> answers);
 // The newest Open that any server has, or nullptr.
 const v1::OpenRequest* NewestOpen(absl::Span<const v1::GetJobResponse> answers);
 // Leaves servers, and their answers, out that `open` of the job does not need. Errors: those of

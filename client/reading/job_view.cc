@@ -3,18 +3,19 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "ballast/client/discovery/job_key.h"
 #include "ballast/client/group/pins.h"
+#include "ballast/client/transport/answers.h"
+#include "ballast/client/transport/call_all.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/optimizer.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/table.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
 namespace {
-
-// How long a reader waits for a server whose chunks are on others too.
-constexpr absl::Duration kPatience = absl::Seconds(5);
 
 absl::Status NotReady(absl::string_view reason, absl::string_view message) {
   return model::Error(absl::StatusCode::kFailedPrecondition, reason, message);
@@ -25,12 +26,13 @@ bool AllPromise(const Sight& sight, const v1::Epoch& epoch) {
                      [&](const v1::GetJobResponse& answer) { return model::Compare(answer.promised(), epoch) == 0; });
 }
 
-// The table without members that were not asked: a reader needs a holder of each chunk.
+// The table without members that have nothing to read: a reader needs a holder of each chunk.
 absl::StatusOr<v1::Table> ThereOf(const v1::Table& table, const Sight& sight) {
   std::vector<bool> there;
   for (const v1::Member& member : table.members()) {
     there.push_back(std::any_of(sight.answers.begin(), sight.answers.end(), [&](const v1::GetJobResponse& answer) {
-      return answer.server_id() == member.server_id() && answer.disk() == member.disk();
+      return answer.server_id() == member.server_id() && answer.disk() == member.disk() && answer.exists() &&
+             !answer.state_lost();
     }));
   }
   const std::string lacking = model::ShardsWithout(table, there);
@@ -44,17 +46,69 @@ absl::StatusOr<v1::Table> ThereOf(const v1::Table& table, const Sight& sight) {
 absl::Status JobView::Meet(absl::Time deadline) {
   JobKey key(router_->transport(0)->registry(), job_);
   BALLAST_RETURN_IF_ERROR(key.Read(deadline));
+  may_change_ = key.has_places();
   BALLAST_RETURN_IF_ERROR(
       members_.Identify(key, Spares::kPassOver, {.members = kPatience, .spares = absl::ZeroDuration()}, deadline));
   return members_.FollowKey(job_, key);
 }
 
+absl::StatusOr<std::vector<std::unique_ptr<Transport>>> JobView::ConnectAnew(absl::Time deadline) const {
+  Transport* const any = router_->transport(0);
+  JobKey key(any->registry(), job_);
+  BALLAST_RETURN_IF_ERROR(key.Read(deadline));
+  if (!key.has_places()) {
+    return NotReady(model::kKeyLost, absl::StrCat("etcd has no key of job '", job_, "' any more: it was dropped, or ",
+                                                  "etcd lost it. ", model::kHowToRestoreKey));
+  }
+  std::vector<std::unique_ptr<Transport>> servers;
+  for (const v1::Member& member : key.value().table().members()) {
+    BALLAST_ASSIGN_OR_RETURN(servers.emplace_back(), any->Another(member));
+  }
+  return servers;
+}
+
+// Where servers may change: answers of those that give one.
+absl::StatusOr<Sight> JobView::Ask(bool with_open, absl::Time deadline) const {
+  if (!may_change_) return LookAt(router_, job_, with_open, deadline);
+  v1::GetJobRequest ask;
+  ask.set_job(job_);
+  ask.set_without_open(!with_open);
+  const auto asked = AskAll<v1::GetJobRequest, v1::GetJobResponse>(router_, &Transport::GetJob,
+                                                                   absl::StrCat("GetJob of job '", job_, "'"), ask,
+                                                                   std::min(deadline, absl::Now() + kPatience));
+  std::vector<v1::GetJobResponse> answers;
+  absl::Status failed;
+  for (const auto& answer : asked->Await(absl::InfiniteFuture())) {
+    if (answer->ok()) {
+      answers.push_back(**answer);
+    } else {
+      failed = answer->status();
+    }
+  }
+  if (answers.empty()) return failed;
+  return SightOf(std::move(answers));
+}
+
+bool JobView::IsOfPlan(const Sight& sight) const {
+  return sight.answers.size() == router_->server_count() && AllPromise(sight, plan_->open().epoch());
+}
+
+bool JobView::HasMoved(absl::Time deadline) const {
+  if (!may_change_) return false;
+  const absl::StatusOr<Sight> sight = Ask(/*with_open=*/false, deadline);
+  return !sight.ok() || !IsOfPlan(*sight);
+}
+
 absl::StatusOr<int64_t> JobView::Look(absl::Time deadline) {
   bool follows = plan_ == nullptr;
-  BALLAST_ASSIGN_OR_RETURN(Sight sight, LookAt(router_, job_, follows, deadline));
-  if (!follows && !AllPromise(sight, plan_->open().epoch())) {
+  BALLAST_ASSIGN_OR_RETURN(Sight sight, Ask(follows, deadline));
+  if (!follows && !IsOfPlan(sight)) {
+    if (may_change_) {
+      return NotReady(model::kStaleEpoch,
+                      absl::StrCat("the group of job '", job_, "' has gone on, or a server is lost"));
+    }
     follows = true;
-    BALLAST_ASSIGN_OR_RETURN(sight, LookAt(router_, job_, follows, deadline));
+    BALLAST_ASSIGN_OR_RETURN(sight, Ask(follows, deadline));
   }
   if (!sight.exists) return Missing();
   if (follows) BALLAST_RETURN_IF_ERROR(Follow(&sight, deadline));
@@ -72,6 +126,7 @@ absl::Status JobView::Follow(Sight* sight, absl::Time deadline) {
   // The order of servers before an earlier Match is forgotten.
   if (plan_ != nullptr) BALLAST_RETURN_IF_ERROR(Meet(deadline));
   if (open.has_table()) {
+    may_change_ = router_->transport(0)->registry() != nullptr;
     BALLAST_ASSIGN_OR_RETURN(*open.mutable_table(), ThereOf(open.table(), *sight));
   }
   BALLAST_RETURN_IF_ERROR(LeaveOthersOut(open, job_, &members_, sight));
@@ -113,8 +168,10 @@ absl::Status JobView::CheckReadable(const Sight& sight) const {
 }
 
 absl::Status JobView::CheckLife(uint64_t life, absl::Time deadline) const {
-  BALLAST_ASSIGN_OR_RETURN(const Sight sight, LookAt(router_, job_, /*with_open=*/false, deadline));
-  if (PinsOf(sight.answers).life == life) return absl::OkStatus();
+  BALLAST_ASSIGN_OR_RETURN(Sight sight, Ask(/*with_open=*/false, deadline));
+  // Who left the job has dropped it.
+  if (may_change_) std::erase_if(sight.answers, [](const v1::GetJobResponse& answer) { return !answer.exists(); });
+  if (!sight.answers.empty() && PinsOf(sight.answers).life == life) return absl::OkStatus();
   return NotReady(model::kVersionGone, absl::StrCat("job '", job_, "' was dropped while it was read; read again"));
 }
 

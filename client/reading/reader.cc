@@ -3,7 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
@@ -18,30 +22,53 @@
 #include "ballast/proto/model/step_header.h"
 
 namespace ballast::client {
+namespace {
+
+// The job's servers, and what the reader knows and has there.
+struct Connection {
+  Connection(const ReaderOptions& options, std::vector<std::unique_ptr<Transport>> servers)
+      : router(std::move(servers), RouterOptions{.inflight_bytes_max = options.inflight_bytes_max,
+                                                 .progress = options.progress,
+                                                 .interrupted = options.interrupted}),
+        view(&router, options.job),
+        hold(&router, options.job, options.lease) {}
+
+  Router router;
+  JobView view;
+  Hold hold;
+};
+
+absl::StatusOr<std::shared_ptr<Connection>> Connect(const ReaderOptions& options,
+                                                    std::vector<std::unique_ptr<Transport>> servers,
+                                                    absl::Time deadline) {
+  auto made = std::make_shared<Connection>(options, std::move(servers));
+  BALLAST_RETURN_IF_ERROR(made->router.made());
+  BALLAST_RETURN_IF_ERROR(made->view.Meet(deadline));
+  return made;
+}
+
+}  // namespace
 
 struct ReaderCore {
-  ReaderCore(const ReaderOptions& given, std::vector<std::unique_ptr<Transport>> servers)
-      : options(given),
-        router(std::move(servers), RouterOptions{.inflight_bytes_max = given.inflight_bytes_max,
-                                                 .progress = given.progress,
-                                                 .interrupted = given.interrupted}),
-        view(&router, given.job),
-        hold(&router, given.job, given.lease) {}
+  ReaderCore(const ReaderOptions& given, std::shared_ptr<Connection> connection)
+      : options(given), at(std::move(connection)) {}
 
   absl::Time Deadline() const { return absl::Now() + options.timeout; }
   // FAILED_PRECONDITION (UNSUPPORTED): this is a forked child, and the threads and connections are the parent's.
   absl::Status Usable() const;
-  // Makes the attempt again while the group is between two versions, or between two epochs.
+  // Makes the attempt again while the group is between two versions, or between two epochs, and with the servers that
+  // the job has by then if one is lost.
   absl::Status Persist(absl::FunctionRef<absl::Status(absl::Time deadline)> attempt);
+  absl::Status ConnectAnew(absl::Time deadline);
   absl::StatusOr<TakenVersion> Take(absl::Time deadline);
   absl::Status Read(absl::Span<const Reader::Place> places, bool masters);
+  void LetGo();
 
   const ReaderOptions options;
   const pid_t pid = getpid();
-  Router router;
-  JobView view;
-  Hold hold;
-  // Of the version taken.
+  std::shared_ptr<Connection> at;
+  // Of the version taken; servers may be others since.
+  std::shared_ptr<Connection> taken;
   std::shared_ptr<const model::EpochPlan> plan;
   kernels::Dtype working = kernels::Dtype::kF32;
   std::vector<ReadableTensor> tensors;
@@ -52,12 +79,20 @@ namespace {
 
 constexpr absl::Duration kPauseMin = absl::Milliseconds(1);
 constexpr absl::Duration kPauseMax = absl::Milliseconds(50);
+constexpr absl::Duration kAnewPauseMax = absl::Seconds(1);  // between connections to the servers that a job has by then
 
 // Another attempt may find what this one did not.
 bool Passes(const absl::Status& status) {
   const std::string reason = model::ReasonOf(status);
-  return reason == model::kBehind || reason == model::kVersionGone || reason == model::kNotOpen ||
+  return IsAtWork(status) || reason == model::kBehind || reason == model::kVersionGone || reason == model::kNotOpen ||
          reason == model::kNotFilled || (reason == model::kBudget && absl::IsResourceExhausted(status));
+}
+
+// The job may be on other servers by now. `connected`: to those of its key, just before.
+bool MayHaveMoved(const JobView& view, const absl::Status& status, bool connected) {
+  const std::string reason = model::ReasonOf(status);
+  return view.may_change() && ((IsSilence(status) && !IsAtWork(status)) || model::IsWithoutJob(status) ||
+                               reason == model::kStaleEpoch || (reason == model::kJobMissing && !connected));
 }
 
 std::vector<ReadableTensor> TensorsOf(const model::Layout& layout) {
@@ -80,27 +115,47 @@ absl::Status ReaderCore::Usable() const {
 absl::Status ReaderCore::Persist(absl::FunctionRef<absl::Status(absl::Time deadline)> attempt) {
   BALLAST_RETURN_IF_ERROR(Usable());
   const absl::Time deadline = Deadline();
-  const Router::Watch watch(&router, absl::StrCat("a version of job '", options.job, "' that can be read"));
-  for (absl::Duration pause = kPauseMin;; pause = std::min(2 * pause, kPauseMax)) {
+  const std::string what = absl::StrCat("a version of job '", options.job, "' that can be read");
+  std::optional<Router::Watch> watch(std::in_place, &at->router, what);
+  absl::Duration pause = kPauseMin;
+  bool connected = false;
+  for (;;) {
     const absl::Status status = attempt(deadline);
-    if (!Passes(status) || absl::Now() + pause >= deadline) return status;
+    const bool moved = MayHaveMoved(at->view, status, connected);
+    if ((!moved && !Passes(status)) || absl::Now() + pause >= deadline) return status;
     absl::SleepFor(pause);
+    pause = std::min(2 * pause, moved ? kAnewPauseMax : kPauseMax);
+    if (!moved) continue;
+    watch.reset();
+    const absl::Status anew = ConnectAnew(deadline);
+    watch.emplace(&at->router, what);
+    connected = true;
+    if (anew.ok() || IsSilence(anew)) continue;
+    return model::ReasonOf(status) == model::kJobMissing ? status : anew;
   }
 }
 
+absl::Status ReaderCore::ConnectAnew(absl::Time deadline) {
+  BALLAST_ASSIGN_OR_RETURN(auto servers, at->view.ConnectAnew(deadline));
+  BALLAST_ASSIGN_OR_RETURN(at, Connect(options, std::move(servers), deadline));
+  return absl::OkStatus();
+}
+
 absl::StatusOr<TakenVersion> ReaderCore::Take(absl::Time deadline) {
-  BALLAST_ASSIGN_OR_RETURN(const int64_t version, view.Look(deadline));
-  const model::Layout& layout = view.plan()->layout();
-  if (const auto without = model::TensorsWithoutValues(*view.plan(), version); !without.empty()) {
+  BALLAST_ASSIGN_OR_RETURN(const int64_t version, at->view.Look(deadline));
+  const model::Layout& layout = at->view.plan()->layout();
+  if (const auto without = model::TensorsWithoutValues(*at->view.plan(), version); !without.empty()) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kNotOpen,
                         absl::StrCat("tensor '", layout.tensors()[without[0]].name, "' has no values yet at version ",
                                      version, "; its group gives them with its next step"));
   }
-  BALLAST_ASSIGN_OR_RETURN(const v1::PinResponse pinned, hold.Take(version, deadline));
-  plan = view.plan();
-  working = view.optimizer().working;
+  BALLAST_ASSIGN_OR_RETURN(const v1::PinResponse pinned,
+                           at->hold.Take(version, std::min(deadline, absl::Now() + options.lease)));
+  taken = at;
+  plan = at->view.plan();
+  working = at->view.optimizer().working;
   tensors = TensorsOf(layout);
-  life = view.life();
+  life = at->view.life();
   const auto& steps = pinned.tensor_steps();
   return TakenVersion{version, steps.empty() ? 0 : *std::max_element(steps.begin(), steps.end())};
 }
@@ -113,7 +168,8 @@ absl::Status ReaderCore::Read(absl::Span<const Reader::Place> places, bool maste
                                      "which readers do not decode; read its masters"));
   }
   const uint64_t width = kernels::ElementBytes(masters ? kernels::Dtype::kF32 : working);
-  WholePulls pulls(&router, &hold, plan, masters ? v1::CONTENT_MASTER : v1::CONTENT_WORKING, options.timeout);
+  WholePulls pulls(&taken->router, &taken->hold, plan, masters ? v1::CONTENT_MASTER : v1::CONTENT_WORKING,
+                   options.timeout);
   for (const Reader::Place& place : places) {
     BALLAST_ASSIGN_OR_RETURN(const uint32_t index, layout.FindTensor(place.tensor));
     const model::Tensor& tensor = layout.tensors()[index];
@@ -124,8 +180,18 @@ absl::Status ReaderCore::Read(absl::Span<const Reader::Place> places, bool maste
     }
     BALLAST_RETURN_IF_ERROR(pulls.Start(tensor, place.to));
   }
-  BALLAST_RETURN_IF_ERROR(pulls.Wait());
-  return view.CheckLife(life, Deadline());
+  const absl::Status pulled = pulls.Wait();
+  if (!pulled.ok() && taken->view.HasMoved(Deadline())) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
+                        absl::StrCat("the servers of job '", options.job, "' changed: ", pulled.message()));
+  }
+  BALLAST_RETURN_IF_ERROR(pulled);
+  return taken->view.CheckLife(life, Deadline());
+}
+
+void ReaderCore::LetGo() {
+  if (taken != nullptr) taken->hold.LetGo();
+  taken = nullptr;
 }
 
 Reader::Reader(std::unique_ptr<ReaderCore> core) : core_(std::move(core)) {}
@@ -141,10 +207,9 @@ absl::StatusOr<std::unique_ptr<Reader>> Reader::Open(const ReaderOptions& option
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadSpec, "a reader needs at least one server");
   }
   BALLAST_RETURN_IF_ERROR(model::CheckJobName(options.job));
-  auto core = std::make_unique<ReaderCore>(options, std::move(servers));
-  BALLAST_RETURN_IF_ERROR(core->router.made());
-  BALLAST_RETURN_IF_ERROR(core->view.Meet(core->Deadline()));
-  return std::unique_ptr<Reader>(new Reader(std::move(core)));
+  BALLAST_ASSIGN_OR_RETURN(auto connection,
+                           client::Connect(options, std::move(servers), absl::Now() + options.timeout));
+  return std::unique_ptr<Reader>(new Reader(std::make_unique<ReaderCore>(options, std::move(connection))));
 }
 
 absl::StatusOr<std::unique_ptr<Reader>> Reader::Connect(const ReaderOptions& options,
@@ -157,7 +222,7 @@ absl::StatusOr<std::unique_ptr<Reader>> Reader::Connect(const ReaderOptions& opt
 absl::StatusOr<int64_t> Reader::Newest() {
   int64_t newest = -1;
   BALLAST_RETURN_IF_ERROR(core_->Persist([&](absl::Time deadline) -> absl::Status {
-    BALLAST_ASSIGN_OR_RETURN(newest, core_->view.Look(deadline));
+    BALLAST_ASSIGN_OR_RETURN(newest, core_->at->view.Look(deadline));
     return absl::OkStatus();
   }));
   return newest;
@@ -178,18 +243,18 @@ kernels::Dtype Reader::working() const { return core_->working; }
 
 absl::Status Reader::Read(absl::Span<const Place> places, bool masters) {
   BALLAST_RETURN_IF_ERROR(core_->Usable());
-  if (core_->hold.version() < 0) {
+  if (core_->taken == nullptr) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kBadRequest,
                         "no version is taken; Take one first");
   }
   const absl::Status read = core_->Read(places, masters);
   if (model::ReasonOf(read) != model::kVersionGone) return read;
   return model::Annotate(
-      read, absl::StrCat("version ", core_->hold.version(), " was lost while it was read, so take a newer one"));
+      read, absl::StrCat("version ", core_->taken->hold.version(), " was lost while it was read, so take a newer one"));
 }
 
 void Reader::LetGo() {
-  if (core_->Usable().ok()) core_->hold.LetGo();
+  if (core_->Usable().ok()) core_->LetGo();
 }
 
 }  // namespace ballast::client

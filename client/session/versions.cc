@@ -69,11 +69,12 @@ absl::Status AskUnpin(const OpenJob& job, int64_t version, bool durable) {
 // Asks all servers, by this rank alone; returns the versions that all keep.
 absl::StatusOr<Pins> AskCommonPins(OpenJob& job) {
   BALLAST_RETURN_IF_ERROR(job.Usable());
-  auto pins = AskPins(job.router(), job.seat().job, job.seat().Deadline());
+  const std::shared_ptr<const Routes> routes = job.router()->routes();
+  auto pins = AskPins(job.router(), job.seat().job, routes->open().has_table(), job.seat().Deadline());
   if (!pins.ok()) return job.Conclude(pins.status());
   std::erase_if(pins->versions, [&](const PinnedOn& pin) {
-    const bool everywhere = pin.servers >= job.router()->server_count();
-    return pin.differs || (!everywhere && !IsBeforeFill(pin.kept, job.router()->routes()->open().table()));
+    const bool everywhere = pin.servers >= pins->servers;
+    return pin.differs || (!everywhere && !IsBeforeFill(pin.kept, routes->open().table()));
   });
   return pins;
 }

@@ -31,11 +31,12 @@ def test_a_server_is_lost_amid_backward(url, tmp_path):  # noqa: F811
 
 
 def test_a_named_state_survives_all_the_servers_that_kept_it(url, tmp_path):  # noqa: F811
-    """Two of three machines are lost with their disks; others have copied what the state needs, and the third one leaves."""
+    """Two of three machines are lost with their disks; others have copied what the state needs, and the third one leaves. Who read the
+    job on the first three reads it on those that there are in the end."""
     servers = {name: Server(tmp_path, name, url) for name in 'abc'}
     torch.manual_seed(1)
     model = mlp()
-    optimizer = bt.AdamW(model.parameters(), lr=1e-2, name='kept', servers=asking_for(3, url), replicas=2, failover_after=1.0)
+    optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, name='kept', servers=asking_for(3, url), replicas=2, failover_after=1.0)
     step = 0
 
     def parameters():
@@ -61,6 +62,8 @@ def test_a_named_state_survives_all_the_servers_that_kept_it(url, tmp_path):  # 
     saved, at_saved = optimizer.state_dict(), parameters()
     train(optimizer, model, 3, 6)
     after, step = parameters(), 6
+    reader, read = bt.Reader('kept', servers=asking_for(3, url), timeout=60), mlp()
+    assert reader.read(read, masters=True).version == reader.newest()
     lose('a')
     servers['d'] = Server(tmp_path, 'd', url)
     until_settled('b', 'c', 'd')
@@ -73,6 +76,9 @@ def test_a_named_state_survives_all_the_servers_that_kept_it(url, tmp_path):  # 
     assert all(torch.equal(ours, kept) for ours, kept in zip(parameters(), at_saved))
     train(optimizer, model, 3, 6)
     assert all(torch.equal(ours, first) for ours, first in zip(parameters(), after))
+    reader.read(read, masters=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(read.parameters(), after))
+    reader.close()
     optimizer.close()
     for name in 'cde':
         servers[name].kill()

@@ -7,7 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/time/clock.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/client/fake_server.h"
 
 namespace ballast::client {
@@ -54,6 +56,26 @@ TEST(Members, OnlySlicesNeedSharedMemory) {
     EXPECT_EQ(members.ids(), std::vector<std::string>{"one"});
     EXPECT_EQ(server->shares_memory, uses == Members::Uses::kSlices);
   }
+}
+
+// Nobody would wait for its answer.
+TEST(Members, WhoBecameAMemberSinceTheServersWereAskedIsNamed) {
+  std::vector<std::unique_ptr<Transport>> transports;
+  transports.push_back(std::make_unique<FakeServer>("one"));
+  Router router(std::move(transports), {});
+  Members members(&router);
+  ASSERT_EQ(members.Identify(JobKey(nullptr, "job"), Spares::kConnect, {absl::Seconds(2), absl::Seconds(2)},
+                             absl::Now() + absl::Seconds(10)),
+            absl::OkStatus());
+  v1::Table before, now;
+  before.add_members()->set_server_id("silent");
+  now = before;
+  now.add_members()->set_server_id("one");
+  EXPECT_EQ(members.CheckNoneIsNew("job", before, now), absl::OkStatus());
+  now.add_members()->set_server_id("two");
+  const absl::Status is_new = members.CheckNoneIsNew("job", before, now);
+  EXPECT_EQ(model::ReasonOf(is_new), model::kStaleEpoch);
+  EXPECT_TRUE(absl::StrContains(is_new.message(), "has just made server 'two' a member")) << is_new;
 }
 
 }  // namespace

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include "absl/time/clock.h"
+#include "ballast/tests/client/fake_server.h"
+
 namespace ballast::client {
 namespace {
 
@@ -46,6 +49,26 @@ TEST(Pins, WhatOneServerDoesNotTellIsNotKnown) {
   EXPECT_EQ(pins.life, 0u);
   EXPECT_FALSE(pins.versions[0].differs);
   EXPECT_EQ(pins.versions[0].kept.decided_by.counter(), 0u);
+}
+
+// A rank may not know yet that a server has left the job.
+TEST(Pins, WhoLeftTheJobKeepsNothingOfIt) {
+  FakeServers servers(3);
+  for (size_t i = 0; i < 3; ++i) {
+    servers[i].on_get_job = [i](const v1::GetJobRequest&) {
+      v1::GetJobResponse answer = i == 1 ? v1::GetJobResponse() : Server(1, {{9, 3}});
+      answer.set_exists(i != 1);
+      return answer;
+    };
+  }
+  for (const bool may_change : {false, true}) {
+    const auto pins = AskPins(servers.router.get(), "job", may_change, absl::Now() + absl::Seconds(60));
+    ASSERT_TRUE(pins.ok()) << pins.status();
+    ASSERT_EQ(pins->versions.size(), 1u);
+    EXPECT_EQ(pins->versions[0].servers, 2u);
+    EXPECT_EQ(pins->servers, may_change ? 2u : 3u);
+    EXPECT_EQ(pins->life, may_change ? 1u : 0u);
+  }
 }
 
 TEST(Pins, AVersionFromBeforeTheCopiesMayBeOnItsWay) {

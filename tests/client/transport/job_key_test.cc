@@ -158,6 +158,31 @@ TEST(JobKey, OlderThanAPromiseIsRefusedIfItSaysWhereChunksAre) {
   }
 }
 
+// The group that claimed may write its table, and open the job by it, after another has read the key.
+TEST(JobKey, OlderThanAnOpenTableIsRefused) {
+  SmallEtcd etcd;
+  registry::Registry registry = etcd.Connect();
+  JobKey opens(&registry, "job");
+  v1::Table table = TableOf({{"a", 1}, {"b", 2}});
+  table.add_shards()->add_holders(0);
+  ASSERT_EQ(opens.Read(Soon()), absl::OkStatus());
+  const v1::Epoch epoch = *opens.Claim(table, EpochOf(1, 11), Soon());
+  JobKey key(&registry, "job");
+  ASSERT_EQ(key.Read(Soon()), absl::OkStatus());
+  table = opens.value().table();
+  table.mutable_shards(0)->add_fillers(1);
+  std::vector<v1::GetJobResponse> answers(1);
+  answers[0].set_server_id("a");
+  *answers[0].mutable_promised() = epoch;
+  *answers[0].mutable_open()->mutable_epoch() = epoch;
+  *answers[0].mutable_open()->mutable_table() = table;
+  const absl::Status older = key.CheckClaimed(answers, Soon());
+  EXPECT_EQ(model::ReasonOf(older), model::kKeyLost);
+  EXPECT_TRUE(absl::StrContains(older.message(), "server 'a' opened job 'job' by another table than the key")) << older;
+  ASSERT_EQ(opens.WriteTable(table, epoch, Soon()), absl::OkStatus());
+  EXPECT_EQ(key.CheckClaimed(answers, Soon()), absl::OkStatus());
+}
+
 TEST(JobKey, AnAnswerThatIsLostIsReadBack) {
   SmallEtcd etcd;
   registry::Registry registry = etcd.Connect();

@@ -28,6 +28,8 @@ class RestoreChecksTest : public JobPartTest {
       kept_.PinDue();
     };
   }
+  // Tasks of the job's threads may be due.
+  ~RestoreChecksTest() override { core_.JoinThreads(); }
   // Version 0 is the server's own pin.
   void OpenAndKeep() {
     Open();
