@@ -66,6 +66,7 @@ BARS = {
 
 
 CALM = 10  # undisturbed steps on either side of a change
+CLAIM_WITHIN = 2  # seconds from a claim until its fence has interrupted a step, at most
 
 
 def change(cluster, trainer, words, after, least):
@@ -258,8 +259,8 @@ def claims(row, args, folder):
             trainer.wait(lambda watched=watched: any(claim for _, claim in watched), f'{command} begins')
         trainer.more(50)
         for at, claim in watched:
-            if claim:  # the fence interrupted one of these
-                ended = [(b[0], b[0] - a[0]) for a, b in zip(trainer.ends, trainer.ends[1:]) if b[0] > at][:3]
+            if claim:  # the fence, after the claim, interrupted the longest of these
+                ended = [(b[0], b[0] - a[0]) for a, b in zip(trainer.ends, trainer.ends[1:]) if at < b[0] < at + CLAIM_WITHIN]
                 end, seconds = max(ended, key=lambda step: step[1])
                 times.append(end - at)
                 print(f'  {command}: {times[-1]:.3f} s from claim to step, which took {seconds:.3f} s', file=sys.stderr)
