@@ -124,7 +124,7 @@ void AddMissing(const std::vector<ServerView>& servers, JobView* job) {
     if (!server.error.ok() || missing.erase(server.status.server_id()) == 0) continue;
     const auto& held = server.status.jobs();
     if (std::any_of(held.begin(), held.end(), [&](const v1::JobStatus& j) { return j.name() == job->name; })) continue;
-    const absl::string_view way_out = job->replicas > 0 ? "its group copies anew what the server had, once it trains"
+    const absl::string_view way_out = job->replicas > 1 ? "its group copies anew what the server had, once it trains"
                                                         : "drop it everywhere with `ballastctl drop` and start again";
     job->problems.push_back(absl::StrCat("job '", job->name, "' is gone from its server '", server.status.server_id(),
                                          "' (", server.address, "): ", way_out));

@@ -300,6 +300,26 @@ TEST(Judge, CallsVersionsThatStayOneApartDegraded) {
   EXPECT_TRUE(Judge(servers).problems.empty()) << "just started";
 }
 
+// To drop the job everywhere would delete what the other servers have.
+TEST(Judge, DropsNoJobOfWhichOthersHaveCopies) {
+  for (const uint32_t replicas : {0, 1, 2}) {
+    std::vector<ServerView> servers(2);
+    for (int i = 0; i < 2; ++i) {
+      servers[i].address = "host:" + std::to_string(i);
+      servers[i].status.set_server_id("s" + std::to_string(i));
+    }
+    v1::JobStatus* const job = servers[0].status.add_jobs();
+    job->set_name("job");
+    job->set_replicas(replicas);
+    for (const char* id : {"s0", "s1"}) job->add_member_ids(id);
+    const ClusterView gone = Judge(servers);
+    ASSERT_EQ(gone.problems.size(), 1u);
+    EXPECT_EQ(gone.problems[0], std::string("job 'job' is gone from its server 's1' (host:1): ") +
+                                    (replicas > 1 ? "its group copies anew what the server had, once it trains"
+                                                  : "drop it everywhere with `ballastctl drop` and start again"));
+  }
+}
+
 TEST(Judge, CallsTwoServersOfOneIdDegraded) {
   std::vector<ServerView> servers(3);
   for (int i = 0; i < 3; ++i) {
