@@ -21,7 +21,8 @@ function(ballast_grpc_glue target)
   if(ARGN)
     set_source_files_properties(${ARGN} PROPERTIES COMPILE_OPTIONS "-fno-sanitize=thread;-O2")
   else()
-    set_target_properties(${target} PROPERTIES BALLAST_GRPC_GLUE TRUE)
+    # A precompiled header is of the others' options: GCC breaks off over one that has ThreadSanitizer.
+    set_target_properties(${target} PROPERTIES BALLAST_GRPC_GLUE TRUE DISABLE_PRECOMPILE_HEADERS ON)
   endif()
 endfunction()
 

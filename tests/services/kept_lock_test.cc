@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/services/counters/counters.h"
 #include "ballast/tests/services/shut_executors.h"
 #include "ballast/tests/services/trainer_group.h"
 

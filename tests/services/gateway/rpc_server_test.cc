@@ -1,11 +1,13 @@
 #include "ballast/services/gateway/rpc_server.h"
 
+#include <gmock/gmock.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <thread>
 
+#include "absl/strings/match.h"
 #include "ballast/kernels/kernels.h"
 #include "ballast/services/counters/counters.h"
 #include "ballast/services/counters/process_counters.h"
