@@ -408,7 +408,7 @@ TEST_F(RouterRoutesTest, AServerThatIsWithoutTheJobIsNamedAndWaitedFor) {
   absl::Status stopped = model::Error(absl::StatusCode::kInternal, model::kIo, "job 'job' stopped on server 's1'");
   model::SetDetail(model::kStopped, "1", &stopped);
   const absl::Status dropped = model::Error(absl::StatusCode::kNotFound, model::kUnknownJob, "no job 'job'");
-  uint64_t epoch = 3;
+  std::atomic<uint64_t> epoch = 3;  // the router's thread reads it
   for (const absl::Status& status : {stopped, dropped}) {
     servers_[0].on_get_job = [&](const v1::GetJobRequest&) {
       v1::GetJobResponse job = Opened();
