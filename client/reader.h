@@ -78,9 +78,9 @@ class Reader {
     std::string tensor;
     absl::Span<std::byte> to;
   };
-  // Reads the tensors at the version taken: working parameters, or `masters`. Errors: UNKNOWN_TENSOR, BAD_LENGTH;
-  // VERSION_GONE, the version was lost on the way, perhaps with a server: Take a newer one. After an error the places
-  // may hold anything.
+  // Reads the tensors at the version taken: working parameters, or `masters`. What a lost server had comes from others
+  // that have it, if etcd named the servers. Errors: UNKNOWN_TENSOR, BAD_LENGTH; VERSION_GONE, the version was lost on
+  // the way, perhaps with all servers that had a part: Take a newer one. After an error the places may hold anything.
   absl::Status Read(absl::Span<const Place> places, bool masters = false);
   // Frees the version on the servers. Without effect if none is taken.
   void LetGo();

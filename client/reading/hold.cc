@@ -39,7 +39,8 @@ absl::StatusOr<v1::PinResponse> Hold::Pin(absl::Time deadline) {
 
 absl::Status Hold::RenewIfDue() {
   if (version_ < 0 || absl::Now() - renewed_ < renew_after()) return absl::OkStatus();
-  return Pin(absl::Now() + lease_).status();
+  // The next one comes in time for those that answer, though another server is down.
+  return Pin(absl::Now() + renew_after()).status();
 }
 
 void Hold::LetGo() {

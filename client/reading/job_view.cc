@@ -26,6 +26,15 @@ bool AllPromise(const Sight& sight, const v1::Epoch& epoch) {
                      [&](const v1::GetJobResponse& answer) { return model::Compare(answer.promised(), epoch) == 0; });
 }
 
+// Which servers' answers to wait for: not those whose silence is known, unless all are silent.
+std::vector<bool> Awaited(const Router& router) {
+  std::vector<bool> awaited(router.server_count(), true);
+  const std::vector<Router::SilentServer> silent = router.Silent();
+  if (silent.size() >= awaited.size()) return awaited;
+  for (const Router::SilentServer& server : silent) awaited[std::min<size_t>(server.place, awaited.size() - 1)] = false;
+  return awaited;
+}
+
 // The table without members that have nothing to read: a reader needs a holder of each chunk.
 absl::StatusOr<v1::Table> ThereOf(const v1::Table& table, const Sight& sight) {
   std::vector<bool> there;
@@ -67,7 +76,7 @@ absl::StatusOr<std::vector<std::unique_ptr<Transport>>> JobView::ConnectAnew(abs
   return servers;
 }
 
-// Where servers may change: answers of those that give one.
+// Where servers may change: answers of those that give one soon.
 absl::StatusOr<Sight> JobView::Ask(bool with_open, absl::Time deadline) const {
   if (!may_change_) return LookAt(router_, job_, with_open, deadline);
   v1::GetJobRequest ask;
@@ -76,9 +85,11 @@ absl::StatusOr<Sight> JobView::Ask(bool with_open, absl::Time deadline) const {
   const auto asked = AskAll<v1::GetJobRequest, v1::GetJobResponse>(router_, &Transport::GetJob,
                                                                    absl::StrCat("GetJob of job '", job_, "'"), ask,
                                                                    std::min(deadline, absl::Now() + kPatience));
+  const std::vector<bool> needed = Awaited(*router_);
   std::vector<v1::GetJobResponse> answers;
   absl::Status failed;
-  for (const auto& answer : asked->Await(absl::InfiniteFuture())) {
+  for (const auto& answer : asked->Await(needed, /*grace=*/absl::ZeroDuration(), absl::InfiniteFuture())) {
+    if (!answer.has_value()) continue;
     if (answer->ok()) {
       answers.push_back(**answer);
     } else {
@@ -141,6 +152,7 @@ absl::Status JobView::Follow(Sight* sight, absl::Time deadline) {
   BALLAST_ASSIGN_OR_RETURN(optimizer_, model::OptimizerOf(open.spec()));
   BALLAST_RETURN_IF_ERROR(members_.Match(open));
   plan_ = std::make_shared<const model::EpochPlan>(std::move(plan));
+  if (may_change_) router_->SetRoutes(plan_, kPatience, Router::Follows::kAnyGroup);
   return absl::OkStatus();
 }
 

@@ -12,6 +12,7 @@ namespace {
 
 // What the router sends at a time, and as much again.
 constexpr uint64_t kUnderWayMax = uint64_t{128} << 20;
+constexpr uint32_t kReader = 0;  // as a rank's number, by which holders share the pulls
 
 }  // namespace
 
@@ -45,10 +46,16 @@ absl::Status WholePulls::StartRange(const model::Tensor& tensor, absl::Span<std:
     request.set_unit(tensor.unit);
     request.set_begin(piece.range.begin);
     request.set_end(piece.range.end);
+    const auto part = to.subspan((piece.range.begin - tensor.range.begin) * width, bytes);
+    auto done = [tally = tally_](const absl::Status& status) { tally->Finish(status); };
     tally_->Start();
-    router_->Pull(plan_->SourceFor(piece.chunk, /*reader=*/0), std::move(request),
-                  to.subspan((piece.range.begin - tensor.range.begin) * width, bytes), absl::Now() + timeout_,
-                  [tally = tally_](const absl::Status& status) { tally->Finish(status); });
+    if (router_->routes() != nullptr) {
+      router_->Pull(Router::Source{piece.chunk, kReader}, std::move(request), part, absl::Now() + timeout_,
+                    std::move(done));
+    } else {
+      router_->Pull(plan_->SourceFor(piece.chunk, kReader), std::move(request), part, absl::Now() + timeout_,
+                    std::move(done));
+    }
   }
   return absl::OkStatus();
 }

@@ -19,7 +19,7 @@ namespace ballast::client {
 
 class WholePulls {
  public:
-  // Borrows `router` and `hold`. `timeout`: of each call.
+  // Borrows `router` and `hold`. `timeout`: of each call. Pulls go by the router's routes, or, without any, by `plan`.
   WholePulls(Router* router, Hold* hold, std::shared_ptr<const model::EpochPlan> plan, v1::Content content,
              absl::Duration timeout)
       : router_(router), hold_(hold), plan_(std::move(plan)), content_(content), timeout_(timeout) {}

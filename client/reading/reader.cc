@@ -80,6 +80,7 @@ namespace {
 constexpr absl::Duration kPauseMin = absl::Milliseconds(1);
 constexpr absl::Duration kPauseMax = absl::Milliseconds(50);
 constexpr absl::Duration kAnewPauseMax = absl::Seconds(1);  // between connections to the servers that a job has by then
+constexpr absl::Duration kPinPatience = absl::Seconds(10);  // for all servers to hold a version
 
 // Another attempt may find what this one did not.
 bool Passes(const absl::Status& status) {
@@ -149,8 +150,10 @@ absl::StatusOr<TakenVersion> ReaderCore::Take(absl::Time deadline) {
                         absl::StrCat("tensor '", layout.tensors()[without[0]].name, "' has no values yet at version ",
                                      version, "; its group gives them with its next step"));
   }
+  // Where servers may change, one that died since the look is found out by the next look.
+  const absl::Duration patience = at->view.may_change() ? std::min(options.lease, kPinPatience) : options.lease;
   BALLAST_ASSIGN_OR_RETURN(const v1::PinResponse pinned,
-                           at->hold.Take(version, std::min(deadline, absl::Now() + options.lease)));
+                           at->hold.Take(version, std::min(deadline, absl::Now() + patience)));
   taken = at;
   plan = at->view.plan();
   working = at->view.optimizer().working;
@@ -183,7 +186,7 @@ absl::Status ReaderCore::Read(absl::Span<const Reader::Place> places, bool maste
   const absl::Status pulled = pulls.Wait();
   if (!pulled.ok() && taken->view.HasMoved(Deadline())) {
     return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone,
-                        absl::StrCat("the servers of job '", options.job, "' changed: ", pulled.message()));
+                        absl::StrCat("servers of job '", options.job, "' were lost or changed: ", pulled.message()));
   }
   BALLAST_RETURN_IF_ERROR(pulled);
   return taken->view.CheckLife(life, Deadline());

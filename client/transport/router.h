@@ -90,7 +90,11 @@ class Router {
   // server that lives. Once a server has been silent for `failover_after`, Silent names it. If the job's servers cannot
   // change while it trains, operations at a replaceable one end with ABORTED (SERVER_DOWN), since the group can go on
   // without it if it starts again. Other servers are waited for.
-  void SetRoutes(std::shared_ptr<const model::EpochPlan> plan, absl::Duration failover_after);
+  // A reader belongs to no group, and follows whichever has the job. Of its pulls, those end with ABORTED (SERVER_DOWN)
+  // for which all holders are silent, and were replaceable: nobody is left who kept what it reads.
+  enum class Follows { kOwnGroup, kAnyGroup };
+  void SetRoutes(std::shared_ptr<const model::EpochPlan> plan, absl::Duration failover_after,
+                 Follows follows = Follows::kOwnGroup);
   // Null before SetRoutes.
   std::shared_ptr<const Routes> routes() const;
   // The group has this epoch by now. Connects to servers that are new. Does nothing if the routes are as new. Errors:
@@ -104,6 +108,7 @@ class Router {
   struct SilentServer {
     v1::Member member;
     absl::Time since;
+    uint32_t place = 0;  // in the routes
   };
   std::vector<SilentServer> Silent() const;
   // While a server does not answer, or a call has waited for a while: asks all servers whether they live, so that
@@ -241,7 +246,10 @@ class Router {
   void Send(const OperationPtr& op);
   void OnAnswer(const OperationPtr& op, absl::Status status);
   // After a try that ended with `status`: OK, or why operations at the server end, if it is silent and replaceable.
-  absl::Status CheckSilence(const Transport* server, const absl::Status& status) const
+  absl::Status CheckSilence(const Operation& op, const absl::Status& status) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // As CheckSilence, of a reader's pull: OK while some holder of its chunk may answer.
+  absl::Status CheckHolders(const Operation& op, const absl::Status& status) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Time TryDeadline(const Operation& op) const;
   bool Left(const Transport* server) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -275,7 +283,7 @@ class Router {
   void NoteLook(const Transport* server, const absl::StatusOr<v1::GetJobResponse>& answer, absl::Time sent)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::GetJobResponse>& answer);
-  // Another group has the job: what waits for a server that does not answer ends.
+  // Another group has the job: what was refused, or waits for a server that does not answer, ends.
   void Supersede() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FetchOpen(Transport* asked);
   void Follow(const v1::OpenRequest& open);
@@ -310,6 +318,7 @@ class Router {
 
   Silence silence_ ABSL_GUARDED_BY(mutex_);
   absl::Duration silence_max_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteDuration();
+  Follows follows_ ABSL_GUARDED_BY(mutex_) = Follows::kOwnGroup;
   std::shared_ptr<const Routes> routes_ ABSL_GUARDED_BY(mutex_);
   bool pinned_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status superseded_ ABSL_GUARDED_BY(mutex_);

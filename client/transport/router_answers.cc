@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "ballast/client/transport/backoff.h"
 #include "ballast/client/transport/router.h"
@@ -14,8 +15,24 @@ bool IsRetryable(const absl::Status& status) { return absl::IsUnavailable(status
 
 }  // namespace
 
-absl::Status Router::CheckSilence(const Transport* server, const absl::Status& status) const {
-  if (!silence_.IsReplaceable(server) || !IsSilent(server) || (routes_->may_change() && !pinned_)) {
+absl::Status Router::CheckHolders(const Operation& op, const absl::Status& status) const {
+  if (follows_ != Follows::kAnyGroup || op.direction != kPulls || !op.source.has_value()) return absl::OkStatus();
+  std::vector<std::string> silent;
+  for (const uint32_t holder : routes_->plan->holders_of(op.source->chunk)) {
+    const Transport* const server = routes_->servers[holder];
+    if (!silence_.IsReplaceable(server) || !IsSilent(server)) return absl::OkStatus();
+    silent.push_back(absl::StrCat("'", routes_->plan->members()[static_cast<int>(holder)].server_id(), "'"));
+  }
+  return model::Error(
+      absl::StatusCode::kAborted, model::kServerDown,
+      absl::StrCat("no answer for ", absl::FormatDuration(silence_max_), " from ", absl::StrJoin(silent, " and "),
+                   ", which alone had the chunk. The last answer: ", status.message()));
+}
+
+absl::Status Router::CheckSilence(const Operation& op, const absl::Status& status) const {
+  if (!silence_.IsReplaceable(op.server) || !IsSilent(op.server)) return absl::OkStatus();
+  BALLAST_RETURN_IF_ERROR(CheckHolders(op, status));
+  if (routes_->may_change() && !pinned_) {
     return absl::OkStatus();
   }
   return model::Error(
@@ -102,7 +119,7 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
     if (absl::IsCancelled(status) && !stopped_.ok()) status = stopped_;
     next = Classify(*op, status);
     silence_.Note(op->server, op->prompt ? Silence::Call::kPrompt : Silence::Call::kPatient, status, op->tried);
-    absl::Status silence = CheckSilence(op->server, status);
+    absl::Status silence = CheckSilence(*op, status);
     if (silence.ok() && IsRetryable(status)) silence = superseded_;
     if (!silence.ok() && next != Next::kDone) {
       status = std::move(silence);

@@ -52,9 +52,10 @@ bool IsOf(const Transport& transport, const v1::Member& member) {
 
 }  // namespace
 
-void Router::SetRoutes(std::shared_ptr<const model::EpochPlan> plan, absl::Duration failover_after) {
+void Router::SetRoutes(std::shared_ptr<const model::EpochPlan> plan, absl::Duration failover_after, Follows follows) {
   absl::MutexLock lock(&mutex_);
   silence_max_ = failover_after;
+  follows_ = follows;
   Install(std::move(plan));
 }
 
@@ -110,9 +111,9 @@ bool Router::IsSilent(const Transport* server) const {
 std::vector<Router::SilentServer> Router::Silent() const {
   absl::MutexLock lock(&mutex_);
   std::vector<SilentServer> silent;
-  for (size_t i = 0; routes_ != nullptr && i < routes_->servers.size(); ++i) {
+  for (uint32_t i = 0; routes_ != nullptr && i < routes_->servers.size(); ++i) {
     const Transport* const server = routes_->servers[i];
-    if (IsSilent(server)) silent.push_back({routes_->plan->members()[static_cast<int>(i)], silence_.Since(server)});
+    if (IsSilent(server)) silent.push_back({routes_->plan->members()[static_cast<int>(i)], silence_.Since(server), i});
   }
   return silent;
 }
@@ -256,11 +257,11 @@ void Router::OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::
     return;
   }
   const bool later = model::Compare(answer->promised(), now.epoch()) > 0;
-  if (later && now.IsOwn(answer->promised_group())) return;
-  if (later) Supersede();
+  if (later && (follows_ == Follows::kAnyGroup || now.IsOwn(answer->promised_group()))) return;
+  if (later) return Supersede();
   std::erase_if(refused_, [&](Refused& one) {
     mutex_.AssertHeld();
-    if (!later && --one.looks_left > 0) return false;
+    if (--one.looks_left > 0) return false;
     // A server that has nothing of the job any more is left out like one that is down.
     const bool down = silence_.IsReplaceable(one.op->server) && model::IsWithoutJob(one.op->last);
     timers_.emplace(absl::Now(), [this, down, op = one.op] {
@@ -271,11 +272,14 @@ void Router::OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::
   });
 }
 
-// Servers that answer refuse calls themselves.
+// Servers that answer refuse calls themselves, for which nobody brings other routes now.
 void Router::Supersede() {
   superseded_ = model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
                              "another group has opened the job since; end this one, and open the job again with "
                              "resume=auto");
+  for (Refused& one : std::exchange(refused_, {})) {
+    timers_.emplace(absl::Now(), [this, op = std::move(one.op)] { Finish(op, op->last); });
+  }
 }
 
 void Router::FetchOpen(Transport* asked) {
@@ -287,7 +291,7 @@ void Router::FetchOpen(Transport* asked) {
     if (!stopped_.ok() || !answer.ok()) return;
     const bool later = model::Compare(answer->open().epoch(), routes_->epoch()) > 0;
     if (!later) return;
-    if (answer->open().group() != routes_->open().group()) return Supersede();
+    if (follows_ == Follows::kOwnGroup && answer->open().group() != routes_->open().group()) return Supersede();
     timers_.emplace(absl::Now(), [this, open = std::move(*answer->mutable_open())] { Follow(open); });
   });
 }

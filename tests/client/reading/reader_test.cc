@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <map>
 #include <set>
@@ -18,6 +17,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/services/gateway/embedded_transport.h"
+#include "ballast/tests/client/reading/read_all.h"
 #include "ballast/tests/client/reading/spoiled_transport.h"
 #include "ballast/tests/client/session/session_fixture.h"
 #include "ballast/tests/services/answer.h"
@@ -25,42 +25,10 @@
 namespace ballast::client {
 namespace {
 
-using Bytes = std::map<std::string, std::vector<std::byte>>;  // by tensor
-
-template <typename T>
-std::vector<std::byte> BytesOf(const std::vector<T>& values) {
-  std::vector<std::byte> bytes(values.size() * sizeof(T));
-  std::memcpy(bytes.data(), values.data(), bytes.size());
-  return bytes;
-}
-
-uint32_t DigestOf(const Bytes& tensors) {
+uint32_t DigestOf(const TensorBytes& tensors) {
   std::vector<std::byte> all;
   for (const auto& [name, bytes] : tensors) all.insert(all.end(), bytes.begin(), bytes.end());
   return kernels::Crc32c(all);
-}
-
-Bytes Expected(Reference& reference, bool masters = false) {
-  Bytes expected;
-  for (const TensorSpec& tensor : TestTensors()) {
-    const Reference::State& state = reference.at(tensor.name);
-    expected[tensor.name] = masters ? BytesOf(state.master) : BytesOf(state.working);
-  }
-  return expected;
-}
-
-absl::StatusOr<Bytes> ReadAll(Reader& reader, bool masters = false) {
-  Bytes read;
-  std::vector<Reader::Place> places;
-  for (const ReadableTensor& tensor : reader.tensors()) {
-    uint64_t elements = 1;
-    for (const uint64_t extent : tensor.shape) elements *= extent;
-    std::vector<std::byte>& bytes = read[tensor.name];
-    bytes.resize(elements * kernels::ElementBytes(masters ? kernels::Dtype::kF32 : reader.working()));
-    places.push_back({tensor.name, absl::MakeSpan(bytes)});
-  }
-  BALLAST_RETURN_IF_ERROR(reader.Read(places, masters));
-  return read;
 }
 
 void ExpectRefused(const absl::Status& status, const char* reason, const char* text) {
@@ -173,7 +141,7 @@ TEST_F(ReaderTest, EachReadOfAGroupAtWorkIsOneVersion) {
     for (int i = 0; i < 100 || ((digests.size() < 6 || steps < 6) && absl::Now() < end); ++i) {
       BALLAST_ASSIGN_OR_RETURN(const TakenVersion taken, reader->Take());
       if (i % 4 == 0) absl::SleepFor(absl::Milliseconds(20));  // the group goes on
-      BALLAST_ASSIGN_OR_RETURN(const Bytes read, ReadAll(*reader));
+      BALLAST_ASSIGN_OR_RETURN(const TensorBytes read, ReadAll(*reader));
       digests[taken.version].insert(DigestOf(read));
       BALLAST_RETURN_IF_ERROR(Expect(taken.steps == static_cast<uint64_t>(taken.version), "step count"));
       steps = taken.steps;
@@ -208,7 +176,7 @@ TEST_F(ReaderTest, AVersionTakenStaysWhileStepsGoOn) {
   EXPECT_EQ(taken->version, 2);
   EXPECT_EQ(taken->steps, 2u);
   EXPECT_EQ((*reader)->working(), kernels::Dtype::kBf16);
-  const Bytes working = Expected(reference_), masters = Expected(reference_, true);
+  const TensorBytes working = Expected(reference_), masters = Expected(reference_, true);
   Train(5);
   EXPECT_EQ(*(*reader)->Newest(), 5);
   EXPECT_EQ(*ReadAll(**reader), working);
@@ -274,7 +242,7 @@ TEST_F(ReaderTest, AReaderFollowsTheNextGroup) {
   EXPECT_EQ(taken->steps, 3u);
   ASSERT_EQ((*reader)->tensors().size(), 6u);
   EXPECT_EQ((*reader)->tensors().back().name, "late");
-  Bytes read = *ReadAll(**reader);
+  TensorBytes read = *ReadAll(**reader);
   Reference late({{.name = "late", .unit = "late", .shape = {70, 1000}}});
   EXPECT_EQ(read["late"], BytesOf(late.at("late").working));
   read.erase("late");
@@ -319,7 +287,7 @@ TEST_F(ReaderTest, AReadAfterTheLeaseIsRefusedAndTheNextOneGoes) {
 
 TEST_F(ReaderTest, AReadThatTakesLongRenewsItsLease) {
   // On a busy machine a short lease may end between two pulls.
-  absl::StatusOr<Bytes> read = absl::UnknownError("not tried");
+  absl::StatusOr<TensorBytes> read = absl::UnknownError("not tried");
   for (absl::Duration lease = absl::Seconds(5); lease < absl::Minutes(1) && !read.ok(); lease *= 4) {
     spoils_.pull = absl::ZeroDuration();
     Train(session_ == nullptr ? 1 : session_->version() + 1);
@@ -328,7 +296,7 @@ TEST_F(ReaderTest, AReadThatTakesLongRenewsItsLease) {
     options.timeout = absl::Minutes(5);
     const auto reader = OpenReader(options);
     ASSERT_TRUE((*reader)->Take().ok());
-    const Bytes expected = Expected(reference_);
+    const TensorBytes expected = Expected(reference_);
     Train(session_->version() + 1);
     spoils_.pull = 0.6 * lease;  // and more pulls than the transports have threads
     const absl::Time began = absl::Now();

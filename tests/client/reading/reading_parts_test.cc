@@ -12,6 +12,7 @@
 #include "ballast/client/transactions/open_job.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/tests/client/fake_server.h"
+#include "ballast/tests/client/session/forwarding_transport.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -100,6 +101,34 @@ TEST_F(HoldTest, ALeaseThatRunsOutIsRenewed) {
   fails_at_ = 5;
   absl::SleepFor(2 * hold.renew_after());
   EXPECT_EQ(model::ReasonOf(hold.RenewIfDue()), model::kVersionGone);
+}
+
+// Notes how long the last Pin may take.
+class TimedPins final : public ForwardingTransport {
+ public:
+  explicit TimedPins(absl::Duration* allowed)
+      : ForwardingTransport(std::make_unique<FakeServer>("s0")), allowed_(allowed) {}
+  void Pin(const v1::PinRequest& request, absl::Time deadline, Callback<v1::PinResponse> done) override {
+    *allowed_ = deadline - absl::Now();
+    ForwardingTransport::Pin(request, deadline, std::move(done));
+  }
+
+ private:
+  absl::Duration* const allowed_;
+};
+
+// A renewal that waited for a dead server as long as the lease came too late for those that live.
+TEST(HoldRenewalTest, ARenewalLeavesTimeForTheNext) {
+  absl::Duration allowed;
+  std::vector<std::unique_ptr<Transport>> servers;
+  servers.push_back(std::make_unique<TimedPins>(&allowed));
+  Router router(std::move(servers), RouterOptions{});
+  const absl::Duration lease = absl::Milliseconds(300);
+  Hold hold(&router, "job", lease);
+  ASSERT_TRUE(hold.Take(8, absl::InfiniteFuture()).ok());
+  absl::SleepFor(2 * hold.renew_after());
+  (void)hold.RenewIfDue();
+  EXPECT_LE(allowed, lease / 2);
 }
 
 class WholePullsTest : public ::testing::Test {

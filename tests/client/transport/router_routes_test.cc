@@ -388,6 +388,38 @@ TEST_F(RouterRoutesTest, ACallForAnOlderEpochsServersIsNotSent) {
   EXPECT_FALSE(sealed);
 }
 
+// Another group has opened the job on s2. A pull of a rank is refused at once; one of a reader goes there.
+TEST_F(RouterRoutesTest, AReaderFollowsWhicheverGroupHasTheJob) {
+  for (const size_t i : {0, 1}) {
+    servers_[i].on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) {
+      return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone, "past");
+    };
+    servers_[i].on_get_job = [this](const v1::GetJobRequest& request) -> absl::StatusOr<v1::GetJobResponse> {
+      v1::GetJobResponse job = Opened();
+      job.mutable_opened()->set_counter(4);
+      job.mutable_promised()->set_counter(4);
+      job.set_promised_group("group 2");
+      if (request.without_open()) return job;
+      *job.mutable_open() = Open(4, {"s2"}, {{{0}, {}}, {{0}, {}}});
+      job.mutable_open()->set_group("group 2");
+      return job;
+    };
+  }
+  const auto pull = [this] {
+    const auto tally = std::make_shared<Tally>();
+    tally->Start();
+    router().Pull(Router::Source{0, 0}, v1::PullRequest(), absl::MakeSpan(to_), absl::Now() + absl::Hours(1),
+                  [tally](const absl::Status& s) { tally->Finish(s); });
+    EXPECT_TRUE(tally->WaitUntil(Soon())) << "it waits for ever";
+    return tally->Wait();
+  };
+  EXPECT_EQ(model::ReasonOf(pull()), model::kVersionGone);
+  EXPECT_EQ(made_.size(), 0u);
+  router().SetRoutes(router().routes()->plan, absl::Seconds(1), Router::Follows::kAnyGroup);
+  EXPECT_EQ(pull(), absl::OkStatus());
+  EXPECT_EQ(made_.at("s2")->pulled().size(), 1u);
+}
+
 TEST_F(RouterRoutesTest, ASilentServerIsNamedAndWaitedFor) {
   servers_[1].on_push = [](const v1::PushRequest&) -> absl::StatusOr<v1::PushResponse> {
     return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
