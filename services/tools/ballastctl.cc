@@ -38,7 +38,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "ballast/proto/base/byte_sizes.h"
@@ -67,10 +66,7 @@ namespace {
 enum Exit { kHealthy = 0, kDegraded = 1, kUsage = 2 };
 
 int Status(const std::vector<std::string>& servers, bool json, const Asking& asking) {
-  ClusterView cluster = Judge(LookAt(servers, asking));
-  // Each answers at a moment of its own, while the job trains and its servers change: what is wrong is so twice.
-  const bool all_answered = absl::c_all_of(cluster.servers, [](const ServerView& view) { return view.error.ok(); });
-  if (!cluster.problems.empty() && all_answered) cluster = Judge(LookAt(servers, asking));
+  const ClusterView cluster = JudgeByTwoLooks([&] { return LookAt(servers, asking); });
   std::fputs((json ? ShowJson(cluster) : ShowText(cluster)).c_str(), stdout);
   return cluster.problems.empty() ? kHealthy : kDegraded;
 }

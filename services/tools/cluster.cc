@@ -84,6 +84,13 @@ absl::StatusOr<v1::JobStatus> LookAtJob(const std::string& address, const std::s
 
 }  // namespace
 
+ClusterView JudgeByTwoLooks(absl::FunctionRef<std::vector<ServerView>()> look) {
+  ClusterView cluster = Judge(look());
+  const bool all_answered = std::all_of(cluster.servers.begin(), cluster.servers.end(),
+                                        [](const ServerView& view) { return view.error.ok(); });
+  return cluster.problems.empty() || !all_answered ? cluster : Judge(look());
+}
+
 absl::StatusOr<v1::JobSteps> LastSteps(const std::string& address, const std::string& job, const Asking& asking) {
   v1::GetStepsRequest request;
   request.set_job(job);

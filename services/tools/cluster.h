@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -22,6 +23,11 @@ struct Asking {
 
 // Asks all servers at once. Never fails as a whole: a server that does not answer in time gets its error.
 std::vector<ServerView> LookAt(const std::vector<std::string>& addresses, const Asking& asking);
+
+// What `look` shows of a cluster. If all servers answer and something is wrong, it is called again, and what it shows
+// then counts: each server answers at a moment of its own, while jobs train and their servers change, so what is really
+// wrong is so twice.
+ClusterView JudgeByTwoLooks(absl::FunctionRef<std::vector<ServerView>()> look);
 
 // The last steps of `job` on a server. NOT_FOUND if the server has no such job.
 absl::StatusOr<v1::JobSteps> LastSteps(const std::string& address, const std::string& job, const Asking& asking);

@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "ballast/services/tools/cluster.h"
 #include "ballast/services/tools/iotune/memory_step.h"
 #include "ballast/services/tools/top/styled_line.h"
 #include "ballast/services/tools/verify/extents.h"
@@ -18,7 +20,9 @@
 namespace ballast::services {
 namespace {
 
+using ::testing::Contains;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::Not;
 
 TEST(StyledLineTest, CutsCharactersNotBytes) {
@@ -61,6 +65,42 @@ TEST(ProgressTest, ShortWorkSaysNothing) {
 TEST(PerSecondTest, IsWhatWasDoneByTheTime) {
   EXPECT_EQ(PerSecond(1000, absl::Seconds(4)), 250);
   EXPECT_GT(PerSecond(1000, absl::ZeroDuration()), 1000);
+}
+
+// Servers as one look shows them: the job on each at one of these versions.
+std::vector<ServerView> ClusterAt(const std::vector<int64_t>& versions) {
+  std::vector<ServerView> servers;
+  for (const int64_t version : versions) {
+    ServerView& server = servers.emplace_back();
+    server.address = absl::StrCat("s", servers.size(), ":7070");
+    server.status.set_server_id(absl::StrCat("s", servers.size()));
+    v1::JobStatus* const job = server.status.add_jobs();
+    job->set_name("job");
+    job->set_committed(version);
+  }
+  return servers;
+}
+
+TEST(JudgeByTwoLooksTest, WhatIsWrongForAMomentIsNoProblem) {
+  std::vector<std::vector<ServerView>> looks;
+  size_t looked = 0;
+  const auto look = [&] { return looks.at(looked++); };
+  looks = {ClusterAt({4, 9}), ClusterAt({10, 10})};
+  EXPECT_THAT(JudgeByTwoLooks(look).problems, IsEmpty());
+  EXPECT_EQ(looked, 2u);
+  looked = 0;
+  looks = {ClusterAt({4, 9}), ClusterAt({4, 12})};
+  EXPECT_THAT(JudgeByTwoLooks(look).problems, Contains(HasSubstr("expected at most one apart")));
+  EXPECT_EQ(looked, 2u);
+  // Nothing is wrong, or a server does not answer, for which another look would wait as long again.
+  looked = 0;
+  looks = {ClusterAt({4, 4})};
+  EXPECT_THAT(JudgeByTwoLooks(look).problems, IsEmpty());
+  EXPECT_EQ(looked, 1u);
+  looked = 0;
+  looks[0][1].error = absl::UnavailableError("connection refused");
+  EXPECT_THAT(JudgeByTwoLooks(look).problems, Contains(HasSubstr("s2:7070")));
+  EXPECT_EQ(looked, 1u);
 }
 
 // Two versions of a chunk in a file, with their labels.
