@@ -109,6 +109,28 @@ std::vector<std::string> ChooseServers(const v1::Table& table, const v1::Wish& w
   return chosen;
 }
 
+namespace {
+
+// How many servers the job wants beside those that it has, or was told to take: as many may have been lost, and the
+// table has forgotten them.
+size_t LostMembers(const v1::Table& table, const v1::Wish& wish) {
+  size_t known = 0;
+  for (const v1::Member& member : table.members()) known += IsWanted(table, wish, member.server_id());
+  for (const std::string& server : wish.servers()) known += !IsMember(table, server);
+  return std::max<size_t>(WantedServers(table, wish), known) - known;
+}
+
+// `lost`: of how many such servers nobody has spoken yet.
+absl::Status CheckIsOrWasIn(const v1::Table& table, const v1::Wish& wish, const std::string& server, size_t* lost) {
+  if (*lost == 0 || IsWanted(table, wish, server) || Contains(wish.not_(), server)) {
+    return CheckIsIn(table, wish, server);
+  }
+  --*lost;
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::StatusOr<v1::Wish> WishToAdd(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers) {
   const uint32_t count = WantedServers(table, wish) + static_cast<uint32_t>(servers.size());
   for (const std::string& server : servers) {
@@ -126,8 +148,9 @@ absl::StatusOr<v1::Wish> WishToDrain(const v1::Table& table, v1::Wish wish, absl
                             servers.size(), " of them there is no server for each copy: add one first, replace one, ",
                             "or ask for fewer copies (`ballastctl replicas`)"));
   }
+  size_t lost = LostMembers(table, wish);
   for (const std::string& server : servers) {
-    BALLAST_RETURN_IF_ERROR(CheckIsIn(table, wish, server));
+    BALLAST_RETURN_IF_ERROR(CheckIsOrWasIn(table, wish, server, &lost));
     Exclude(server, &wish);
   }
   wish.set_count(before - static_cast<uint32_t>(servers.size()));
@@ -136,7 +159,8 @@ absl::StatusOr<v1::Wish> WishToDrain(const v1::Table& table, v1::Wish wish, absl
 
 absl::StatusOr<v1::Wish> WishToReplace(const v1::Table& table, v1::Wish wish, const std::string& old_server,
                                        const std::string& by) {
-  BALLAST_RETURN_IF_ERROR(CheckIsIn(table, wish, old_server));
+  size_t lost = LostMembers(table, wish);
+  BALLAST_RETURN_IF_ERROR(CheckIsOrWasIn(table, wish, old_server, &lost));
   BALLAST_RETURN_IF_ERROR(CheckIsNotIn(table, wish, by));
   wish.set_count(WantedServers(table, wish));
   Exclude(old_server, &wish);

@@ -26,7 +26,8 @@ std::vector<std::string> ChooseServers(const v1::Table& table, const v1::Wish& w
 
 // The wish after what an operator asks for, which comes on top of the wish so far. INVALID_ARGUMENT (BAD_CONFIG) if it
 // makes no sense for the job as `table` and the wish so far have it: a server that is there already, or is not; fewer
-// servers than copies; copies above kReplicasMax.
+// servers than copies; copies above kReplicasMax. A server that is not there may be drained or replaced while the job
+// lacks servers: it was lost, and shall not come back.
 absl::StatusOr<v1::Wish> WishToAdd(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers);
 absl::StatusOr<v1::Wish> WishToDrain(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers);
 absl::StatusOr<v1::Wish> WishToReplace(const v1::Table& table, v1::Wish wish, const std::string& old_server,
