@@ -12,7 +12,7 @@ std::string Absentees::KeyOf(const v1::Member& server) {
   return absl::StrCat(model::TargetOf(server.server_id(), server.disk()), " ", server.address());
 }
 
-bool Absentees::Rests(const v1::Member& server, absl::Time now) const {
+bool Absentees::Rests(const v1::Member& server, model::SteadyTime now) const {
   const auto found = absent_.find(KeyOf(server));
   return found != absent_.end() && now < found->second.until;
 }
@@ -22,7 +22,7 @@ absl::Duration Absentees::RestOf(const v1::Member& server) const {
   return found == absent_.end() ? absl::ZeroDuration() : found->second.rest;
 }
 
-bool Absentees::Failed(const v1::Member& server, bool wished, absl::Time now) {
+bool Absentees::Failed(const v1::Member& server, bool wished, model::SteadyTime now) {
   Absent& absent = absent_[KeyOf(server)];
   absent.rest = wished ? kRestMin : std::clamp(2 * absent.rest, kRestMin, kRestMax);
   absent.until = now + absent.rest;
@@ -38,11 +38,11 @@ void Absentees::KeepOnly(const std::vector<v1::Member>& servers) {
 }
 
 void Absentees::EndRests() {
-  for (auto& [server, absent] : absent_) absent.until = absl::InfinitePast();
+  for (auto& [server, absent] : absent_) absent.until = model::SteadyTime();
 }
 
-absl::Time Absentees::next() const {
-  absl::Time next = absl::InfiniteFuture();
+model::SteadyTime Absentees::next() const {
+  model::SteadyTime next = model::SteadyTime::Never();
   for (const auto& [server, absent] : absent_) next = std::min(next, absent.until);
   return next;
 }

@@ -331,6 +331,7 @@ void Change::DropLeft(const v1::Table& next) {
   for (uint32_t i = first; i < count; ++i) {
     const absl::Status& status = answers[i - first]->status();
     if (status.ok() || absl::IsNotFound(status)) continue;
+    if (absl::IsCancelled(status)) continue;  // training waits for the next change, which tells the server again
     Report(absl::StrCat("server '", servers[i].server_id(), "' is no member any more and keeps what it had of the ",
                         "job. `ballastctl drop --job ", options_.job, " --servers ", servers[i].address(),
                         "` frees it. (", status.message(), ")"));

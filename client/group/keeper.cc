@@ -26,22 +26,13 @@
 namespace ballast::client {
 namespace {
 
-// How often the keeper looks whether a server is silent; asks etcd and the servers whether there is something to do;
-// and tries again what failed.
-constexpr absl::Duration kTick = absl::Milliseconds(50), kAskInterval = absl::Seconds(1),
-                         kRetryInterval = absl::Milliseconds(500);
-// ... and whether there is room now for copies that could not be made then, or for what the wish wants.
-constexpr absl::Duration kReconsiderInterval = absl::Seconds(60);
-// Between two lines about changes that failed.
-constexpr absl::Duration kTellInterval = absl::Seconds(2);
+// How often the keeper looks whether a server is silent, and asks etcd and the servers whether there is something to
+// do.
+constexpr absl::Duration kTick = absl::Milliseconds(50), kAskInterval = absl::Seconds(1);
 // For etcd and servers to say whether there is something to do; meanwhile nobody looks for silent servers.
 constexpr absl::Duration kAskTimeout = absl::Milliseconds(500);
-// For all servers to say who they are and what they have, before a change claims anything, and the least for the calls
-// of the change. One that takes longer is given up and begun again, with twice the time: somebody may have died, or the
-// machines are busy.
-constexpr absl::Duration kPatience = absl::Seconds(1), kPatienceMax = absl::Seconds(16);
 // For servers that may join, once all members have answered, if training waits for the change. One that takes longer
-// joins by a later change, for which it has kPatience.
+// joins by a later change, for which it has Agenda::kPatience.
 constexpr absl::Duration kGrace = absl::Milliseconds(200);
 
 bool IsSame(const v1::Member& one, const v1::Member& server) {
@@ -123,20 +114,21 @@ Keeper::Keeper(const SessionOptions& options, Router* router) : options_(options
 
 Keeper::~Keeper() {
   {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
   }
+  changed_.notify_all();
   if (thread_.joinable()) thread_.join();
 }
 
 bool Keeper::stopping() const {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return stopping_;
 }
 
 bool Keeper::Rest(absl::Duration time) {
-  absl::MutexLock lock(&mutex_);
-  return !mutex_.AwaitWithTimeout(absl::Condition(&stopping_), time);
+  std::unique_lock<std::mutex> lock(mutex_);
+  return !changed_.wait_for(lock, absl::ToChronoMilliseconds(time), [this] { return stopping_; });
 }
 
 bool Keeper::LookForSilent(Sight* sight) const {
@@ -152,19 +144,17 @@ bool Keeper::IsOver(const Sight& sight) const {
   return stopping() || !AreSame(router_->Silent(), sight.silent);
 }
 
+bool Keeper::LooksSilent() const {
+  router_->LookForSilent();
+  return !router_->Silent().empty();
+}
+
 void Keeper::Run() {
-  absl::Time ask = absl::InfinitePast(), retry = absl::InfinitePast(), reconsider = absl::InfiniteFuture();
-  absl::Time consider = absl::InfiniteFuture();  // a server that did not answer, and may do so now
-  absl::Duration patience = kPatience;
-  bool refused = false;  // there was no room for what the wish wants
+  model::SteadyTime ask;
   Sight sight;
   while (Rest(kTick)) {
-    const absl::Time now = absl::Now();
-    if (LookForSilent(&sight)) {
-      // What failed perhaps failed for want of a server's answers. On busy machines servers fall silent and come back:
-      // patience grows all the same.
-      retry = absl::InfinitePast();
-    }
+    const model::SteadyTime now = model::SteadyTime::Now();
+    if (LookForSilent(&sight)) agenda_.TryAtOnce();
     if (now >= ask) {
       ask = now + kAskInterval;
       const std::string asked = sight.asked;
@@ -172,36 +162,32 @@ void Keeper::Run() {
       if (sight.asked != asked) absentees_.EndRests();
     }
     const absl::MutexLock lock(&changing_);
-    const bool needed = !sight.silent.empty() || sight.copied || IsUnfinished() || sight.asked != considered_ ||
-                        now >= consider ||
-                        (now >= reconsider && (refused || LacksServers(router_->routes()->open().table())));
-    if (!needed || now < retry) continue;
-    retry = now + kRetryInterval;
-    const absl::StatusOr<Outcome> changed = Change(sight, patience);
-    patience = changed.ok() ? kPatience : std::min(2 * patience, kPatienceMax);
+    const Agenda::Signs signs{.acute = !sight.silent.empty() || sight.copied || IsUnfinished(),
+                              .lacks_servers = LacksServers(router_->routes()->open().table()),
+                              .asked = sight.asked};
+    if (!agenda_.IsDue(signs, now)) continue;
+    agenda_.Begin(now);
+    const absl::StatusOr<Agenda::Outcome> changed = Change(sight, agenda_.patience());
     if (!changed.ok()) {
-      if (now >= consider) consider = absl::Now() + Absentees::kRestMin;
+      agenda_.Fail(model::SteadyTime::Now());
       if (!IsOver(sight)) Tell(changed.status(), sight);
       continue;
     }
     // They are registered for a while yet, and it is known that they do not answer.
     for (const Router::SilentServer& server : sight.silent) {
-      (void)absentees_.Failed(server.member, /*wished=*/false, absl::Now());
+      (void)absentees_.Failed(server.member, /*wished=*/false, model::SteadyTime::Now());
     }
-    considered_ = changed->changed ? "" : sight.asked;  // a change may be what a later wish waits for
-    refused = changed->refused;
-    consider = absentees_.next();
-    reconsider = absl::Now() + kReconsiderInterval;
+    agenda_.End(*changed, sight.asked, absentees_.next(), model::SteadyTime::Now());
     sight.copied = false;
-    ask = absl::Now() + kAskInterval;
+    ask = model::SteadyTime::Now() + kAskInterval;
   }
 }
 
 // Beside the router's lines: while a call waits, these would leave no room for the reason.
 void Keeper::Tell(const absl::Status& failed, const Sight& sight) {
-  const absl::Time now = absl::Now();
-  if (!options_.progress || now - told_ < kTellInterval) return;
-  told_ = now;
+  const model::SteadyTime now = model::SteadyTime::Now();
+  const std::string cause = absl::StrCat(static_cast<int>(failed.code()), " ", model::ReasonOf(failed));
+  if (!options_.progress || !failures_.IsDue(cause, !sight.silent.empty(), now)) return;
   std::vector<std::string> silent, times;
   for (const Router::SilentServer& server : sight.silent) {
     silent.push_back(absl::StrCat("'", server.member.server_id(), "'"));
@@ -262,7 +248,7 @@ void Keeper::LockFinished() {
 
 Keeper::Candidates Keeper::CandidatesOf(const v1::Table& table, const std::vector<v1::ServerEntry>& entries,
                                         const Sight& sight) const {
-  const absl::Time now = absl::Now();
+  const model::SteadyTime now = model::SteadyTime::Now();
   const auto& opened = router_->routes()->open().table().members();
   const std::vector<v1::Member> members(opened.begin(), opened.end());
   Candidates candidates;
@@ -275,15 +261,15 @@ Keeper::Candidates Keeper::CandidatesOf(const v1::Table& table, const std::vecto
 
 // The Open of a large job takes a busy server a while. Who has said who it is lives, and gets as long as its last rest.
 absl::Duration Keeper::PatienceFor(const Candidates& candidates, const Members& members) const {
-  absl::Duration patience = kPatience;
+  absl::Duration patience = Agenda::kPatience;
   for (const v1::Member& server : candidates.asked) {
     if (!members.away().contains(server.server_id())) patience = std::max(patience, absentees_.RestOf(server));
   }
-  return std::min(patience, kPatienceMax);
+  return std::min(patience, Agenda::kPatienceMax);
 }
 
 void Keeper::NoteAbsent(const Candidates& candidates, const client::Change& change, const Members& members) {
-  const absl::Time now = absl::Now();
+  const model::SteadyTime now = model::SteadyTime::Now();
   for (const v1::Member& server : candidates.asked) {
     const std::string& id = server.server_id();
     if (!members.away().contains(id) && !IsAmong(change.absent(), server)) {
@@ -303,7 +289,7 @@ void Keeper::NoteAbsent(const Candidates& candidates, const client::Change& chan
   absentees_.KeepOnly(known);
 }
 
-absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duration patience) {
+absl::StatusOr<Agenda::Outcome> Keeper::Change(const Sight& sight, absl::Duration patience) {
   const std::shared_ptr<const Routes> routes = router_->routes();
   Transport* const any = routes->servers.front();
   absl::Time deadline = absl::Now() + 2 * patience;
@@ -321,19 +307,25 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   for (const v1::Member& server : ServersToAsk(key.value().table(), entries, sight.silent, candidates.resting)) {
     BALLAST_ASSIGN_OR_RETURN(transports.emplace_back(), any->Another(server));
   }
-  std::atomic<bool> made = false;  // then others of `sight` are silent, and what is left has time
-  Router router(std::move(transports), {.interrupted = [&] { return made ? stopping() : IsOver(sight); }});
+  // Once the change is made, who left is told to drop the job: unless training waits for the next change by then.
+  enum class Stage { kChanges, kMade, kTells };
+  std::atomic<Stage> stage = Stage::kChanges;
+  const auto interrupted = [&] {
+    if (stage == Stage::kChanges) return IsOver(sight);
+    return stopping() || (stage == Stage::kTells && LooksSilent());
+  };
+  Router router(std::move(transports), {.interrupted = interrupted});
   BALLAST_RETURN_IF_ERROR(router.made());
   Members members(&router, Members::Uses::kCalls);
   const bool unfinished = IsUnfinished();
   const bool urgent = unfinished || !sight.silent.empty();  // training waits
-  BALLAST_RETURN_IF_ERROR(
-      members.Identify(key, Spares::kConnect, {.members = patience, .spares = urgent ? kGrace : kPatience}, deadline));
+  BALLAST_RETURN_IF_ERROR(members.Identify(
+      key, Spares::kConnect, {.members = patience, .spares = urgent ? kGrace : Agenda::kPatience}, deadline));
   for (const v1::Member& server : candidates.resting) members.AddAway(server.server_id());
-  Outcome outcome;
+  Agenda::Outcome outcome;
   const std::vector<std::string> spares = members.spares(key);
   const absl::Duration space = urgent ? kGrace : PatienceFor(candidates, members);
-  const absl::Duration grace = std::min(space, std::max(kPatience, options_.failover_after));
+  const absl::Duration grace = std::min(space, std::max(Agenda::kPatience, options_.failover_after));
   client::Change change(&router, &members, &key, options_, {spares.begin(), spares.end()}, grace, routes->plan);
   BALLAST_ASSIGN_OR_RETURN(const client::Sight found, change.Look(routes->open().spec(), deadline));
   const absl::Cleanup note = [&] { NoteAbsent(candidates, change, members); };
@@ -360,8 +352,9 @@ absl::StatusOr<Keeper::Outcome> Keeper::Change(const Sight& sight, absl::Duratio
   *open.mutable_epoch() = claimed_;
   open.set_continues(true);
   BALLAST_RETURN_IF_ERROR(OpenNext(&router, &members, &key, &change, options, deadline, &open));
-  made = true;
+  stage = Stage::kMade;
   BALLAST_RETURN_IF_ERROR(router_->Continue(open));
+  stage = Stage::kTells;
   change.DropLeft(open.table());
   outcome.refused = !change.heeds_wish();
   outcome.changed = !model::SameTable(open.table(), routes->open().table());

@@ -4,7 +4,9 @@
 // of the keeper's own, and the session's router goes on with it.
 #pragma once
 
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -15,6 +17,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "ballast/client/group/absentees.h"
+#include "ballast/client/group/agenda.h"
 #include "ballast/client/group/change.h"
 #include "ballast/client/group/members.h"
 #include "ballast/client/session_types.h"
@@ -67,6 +70,8 @@ class Keeper {
   bool LookForSilent(Sight* sight) const;
   // Whether a change that goes by `sight` is to end: the keeper stops, or other servers are silent by now.
   bool IsOver(const Sight& sight) const;
+  // Whether some member is silent.
+  bool LooksSilent() const;
   // Asks etcd and the servers for all but `silent`.
   void LookAround(Sight* sight) const;
   // Whether members have copied all that they were to copy.
@@ -74,13 +79,9 @@ class Keeper {
   // Whether the key has an epoch of this group that is not open yet: a change failed amid its writes.
   bool IsUnfinished() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
   void LockFinished() ABSL_EXCLUSIVE_LOCK_FUNCTION(changing_);
-  // What a try found.
-  struct Outcome {
-    bool changed = false;  // the table is another one now
-    bool refused = false;  // there was no room for what the wish wants
-  };
   // Changes the servers if that is needed. `patience`: for all servers to answer before anything is claimed.
-  absl::StatusOr<Outcome> Change(const Sight& sight, absl::Duration patience) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
+  absl::StatusOr<Agenda::Outcome> Change(const Sight& sight, absl::Duration patience)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
   // Servers that are no members as far as the job is open, and are registered, or were to join by a change that is
   // unfinished: those that are asked, and those that rest since they did not answer.
   struct Candidates {
@@ -92,7 +93,7 @@ class Keeper {
   absl::Duration PatienceFor(const Candidates& candidates, const Members& members) const;
   // Whoever did not answer rests, and a line says that the change did without it.
   void NoteAbsent(const Candidates& candidates, const client::Change& change, const Members& members);
-  // Says why a change failed, at most once in kTellInterval.
+  // Says why a change failed, if that is due.
   void Tell(const absl::Status& failed, const Sight& sight);
 
   const SessionOptions options_;
@@ -101,11 +102,14 @@ class Keeper {
   // The last claim of this group's epochs, and the nonce of the last that was tried: its answer may have been lost.
   v1::Epoch claimed_ ABSL_GUARDED_BY(changing_);
   uint64_t tried_ ABSL_GUARDED_BY(changing_) = 0;
-  mutable absl::Mutex mutex_;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  Absentees absentees_;                     // the thread's
-  std::string considered_;                  // Sight::asked for which there was nothing more to change; the thread's
-  absl::Time told_ = absl::InfinitePast();  // when the last failure was told; the thread's
+  // std's, whose waits go by the steady clock: absl's would last longer by as much as the machine's clock is set back.
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool stopping_ = false;  // guarded by mutex_
+  // The thread's.
+  Absentees absentees_;
+  Agenda agenda_;
+  FailureLines failures_;
   std::thread thread_;
   absl::Status made_;
 };

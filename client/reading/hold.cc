@@ -30,7 +30,7 @@ absl::StatusOr<v1::PinResponse> Hold::Pin(absl::Time deadline) {
   request.set_version(version_);
   request.set_holder(holder_);
   request.set_lease_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(lease_)));
-  renewed_ = absl::Now();
+  renewed_ = model::SteadyTime::Now();
   BALLAST_ASSIGN_OR_RETURN(
       auto answers, (CallAll<v1::PinRequest, v1::PinResponse>(
                         router_, &Transport::Pin, absl::StrCat("Pin of version ", version_), request, deadline)));
@@ -38,7 +38,7 @@ absl::StatusOr<v1::PinResponse> Hold::Pin(absl::Time deadline) {
 }
 
 absl::Status Hold::RenewIfDue() {
-  if (version_ < 0 || absl::Now() - renewed_ < renew_after()) return absl::OkStatus();
+  if (version_ < 0 || model::SteadyTime::Now() - renewed_ < renew_after()) return absl::OkStatus();
   // The next one comes in time for those that answer, though another server is down.
   return Pin(absl::Now() + renew_after()).status();
 }

@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "ballast/client/transport/router.h"
+#include "ballast/proto/base/steady_time.h"
 #include "ballast/v1/state_service.pb.h"
 
 namespace ballast::client {
@@ -38,7 +39,7 @@ class Hold {
   absl::BitGen random_;
   int64_t version_ = -1;
   uint64_t holder_ = 0;
-  absl::Time renewed_;
+  model::SteadyTime renewed_;
 };
 
 }  // namespace ballast::client

@@ -108,8 +108,8 @@ absl::StatusOr<v1::Decision> Transaction::SealOn(const std::shared_ptr<const Rou
   const auto servers = static_cast<uint32_t>(routes->servers.size());
   const Sealing sealing{routes, seal, deadline};
   // A server may wait for a rank that goes by later routes, without it.
-  seat_->router->WaitsSince(absl::Now());
-  const absl::Cleanup end = [this] { seat_->router->WaitsSince(absl::InfiniteFuture()); };
+  seat_->router->WaitsSince(model::SteadyTime::Now());
+  const absl::Cleanup end = [this] { seat_->router->WaitsSince(model::SteadyTime::Never()); };
   for (uint32_t i = 0; i < servers; ++i) Send(sealing, i);
 
   std::vector<v1::PreparedRecord> records(servers);

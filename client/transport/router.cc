@@ -162,7 +162,7 @@ void Router::HandOver(std::function<void()> start) {
 }
 
 void Router::Activate(const OperationPtr& op) {
-  op->started = absl::Now();
+  op->started = model::SteadyTime::Now();
   active_.push_back(op);
   op->active = std::prev(active_.end());
 }
@@ -226,7 +226,7 @@ void Router::Send(const OperationPtr& op) {
     }
     if (!stopped.ok()) return Finish(op, stopped);
     if (outdated) return Reroute(op);
-    op->tried = absl::Now();
+    op->tried = model::SteadyTime::Now();
     const v1::Epoch* const epoch = op->routes == nullptr ? nullptr : &op->routes->epoch();
     op->send({op->server, epoch, TryDeadline(*op)},
              [this, op](absl::Status status) { OnAnswer(op, std::move(status)); });
@@ -254,17 +254,17 @@ void Router::Report(const std::string& line) {
   if (!options_.progress) return;
   {
     absl::MutexLock lock(&mutex_);
-    const absl::Time now = absl::Now();
+    const model::SteadyTime now = model::SteadyTime::Now();
     if (now - last_report_ < kReportAfter) return;
     last_report_ = now;
   }
   options_.progress(line);
 }
 
-std::string Router::LongestWait(absl::Time now) {
+std::string Router::LongestWait(model::SteadyTime now) {
   if (!options_.progress || now - last_report_ < kReportAfter) return "";
   std::string line;
-  absl::Time since = now - kReportAfter;
+  model::SteadyTime since = now - kReportAfter;
   if (!active_.empty() && active_.front()->started <= since) {
     const Operation& op = *active_.front();
     since = op.started;
@@ -305,7 +305,7 @@ void Router::Run() {
       timers_.erase(timers_.begin());
     }
     const bool pump = std::exchange(pump_wanted_, false);
-    const std::string line = LongestWait(now);
+    const std::string line = LongestWait(model::SteadyTime::Now());
     mutex_.Unlock();
     for (const auto& task : due) task();
     LookForRoutes();
@@ -341,7 +341,7 @@ void Router::CancelActive() {
 
 Router::Watch::Watch(Router* router, std::string what) : router_(router) {
   absl::MutexLock lock(&router_->mutex_);
-  router_->watches_.emplace_back(absl::Now(), std::move(what));
+  router_->watches_.emplace_back(model::SteadyTime::Now(), std::move(what));
   entry_ = std::prev(router_->watches_.end());
 }
 

@@ -40,6 +40,7 @@
 #include "ballast/client/transport/admissions.h"
 #include "ballast/client/transport/routes.h"
 #include "ballast/client/transport/silence.h"
+#include "ballast/proto/base/steady_time.h"
 #include "ballast/proto/model/verdict.h"
 
 namespace ballast::client {
@@ -107,16 +108,16 @@ class Router {
   }
   struct SilentServer {
     v1::Member member;
-    absl::Time since;
+    model::SteadyTime since;
     uint32_t place = 0;  // in the routes
   };
   std::vector<SilentServer> Silent() const;
   // While a server does not answer, or a call has waited for a while: asks all servers whether they live, so that
   // Silent also names those to which no call goes. Returns at once; to be called again and again, by one rank.
   void LookForSilent();
-  // The caller asks servers again and again for one answer, since then; InfiniteFuture: no longer. Each call is short,
+  // The caller asks servers again and again for one answer, since then; Never: no longer. Each call is short,
   // so calls alone do not show that it may be for want of the group's next routes.
-  void WaitsSince(absl::Time since) {
+  void WaitsSince(model::SteadyTime since) {
     absl::MutexLock lock(&mutex_);
     waits_since_ = since;
   }
@@ -185,7 +186,7 @@ class Router {
 
    private:
     Router* router_;
-    std::list<std::pair<absl::Time, std::string>>::iterator entry_;
+    std::list<std::pair<model::SteadyTime, std::string>>::iterator entry_;
   };
 
  private:
@@ -207,8 +208,8 @@ class Router {
     bool prompt = false;  // a server that lives answers within a moment, whatever it does
     std::function<void(const Try&, Answer)> send;
     Answer done;
-    absl::Time started = absl::InfiniteFuture();
-    absl::Time tried = absl::InfiniteFuture();  // the last time
+    model::SteadyTime started = model::SteadyTime::Never();
+    model::SteadyTime tried = model::SteadyTime::Never();  // the last time
     int tries = 0;
     uint32_t other_holders = 0;  // that were asked since the one that the routes name
     absl::Status last;
@@ -275,14 +276,14 @@ class Router {
   void Reroute(const OperationPtr& op);
   void AwaitRoutes(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // For how long the oldest operation, or who asks again and again, has waited.
-  absl::Duration LongestOperation(absl::Time now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Duration LongestOperation(model::SteadyTime now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether somebody waits for a later epoch of the group, or may do so, and no server is asked for it.
   bool LooksForRoutes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Then asks one. On the router's thread.
   void LookForRoutes();
-  void NoteLook(const Transport* server, const absl::StatusOr<v1::GetJobResponse>& answer, absl::Time sent)
+  void NoteLook(const Transport* server, const absl::StatusOr<v1::GetJobResponse>& answer, model::SteadyTime sent)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::GetJobResponse>& answer);
+  void OnLook(Transport* asked, model::SteadyTime sent, const absl::StatusOr<v1::GetJobResponse>& answer);
   // Another group has the job: what was refused, or waits for a server that does not answer, ends.
   void Supersede() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FetchOpen(Transport* asked);
@@ -306,7 +307,7 @@ class Router {
   bool CanAdmit(const Lane& lane) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // When the router's thread has something to do at the latest.
   absl::Time NextWake(bool watching) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  std::string LongestWait(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::string LongestWait(model::SteadyTime now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run();
 
   absl::Mutex continuing_;  // taken before mutex_
@@ -327,18 +328,18 @@ class Router {
   size_t looked_at_ ABSL_GUARDED_BY(mutex_) = 0;
   int looks_ ABSL_GUARDED_BY(mutex_) = 0;  // since the first refusal
   absl::Time look_after_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
-  absl::Time waits_since_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
+  model::SteadyTime waits_since_ ABSL_GUARDED_BY(mutex_) = model::SteadyTime::Never();
   absl::Time expected_until_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // somebody brings the next routes
   std::shared_ptr<const v1::OpenRequest> open_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const v1::CommitRequest> commit_ ABSL_GUARDED_BY(mutex_);
   std::array<Lane, kNone> lanes_ ABSL_GUARDED_BY(mutex_);
   std::list<OperationPtr> active_ ABSL_GUARDED_BY(mutex_);  // oldest first
   std::multimap<absl::Time, std::function<void()>> timers_ ABSL_GUARDED_BY(mutex_);
-  std::list<std::pair<absl::Time, std::string>> watches_ ABSL_GUARDED_BY(mutex_);
+  std::list<std::pair<model::SteadyTime, std::string>> watches_ ABSL_GUARDED_BY(mutex_);
   bool pump_wanted_ ABSL_GUARDED_BY(mutex_) = false;
   int handed_over_ ABSL_GUARDED_BY(mutex_) = 0;   // by HandOver, and not started yet
   absl::Status stopped_ ABSL_GUARDED_BY(mutex_);  // once stopped: what operations get
-  absl::Time last_report_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  model::SteadyTime last_report_ ABSL_GUARDED_BY(mutex_);
   absl::BitGen random_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;
   absl::Status made_;

@@ -189,7 +189,7 @@ void Router::Repair(const OperationPtr& op, Next how) {
     server->Open(*open, try_deadline, [then](absl::StatusOr<v1::OpenResponse> r) { then(r.status()); });
   } else if (commit != nullptr) {
     server->Commit(*commit, try_deadline,
-                   [this, server, then, sent = absl::Now()](absl::StatusOr<v1::CommitResponse> r) {
+                   [this, server, then, sent = model::SteadyTime::Now()](absl::StatusOr<v1::CommitResponse> r) {
                      {
                        absl::MutexLock lock(&mutex_);
                        silence_.Note(server, Silence::Call::kPrompt, r.status(), sent);
@@ -208,7 +208,7 @@ absl::Status Router::Explain(const Operation& op, const absl::Status& status) co
   const absl::Status& telling = absl::IsDeadlineExceeded(status) && !op.last.ok() ? op.last : status;
   std::string reason = model::ReasonOf(telling);
   if (reason.empty()) reason = model::kServerDown;
-  const absl::Duration waited = absl::Trunc(absl::Now() - op.started, absl::Milliseconds(1));
+  const absl::Duration waited = absl::Trunc(model::SteadyTime::Now() - op.started, absl::Milliseconds(1));
   return model::Error(
       telling.code(), reason,
       absl::StrCat(context, reason == model::kServerDown ? ": no answer within " : ": no success within ",

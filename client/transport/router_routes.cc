@@ -86,7 +86,7 @@ Transport* Router::HolderFor(Source source) const {
   return wanted;
 }
 
-bool Router::FailedLast(const Transport* server) const { return silence_.Since(server) < absl::InfiniteFuture(); }
+bool Router::FailedLast(const Transport* server) const { return silence_.Since(server) < model::SteadyTime::Never(); }
 
 void Router::PushSlice(uint64_t chunk, const v1::PushRequest& header, absl::Span<const std::byte> payload,
                        absl::Time deadline, std::function<void(absl::Status)> done,
@@ -105,7 +105,7 @@ void Router::PushSlice(uint64_t chunk, const v1::PushRequest& header, absl::Span
 }
 
 bool Router::IsSilent(const Transport* server) const {
-  return absl::Now() - silence_.Since(server) >= silence_max_ && !server->recovers();
+  return model::SteadyTime::Now() - silence_.Since(server) >= silence_max_ && !server->recovers();
 }
 
 std::vector<Router::SilentServer> Router::Silent() const {
@@ -118,12 +118,12 @@ std::vector<Router::SilentServer> Router::Silent() const {
   return silent;
 }
 
-absl::Duration Router::LongestOperation(absl::Time now) const {
+absl::Duration Router::LongestOperation(model::SteadyTime now) const {
   return now - std::min(active_.empty() ? now : active_.front()->started, waits_since_);
 }
 
 void Router::LookForSilent() {
-  const absl::Time now = absl::Now();
+  const model::SteadyTime now = model::SteadyTime::Now();
   std::vector<Transport*> asked;
   v1::GetJobRequest request;
   request.set_without_open(true);
@@ -131,19 +131,19 @@ void Router::LookForSilent() {
   {
     absl::MutexLock lock(&mutex_);
     if (routes_ == nullptr || !stopped_.ok()) return;
-    if (silence_.first() == absl::InfiniteFuture() && LongestOperation(now) < kSuspectAfter) return;
+    if (silence_.first() == model::SteadyTime::Never() && LongestOperation(now) < kSuspectAfter) return;
     asked = silence_.ToAsk(now);
     request.set_job(routes_->open().spec().name());
     timeout = std::clamp(silence_max_, kLookTimeout, kLookTimeoutMax);
   }
   for (Transport* const server : asked) {
-    const absl::Time deadline = now + timeout;
-    server->GetJob(request, deadline, [this, server, now, deadline](const absl::StatusOr<v1::GetJobResponse>& answer) {
+    server->GetJob(request, absl::Now() + timeout, [=, this](const absl::StatusOr<v1::GetJobResponse>& answer) {
       absl::MutexLock lock(&mutex_);
       // If this process stood still meanwhile, the answer may be there, and come second.
-      const bool late = absl::IsDeadlineExceeded(answer.status()) && absl::Now() > deadline + kLate;
+      const absl::Duration took = model::SteadyTime::Now() - now;
+      const bool late = absl::IsDeadlineExceeded(answer.status()) && took > timeout + kLate;
       if (!late) NoteLook(server, answer, now);
-      silence_.Asked(server, absl::Now() + kSilentInterval);
+      silence_.Asked(server, model::SteadyTime::Now() + kSilentInterval);
     });
   }
 }
@@ -200,7 +200,7 @@ void Router::Reroute(const OperationPtr& op) {
 
 bool Router::LooksForRoutes() const {
   if (looking_ || routes_ == nullptr || !routes_->may_change() || !stopped_.ok()) return false;
-  const absl::Time now = absl::Now();
+  const model::SteadyTime now = model::SteadyTime::Now();
   return !refused_.empty() || now - silence_.first() >= silence_max_ || LongestOperation(now) >= silence_max_;
 }
 
@@ -228,12 +228,13 @@ void Router::LookForRoutes() {
   for (const OperationPtr& op : late) Finish(op, op->last);
   if (asked == nullptr) return;
   asked->GetJob(request, absl::Now() + kLookTimeout,
-                [this, asked, sent = absl::Now()](const absl::StatusOr<v1::GetJobResponse>& answer) {
+                [this, asked, sent = model::SteadyTime::Now()](const absl::StatusOr<v1::GetJobResponse>& answer) {
                   OnLook(asked, sent, answer);
                 });
 }
 
-void Router::NoteLook(const Transport* server, const absl::StatusOr<v1::GetJobResponse>& answer, absl::Time sent) {
+void Router::NoteLook(const Transport* server, const absl::StatusOr<v1::GetJobResponse>& answer,
+                      model::SteadyTime sent) {
   absl::Status status = answer.status();
   if (status.ok() && !answer->exists()) {
     status = model::Error(absl::StatusCode::kNotFound, model::kUnknownJob, "it has nothing of the job");
@@ -242,10 +243,10 @@ void Router::NoteLook(const Transport* server, const absl::StatusOr<v1::GetJobRe
 }
 
 // On a transport's thread: what follows is done on the router's.
-void Router::OnLook(Transport* asked, absl::Time sent, const absl::StatusOr<v1::GetJobResponse>& answer) {
+void Router::OnLook(Transport* asked, model::SteadyTime sent, const absl::StatusOr<v1::GetJobResponse>& answer) {
   absl::MutexLock lock(&mutex_);
   looking_ = false;
-  const bool only_waits = refused_.empty() && silence_.first() == absl::InfiniteFuture();
+  const bool only_waits = refused_.empty() && silence_.first() == model::SteadyTime::Never();
   look_after_ =
       absl::Now() + (only_waits ? kWaitingInterval : std::min(kSilentInterval, kLookInterval * (1 + looks_++)));
   NoteLook(asked, answer, sent);

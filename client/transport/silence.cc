@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 
 namespace ballast::client {
@@ -10,38 +9,39 @@ namespace ballast::client {
 void Silence::Watch(const std::vector<Transport*>& servers, const std::vector<bool>& replaceable) {
   servers_.clear();
   order_ = servers;
-  first_ = absl::InfiniteFuture();
+  first_ = model::SteadyTime::Never();
   for (size_t i = 0; i < servers.size(); ++i) {
     Server& server = servers_[servers[i]];
     server.replaceable = i < replaceable.size() && replaceable[i];
-    server.heard = absl::Now();
+    server.heard = model::SteadyTime::Now();
   }
 }
 
-void Silence::Note(const Transport* server, Call call, const absl::Status& status, absl::Time sent) {
+void Silence::Note(const Transport* server, Call call, const absl::Status& status, model::SteadyTime sent) {
   const auto found = servers_.find(server);
   if (found == servers_.end() || absl::IsCancelled(status)) return;
   Server& one = found->second;
-  const absl::Time now = absl::Now();
+  const model::SteadyTime now = model::SteadyTime::Now();
   const bool unreachable = absl::IsUnavailable(status) && model::ReasonOf(status) != model::kBusy;
   const bool down = unreachable || (one.replaceable && model::IsWithoutJob(status));
   const bool hangs = absl::IsDeadlineExceeded(status);
   // A patient call was perhaps served until now. What was sent before the last answer says less than that answer.
-  const absl::Time since = std::max(call == Call::kPatient ? now : sent, one.heard);
+  const model::SteadyTime since = std::max(call == Call::kPatient ? now : sent, one.heard);
   if (down || (hangs && call == Call::kLook)) one.unreachable = std::min(one.unreachable, since);
   if (hangs && call == Call::kPrompt) one.stuck = std::min(one.stuck, sent);
   if (!down && !hangs) {
     one.heard = now;
-    one.unreachable = absl::InfiniteFuture();
-    if (call != Call::kLook) one.stuck = absl::InfiniteFuture();
+    one.unreachable = model::SteadyTime::Never();
+    if (call != Call::kLook) one.stuck = model::SteadyTime::Never();
   }
-  first_ = absl::InfiniteFuture();
+  first_ = model::SteadyTime::Never();
   for (const auto& [each, record] : servers_) first_ = std::min({first_, record.unreachable, record.stuck});
 }
 
-absl::Time Silence::Since(const Transport* server) const {
+model::SteadyTime Silence::Since(const Transport* server) const {
   const auto found = servers_.find(server);
-  return found == servers_.end() ? absl::InfiniteFuture() : std::min(found->second.unreachable, found->second.stuck);
+  return found == servers_.end() ? model::SteadyTime::Never()
+                                 : std::min(found->second.unreachable, found->second.stuck);
 }
 
 bool Silence::IsReplaceable(const Transport* server) const {
@@ -49,18 +49,18 @@ bool Silence::IsReplaceable(const Transport* server) const {
   return found != servers_.end() && found->second.replaceable;
 }
 
-std::vector<Transport*> Silence::ToAsk(absl::Time now) {
+std::vector<Transport*> Silence::ToAsk(model::SteadyTime now) {
   std::vector<Transport*> servers;
   for (Transport* const server : order_) {
-    absl::Time& after = servers_[server].ask_after;
+    model::SteadyTime& after = servers_[server].ask_after;
     if (now < after) continue;
-    after = absl::InfiniteFuture();
+    after = model::SteadyTime::Never();
     servers.push_back(server);
   }
   return servers;
 }
 
-void Silence::Asked(const Transport* server, absl::Time again) {
+void Silence::Asked(const Transport* server, model::SteadyTime again) {
   const auto found = servers_.find(server);
   if (found != servers_.end()) found->second.ask_after = again;
 }

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/time/time.h"
 #include "ballast/client/transport.h"
+#include "ballast/proto/base/steady_time.h"
 
 namespace ballast::client {
 
@@ -24,33 +24,33 @@ class Silence {
   // others have all of its chunks; shorter: false.
   void Watch(const std::vector<Transport*>& servers, const std::vector<bool>& replaceable);
   // A call that began at `sent` ended with `status`.
-  void Note(const Transport* server, Call call, const absl::Status& status, absl::Time sent);
+  void Note(const Transport* server, Call call, const absl::Status& status, model::SteadyTime sent);
 
-  // InfiniteFuture: it answers, or nobody has asked; also for a server that is not the job's.
-  absl::Time Since(const Transport* server) const;
+  // Never: it answers, or nobody has asked; also for a server that is not the job's.
+  model::SteadyTime Since(const Transport* server) const;
   // The least of all servers'.
-  absl::Time first() const { return first_; }
+  model::SteadyTime first() const { return first_; }
   bool IsReplaceable(const Transport* server) const;
 
   // Servers without a look on its way, whose pause is over. Each is to be asked by a look now; then Asked.
-  std::vector<Transport*> ToAsk(absl::Time now);
-  void Asked(const Transport* server, absl::Time again);
+  std::vector<Transport*> ToAsk(model::SteadyTime now);
+  void Asked(const Transport* server, model::SteadyTime again);
 
  private:
   struct Server {
     bool replaceable = false;
-    absl::Time heard;  // it answered then
+    model::SteadyTime heard;  // it answered then
     // Nobody can connect to it, or it did not answer a look; or others have its chunks, and it has stopped the job or
     // has nothing of it.
-    absl::Time unreachable = absl::InfiniteFuture();
+    model::SteadyTime unreachable = model::SteadyTime::Never();
     // It did not answer a prompt call. A look does not refute this.
-    absl::Time stuck = absl::InfiniteFuture();
-    absl::Time ask_after = absl::InfinitePast();
+    model::SteadyTime stuck = model::SteadyTime::Never();
+    model::SteadyTime ask_after;
   };
 
   std::map<const Transport*, Server> servers_;
   std::vector<Transport*> order_;
-  absl::Time first_ = absl::InfiniteFuture();
+  model::SteadyTime first_ = model::SteadyTime::Never();
 };
 
 }  // namespace ballast::client

@@ -19,6 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ballast/client/group/absentees.h"
+#include "ballast/client/group/agenda.h"
 #include "ballast/client/transport/call_all.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/table.h"
@@ -278,14 +279,27 @@ TEST_F(KeeperTest, WhoDiesAsItJoinsIsDoneWithout) {
   EXPECT_EQ(router_->routes()->epoch().counter(), 3u);
 }
 
+// Who left does not answer the call to drop the job. The keeper must not wait for it while a member is silent.
+TEST_F(KeeperTest, WhoLeftHoldsUpNoFailover) {
+  Set(2, [](Server* left) { left->hangs = {"DropJob"}; });
+  Wish(model::WishToRemove(servers_[0].open.table(), v1::Wish(), {"s2"}));
+  Start();
+  AwaitServers({"s0", "s1", "s3"});
+  Kill(3);
+  const auto has_s3 = [this] { return Ids(router_->routes()->open().table()).back() == "s3"; };
+  const absl::Time end = absl::Now() + absl::Seconds(20);
+  while (has_s3() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(10));
+  EXPECT_FALSE(has_s3()) << Lines();
+}
+
 TEST(AbsenteesTest, EachRestIsLongerUntilTheServerAnswers) {
   v1::Member server;
   server.set_server_id("d");
   server.set_disk(7);
   server.set_address("d:7070");
   Absentees absentees;
-  absl::Time now = absl::UnixEpoch() + absl::Hours(1);
-  EXPECT_EQ(absentees.next(), absl::InfiniteFuture());
+  model::SteadyTime now = model::SteadyTime::Now();
+  EXPECT_EQ(absentees.next(), model::SteadyTime::Never());
   EXPECT_FALSE(absentees.Rests(server, now));
   for (const int seconds : {3, 6, 12, 24, 48, 48}) {
     (void)absentees.Failed(server, /*wished=*/false, now);
@@ -307,7 +321,7 @@ TEST(AbsenteesTest, EachRestIsLongerUntilTheServerAnswers) {
   EXPECT_FALSE(absentees.Rests(server, now));
   EXPECT_EQ(absentees.RestOf(server), absl::Seconds(48)) << "the next is as long all the same";
   absentees.Answered(server);
-  EXPECT_EQ(absentees.next(), absl::InfiniteFuture());
+  EXPECT_EQ(absentees.next(), model::SteadyTime::Never());
   for (int i = 0; i < 3; ++i) {
     (void)absentees.Failed(server, /*wished=*/true, now);
     EXPECT_EQ(absentees.RestOf(server), Absentees::kRestMin);
@@ -320,10 +334,71 @@ TEST(AbsenteesTest, ALineIsDueOnceAMinute) {
   v1::Member server;
   server.set_server_id("d");
   Absentees absentees;
-  const absl::Time now = absl::UnixEpoch() + absl::Hours(1);
+  const model::SteadyTime now = model::SteadyTime::Now();
   EXPECT_TRUE(absentees.Failed(server, false, now));
   EXPECT_FALSE(absentees.Failed(server, false, now + absl::Seconds(59)));
   EXPECT_TRUE(absentees.Failed(server, false, now + absl::Seconds(60)));
+}
+
+// There was no room for what the wish wants, and perhaps there is now.
+TEST(AgendaTest, ARefusedWishIsTriedAgainEachMinute) {
+  const Agenda::Signs wish{.asked = "wish"};
+  const model::SteadyTime begin = model::SteadyTime::Now();
+  Agenda agenda;
+  for (int minute = 0; minute < 3; ++minute) {
+    const model::SteadyTime now = begin + minute * Agenda::kReconsiderInterval;
+    EXPECT_TRUE(agenda.IsDue(wish, now)) << minute;
+    agenda.Begin(now);
+    agenda.End({.refused = true}, "wish", model::SteadyTime::Never(), now);
+    EXPECT_FALSE(agenda.IsDue(wish, now + Agenda::kReconsiderInterval - absl::Seconds(1)));
+    EXPECT_TRUE(agenda.IsDue({.asked = "another wish"}, now + Agenda::kRetryInterval));
+  }
+  const model::SteadyTime now = begin + absl::Hours(1);
+  agenda.Begin(now);
+  agenda.End({}, "wish", model::SteadyTime::Never(), now);
+  EXPECT_FALSE(agenda.IsDue(wish, now + absl::Hours(1))) << "it is heeded";
+  EXPECT_TRUE(agenda.IsDue({.lacks_servers = true, .asked = "wish"}, now + Agenda::kReconsiderInterval));
+}
+
+TEST(AgendaTest, AChangeIsFollowedByAnotherLookAtTheWish) {
+  const Agenda::Signs wish{.asked = "wish"};
+  const model::SteadyTime now = model::SteadyTime::Now();
+  Agenda agenda;
+  agenda.Begin(now);
+  agenda.End({.changed = true}, "wish", model::SteadyTime::Never(), now);
+  EXPECT_FALSE(agenda.IsDue(wish, now)) << "a moment later";
+  EXPECT_TRUE(agenda.IsDue(wish, now + Agenda::kRetryInterval));
+}
+
+TEST(AgendaTest, WhatFailsIsTriedAgainWithMorePatience) {
+  const Agenda::Signs acute{.acute = true};
+  model::SteadyTime now = model::SteadyTime::Now();
+  Agenda agenda;
+  for (const int seconds : {1, 2, 4, 8, 16, 16}) {
+    EXPECT_TRUE(agenda.IsDue(acute, now));
+    EXPECT_EQ(agenda.patience(), absl::Seconds(seconds));
+    agenda.Begin(now);
+    agenda.Fail(now);
+    EXPECT_FALSE(agenda.IsDue(acute, now));
+    now = now + Agenda::kRetryInterval;
+  }
+  agenda.Begin(now);
+  agenda.TryAtOnce();
+  EXPECT_TRUE(agenda.IsDue(acute, now)) << "another server is silent";
+  agenda.End({}, "", model::SteadyTime::Never(), now);
+  EXPECT_EQ(agenda.patience(), Agenda::kPatience);
+}
+
+// etcd had an older state than the job, and each two seconds a line said so.
+TEST(FailureLinesTest, ACauseIsToldOnceUnlessTrainingWaits) {
+  const model::SteadyTime now = model::SteadyTime::Now();
+  FailureLines lines;
+  EXPECT_TRUE(lines.IsDue("KEY_LOST", false, now));
+  EXPECT_FALSE(lines.IsDue("KEY_LOST", false, now + absl::Minutes(9)));
+  EXPECT_TRUE(lines.IsDue("KEY_LOST", false, now + absl::Minutes(10)));
+  EXPECT_FALSE(lines.IsDue("NO_RIGHT", false, now + absl::Minutes(10) + absl::Seconds(1)));
+  EXPECT_TRUE(lines.IsDue("NO_RIGHT", false, now + absl::Minutes(10) + absl::Seconds(2)));
+  EXPECT_TRUE(lines.IsDue("NO_RIGHT", true, now + absl::Minutes(10) + absl::Seconds(4)));
 }
 
 }  // namespace

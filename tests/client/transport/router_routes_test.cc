@@ -523,9 +523,9 @@ TEST_F(RouterRoutesTest, WhoAsksAgainAndAgainLooksForTheNextEpoch) {
     if (!request.without_open()) *job.mutable_open() = open;
     return absl::StatusOr<v1::GetJobResponse>(job);
   };
-  router().WaitsSince(absl::Now() - absl::Hours(1));
+  router().WaitsSince(model::SteadyTime::Now() - absl::Hours(1));
   while (router().routes()->epoch().counter() < 4) absl::SleepFor(absl::Milliseconds(5));
-  router().WaitsSince(absl::InfiniteFuture());
+  router().WaitsSince(model::SteadyTime::Never());
 }
 
 TEST_F(RouterRoutesTest, ALookFindsThatAHolderIsBack) {

@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include "absl/time/clock.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/tests/client/fake_server.h"
 
@@ -13,10 +12,10 @@ namespace {
 class SilenceTest : public testing::Test {
  protected:
   SilenceTest() { silence_.Watch({&a_, &b_}, {true}); }
-  void Note(Silence::Call call, const absl::Status& status, absl::Time sent = absl::Now()) {
+  void Note(Silence::Call call, const absl::Status& status, model::SteadyTime sent = model::SteadyTime::Now()) {
     silence_.Note(&a_, call, status, sent);
   }
-  bool Answers() const { return silence_.Since(&a_) == absl::InfiniteFuture(); }
+  bool Answers() const { return silence_.Since(&a_) == model::SteadyTime::Never(); }
 
   FakeServer a_{"a"}, b_{"b"}, other_{"other"};
   Silence silence_;
@@ -36,9 +35,9 @@ TEST_F(SilenceTest, AnyCallTellsThatNobodyListensAndAnyAnswerThatSomebodyDoes) {
     EXPECT_FALSE(Answers()) << "nobody answered";
     Note(call, busy_);
     EXPECT_TRUE(Answers());
-    EXPECT_EQ(silence_.first(), absl::InfiniteFuture());
+    EXPECT_EQ(silence_.first(), model::SteadyTime::Never());
   }
-  EXPECT_EQ(silence_.Since(&other_), absl::InfiniteFuture());
+  EXPECT_EQ(silence_.Since(&other_), model::SteadyTime::Never());
 }
 
 // It lives, and others have all its chunks.
@@ -52,8 +51,8 @@ TEST_F(SilenceTest, AServerThatHasStoppedTheJobOrHasNothingOfItIsDown) {
     EXPECT_FALSE(Answers());
     Note(Silence::Call::kLook, status);
     EXPECT_FALSE(Answers());
-    silence_.Note(&b_, Silence::Call::kPatient, status, absl::Now());
-    EXPECT_EQ(silence_.Since(&b_), absl::InfiniteFuture()) << "nobody has its chunks";
+    silence_.Note(&b_, Silence::Call::kPatient, status, model::SteadyTime::Now());
+    EXPECT_EQ(silence_.Since(&b_), model::SteadyTime::Never()) << "nobody has its chunks";
     Note(Silence::Call::kLook, absl::OkStatus());
     EXPECT_TRUE(Answers());
   }
@@ -62,7 +61,7 @@ TEST_F(SilenceTest, AServerThatHasStoppedTheJobOrHasNothingOfItIsDown) {
 TEST_F(SilenceTest, OnlyCallsThatAreAnsweredAtOnceTellThatAServerHangs) {
   Note(Silence::Call::kPatient, hangs_);
   EXPECT_TRUE(Answers()) << "it may wait at a server that lives";
-  const absl::Time sent = absl::Now();
+  const model::SteadyTime sent = model::SteadyTime::Now();
   Note(Silence::Call::kLook, hangs_, sent);
   EXPECT_EQ(silence_.Since(&a_), sent) << "since it was asked";
   Note(Silence::Call::kLook, hangs_);
@@ -81,18 +80,18 @@ TEST_F(SilenceTest, ALookDoesNotRefuteACommit) {
 }
 
 TEST_F(SilenceTest, WhatWasSentBeforeAnAnswerCountsSinceThatAnswer) {
-  const absl::Time sent = absl::Now() - absl::Seconds(10);
+  const model::SteadyTime sent = model::SteadyTime::Now() - absl::Seconds(10);
   Note(Silence::Call::kLook, hangs_, sent);
   EXPECT_GT(silence_.Since(&a_), sent + absl::Seconds(5)) << "it answered when it was first watched";
   Note(Silence::Call::kPatient, absl::OkStatus());
-  const absl::Time answered = absl::Now();
+  const model::SteadyTime answered = model::SteadyTime::Now();
   Note(Silence::Call::kLook, down_, sent);
   EXPECT_LE(silence_.Since(&a_), answered);
   EXPECT_GT(silence_.Since(&a_), sent + absl::Seconds(5));
 }
 
 TEST_F(SilenceTest, EachServerIsAskedByOneLookAtATime) {
-  const absl::Time now = absl::Now();
+  const model::SteadyTime now = model::SteadyTime::Now();
   EXPECT_EQ(silence_.ToAsk(now), (std::vector<Transport*>{&a_, &b_}));
   EXPECT_TRUE(silence_.ToAsk(now + absl::Seconds(5)).empty());
   silence_.Asked(&b_, now + absl::Seconds(1));
