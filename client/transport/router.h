@@ -91,8 +91,8 @@ class Router {
   // server that lives. Once a server has been silent for `failover_after`, Silent names it. If the job's servers cannot
   // change while it trains, operations at a replaceable one end with ABORTED (SERVER_DOWN), since the group can go on
   // without it if it starts again. Other servers are waited for.
-  // A reader belongs to no group, and follows whichever has the job. Of its pulls, those end with ABORTED (SERVER_DOWN)
-  // for which all holders are silent, and were replaceable: nobody is left who kept what it reads.
+  // A reader belongs to no group, and follows whichever has the job. Its pulls of a job with copies end with ABORTED
+  // (SERVER_DOWN) if all holders of their chunk are silent: nobody is left who kept what it reads.
   enum class Follows { kOwnGroup, kAnyGroup };
   void SetRoutes(std::shared_ptr<const model::EpochPlan> plan, absl::Duration failover_after,
                  Follows follows = Follows::kOwnGroup);

@@ -17,10 +17,11 @@ bool IsRetryable(const absl::Status& status) { return absl::IsUnavailable(status
 
 absl::Status Router::CheckHolders(const Operation& op, const absl::Status& status) const {
   if (follows_ != Follows::kAnyGroup || op.direction != kPulls || !op.source.has_value()) return absl::OkStatus();
+  if (routes_->open().table().replicas() < 2) return absl::OkStatus();  // the group waits for its servers, too
   std::vector<std::string> silent;
   for (const uint32_t holder : routes_->plan->holders_of(op.source->chunk)) {
     const Transport* const server = routes_->servers[holder];
-    if (!silence_.IsReplaceable(server) || !IsSilent(server)) return absl::OkStatus();
+    if (!IsSilent(server)) return absl::OkStatus();
     silent.push_back(absl::StrCat("'", routes_->plan->members()[static_cast<int>(holder)].server_id(), "'"));
   }
   return model::Error(
@@ -30,9 +31,9 @@ absl::Status Router::CheckHolders(const Operation& op, const absl::Status& statu
 }
 
 absl::Status Router::CheckSilence(const Operation& op, const absl::Status& status) const {
-  if (!silence_.IsReplaceable(op.server) || !IsSilent(op.server)) return absl::OkStatus();
+  if (!IsSilent(op.server)) return absl::OkStatus();
   BALLAST_RETURN_IF_ERROR(CheckHolders(op, status));
-  if (routes_->may_change() && !pinned_) {
+  if (!silence_.IsReplaceable(op.server) || (routes_->may_change() && !pinned_)) {
     return absl::OkStatus();
   }
   return model::Error(

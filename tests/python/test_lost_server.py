@@ -82,3 +82,28 @@ def test_a_named_state_survives_all_the_servers_that_kept_it(url, tmp_path):  # 
     optimizer.close()
     for name in 'cde':
         servers[name].kill()
+
+
+def test_a_read_goes_on_without_a_server_that_is_lost_amid_it(url, tmp_path, monkeypatch):  # noqa: F811
+    """Its chunks come from others that have them: the read ends at the version that it began with, long before its time-out."""
+    servers = {name: Server(tmp_path, name, url) for name in 'abc'}
+    torch.manual_seed(1)
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), lr=1e-2, name='read', servers=asking_for(3, url), replicas=2, failover_after=600.0)
+    train(optimizer, model, 0, 3)
+    reader, read = bt.Reader('read', servers=asking_for(3, url), timeout=600), mlp()
+    copy, copies = reader._copy, []
+
+    def copy_without_b(*said):
+        servers['b'].kill()
+        copies.append(said)
+        copy(*said)
+    monkeypatch.setattr(reader, '_copy', copy_without_b)
+    reading = reader.read(read, masters=True)
+    assert len(copies) == 1
+    assert reading.steps == 3
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(read.parameters(), model.parameters()))
+    reader.close()
+    optimizer.close()
+    for name in 'ac':
+        servers[name].kill()

@@ -420,6 +420,24 @@ TEST_F(RouterRoutesTest, AReaderFollowsWhicheverGroupHasTheJob) {
   EXPECT_EQ(made_.at("s2")->pulled().size(), 1u);
 }
 
+// Its other holder was lost before.
+TEST_F(RouterRoutesTest, AReadersPullEndsWhenNoHolderIsLeft) {
+  auto plan = model::EpochPlan::Make(Open(3, {"s0", "s1"}, {{{0}, {}}, {{0, 1}, {}}}));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  router().SetRoutes(std::make_shared<const model::EpochPlan>(*std::move(plan)), absl::Milliseconds(300),
+                     Router::Follows::kAnyGroup);
+  servers_[0].on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  };
+  servers_[0].on_get_job = [](const v1::GetJobRequest&) -> absl::StatusOr<v1::GetJobResponse> {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  };
+  const auto ended = Pull(0);
+  EXPECT_TRUE(absl::IsAborted(ended)) << ended;
+  EXPECT_THAT(std::string(ended.message()), HasSubstr("no answer for 300ms from 's0', which alone had the chunk"));
+  EXPECT_EQ(Pull(1), absl::OkStatus()) << "it comes from s1";
+}
+
 TEST_F(RouterRoutesTest, ASilentServerIsNamedAndWaitedFor) {
   servers_[1].on_push = [](const v1::PushRequest&) -> absl::StatusOr<v1::PushResponse> {
     return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
