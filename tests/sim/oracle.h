@@ -6,7 +6,11 @@
 //  - an acknowledged step is never undone: every later group starts from this step or a newer step;
 //  - committed steps of any two servers differ by at most 1;
 //  - step counts advance with updates only;
-//  - a restore brings back state, step counts and blobs of the named version on every server.
+//  - a restore brings back state, step counts and blobs of the named version on every server, and a server's chunks
+//  follow from the steps applied since, over restarts, flushes and cuts;
+//  - every-K: a group goes back at most to the newest version that all servers must have pinned, and no number names
+//  two decisions;
+//  - a norm is computed from the slices of the requested attempt; only faults cause errors.
 #pragma once
 
 #include <cstdint>
