@@ -37,6 +37,10 @@ endif()
 if(BALLAST_WERROR)
   target_compile_options(ballast_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_BUILD_TYPE STREQUAL "RelWithDebInfo")
+  # GCC collects its garbage at 1 GB instead of 128 MB: a tenth of the time of a large source, for presets of those who develop.
+  target_compile_options(ballast_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:--param=ggc-min-expand=300 --param=ggc-min-heapsize=1000000>)
+endif()
 if(BALLAST_SANITIZE STREQUAL "address")
   # Undefined behaviour without null (a fault by itself) and alignment (every access pays): a third of the compile time. The
   # objects of tests do without it: an eighth to a fifth of theirs.

@@ -1,6 +1,7 @@
 // A server for tests of the client's parts: keeps what it was sent, and answers as the test says.
 #pragma once
 
+#include <cstddef>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -10,6 +11,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -21,7 +23,33 @@
 
 namespace ballast::client {
 
-// Threads: any; the test sets answers before the first call.
+// A function that a test may exchange while other threads call it. Null: not set.
+template <typename Signature>
+class Exchangeable {
+ public:
+  Exchangeable() = default;
+  Exchangeable(const Exchangeable& other) : function_(other.function()) {}
+  template <typename Function>
+  requires std::is_constructible_v<std::function<Signature>, Function> Exchangeable(Function function)
+      : function_(std::make_shared<std::function<Signature>>(std::move(function))) {}
+  Exchangeable(std::nullptr_t) {}
+  Exchangeable& operator=(const Exchangeable& other) {
+    std::shared_ptr<std::function<Signature>> function = other.function();
+    absl::MutexLock lock(&mu_);
+    function_.swap(function);
+    return *this;
+  }
+  std::shared_ptr<std::function<Signature>> function() const {
+    absl::MutexLock lock(&mu_);
+    return function_;
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  std::shared_ptr<std::function<Signature>> function_ ABSL_GUARDED_BY(mu_);
+};
+
+// Threads: any. Answers may be set at any time; the other public fields are set before the first call.
 class FakeServer final : public Transport {
  public:
   explicit FakeServer(std::string name) : name_(std::move(name)) {}
@@ -32,7 +60,7 @@ class FakeServer final : public Transport {
     const std::byte* from = nullptr;  // the caller's memory
   };
   template <typename Request, typename Response>
-  using Answers = std::function<absl::StatusOr<Response>(const Request&)>;
+  using Answers = Exchangeable<absl::StatusOr<Response>(const Request&)>;
 
   uint64_t disk = 0;  // Member.disk
   registry::Registry* known_by = nullptr;
@@ -48,7 +76,7 @@ class FakeServer final : public Transport {
   Answers<v1::PinRequest, v1::PinResponse> on_pin;
   Answers<v1::UnpinRequest, v1::UnpinResponse> on_unpin;
   Answers<v1::PushRequest, v1::PushResponse> on_push;
-  std::function<absl::Status(const v1::PullRequest&, absl::Span<std::byte>)> on_pull;
+  Exchangeable<absl::Status(const v1::PullRequest&, absl::Span<std::byte>)> on_pull;
   std::function<void(std::function<void()>)> later;                         // who it is, it says then
   std::function<std::unique_ptr<Transport>(const v1::Member&)> transports;  // to other servers
   std::function<absl::StatusOr<std::unique_ptr<model::Loan>>(const model::LoanRequest&)> on_lend;  // null: takes none
@@ -150,7 +178,8 @@ class FakeServer final : public Transport {
       absl::MutexLock lock(&mu_);
       pulled_.push_back(request);
     }
-    done(on_pull ? on_pull(request, to) : absl::OkStatus());
+    const auto pulls = on_pull.function();
+    done(pulls ? (*pulls)(request, to) : absl::OkStatus());
   }
   bool TakesLoans() const override { return on_lend != nullptr; }
   absl::StatusOr<std::unique_ptr<model::Loan>> Lend(const model::LoanRequest& request) override {
@@ -167,15 +196,17 @@ class FakeServer final : public Transport {
   template <typename Request, typename Response>
   void Answer(const std::string& call, const Answers<Request, Response>& answers, const Request& request,
               const Callback<Response>& done) {
+    const auto answer = [=, answers = answers.function()] {
+      done(answers ? (*answers)(request) : absl::StatusOr<Response>(Response()));
+    };
     {
       absl::MutexLock lock(&mu_);
       if (hangs_.contains(call)) {
-        hung_.emplace_back([=] { done(answers ? answers(request) : absl::StatusOr<Response>(Response())); },
-                           [=] { done(absl::CancelledError("cancelled")); });
+        hung_.emplace_back(answer, [=] { done(absl::CancelledError("cancelled")); });
         return;
       }
     }
-    done(answers ? answers(request) : absl::StatusOr<Response>(Response()));
+    answer();
   }
   Hung TakeHung(bool goes_on) {
     absl::MutexLock lock(&mu_);
