@@ -7,22 +7,25 @@
 empty elements, and messages of 16 MB to the health service, 200 whole ones from one address and 40 unfinished ones
 from as many, each from nobody and from an identity with few rights. `ci`: a twentieth. Loopback only. Each flood must be
 refused where it is meant to come: the reason and the words of each refusal are looked at. After each flood: memory and
-threads of the server, the next client, /readyz. The steps' times, and the server's processor time, are printed and never
-judged; `--apart` gives the server a core of its own, and the trainer another, which this driver uses while it is free. So
-the times are the server's doing: beside a server that is busy on its core, the trainer's own computing takes most of them.
+threads of the server, the next client, /readyz. In `full` rounds steps take some 0.4 s, and none may take longer than 3
+times the median of the same training without a flood, unless that itself has such steps; the toy's steps of `ci` are shorter
+than a scheduler's turns, so they are printed alone. `--apart` gives the server a core of its own, and the trainer another,
+which this driver uses while it is free.
 """
 import argparse, collections, os, resource, socket, struct, sys, tempfile, threading, time
 
 from http2 import OPEN, SAID, Http2, call, delimited, learn, refusal, varint
-from served import Server
+from served import JUDGED_MODEL, MODEL, Server
 
 MEMORY_MAX = 128 << 20
 THREADS_MAX = 64  # beside those of before
+STEP_MAX = 3  # times the median of steps without a flood
+STEPS_MIN = 12  # of which the longest is looked for
 
 
 def nothing(server, token, count):
     """What steps take anyhow."""
-    time.sleep(count)
+    server.await_step(server.step() + count, 120)
     return [], []
 
 
@@ -163,7 +166,7 @@ SLOW = ("BUSY", "come slowly, and others wait")
 BUSY = ("BUSY", "send it again")
 HEALTH = ("BAD_REQUEST", "a HealthCheckRequest has at most")
 FLOODS = [
-    (nothing, 3, [], []),
+    (nothing, 40, [], []),
     (idle, 5000, [], []),
     (half_open, 2000, [SLOW], [LATE]),
     (reflection, 2000, [("BUSY", "callers may ask for reflection at a time")], []),
@@ -204,44 +207,91 @@ def watch(server, ended, found):
             found["unready"].append(str(error))
 
 
-def run(server, scale):
+def quantities(times):
+    """Median and longest of steps' times, in seconds."""
+    return times[len(times) // 2][0], times[-1][0]
+
+
+def told_steps(times, control):
+    """Words about the steps under a flood. `control`: those of the same training without one, None if there is none to compare."""
+    if not times:
+        return "no step"
+    (median, longest), (usual, most) = quantities(times), quantities(control or times)
+    return (f"{len(times)} steps, median {median:.3f} s, longest {longest:.3f} s (the trainer computed {times[len(times) // 2][1]:.3f} and "
+            f"{times[-1][1]:.3f} s), {longest / median:.1f} times the median"
+            + ("" if control is None else f", {longest / usual:.1f} times that without a flood")
+            + ("" if most <= STEP_MAX * usual or control is None else f"; not judged: without any flood {most / usual:.1f} times"))
+
+
+def wrong_steps(times, control):
+    """What of the steps under a flood is not as it should be, where the same training without a flood is."""
+    if not times:
+        return ["no step ended"]
+    (_, longest), (usual, most) = quantities(times), quantities(control)
+    if most > STEP_MAX * usual or longest <= STEP_MAX * usual:
+        return []
+    return [f"a step took {longest:.3f} s, expected at most {STEP_MAX} times the median of those without a flood, {usual:.3f} s"]
+
+
+def cost(server, flood, token, count, seen):
+    """Makes a flood. What it held and was told, and what it cost; `seen`: what was seen meanwhile."""
+    ended = threading.Event()
+    watcher = threading.Thread(target=watch, args=(server, ended, seen))
+    watcher.start()
+    worked, began, first = server.processor_seconds(), time.time(), server.step()
+    held, told = flood(server, token, count)
+    seen.update(worked=server.processor_seconds() - worked, took=time.time() - began)
+    # Of a flood that is over in a moment, or stays, too; and the step under way when it ended.
+    server.await_step(max(first + STEPS_MIN, server.step() + 2), 120)
+    seen["steps"] = server.step_times(began)
+    time.sleep(1)
+    seen["client"] = server.client_connects()
+    ended.set()
+    watcher.join()
+    for one in held:
+        one.close()
+    return told
+
+
+def wrong_cost(server, seen):
+    """What of a flood's cost is not as it should be."""
+    faults = []
+    if seen["memory"] - FIRST["memory"] > MEMORY_MAX:
+        faults.append(f"memory grew by {seen['memory'] - FIRST['memory']} bytes")
+    if seen["threads"] > FIRST["threads"] + THREADS_MAX:
+        faults.append(f"{seen['threads']} threads, {FIRST['threads']} before")
+    if seen["client"].returncode != 0:
+        faults.append(f"the next client: {seen['client'].stdout}{seen['client'].stderr}")
+    if seen["unready"]:
+        faults.append(f"/readyz: {seen['unready'][:3]}")
+    if server.process.poll() is not None:
+        faults.append(f"the server ended, {server.process.returncode}")
+    return faults
+
+
+def run(server, scale, judged):
     faults = []
     for token in (b"", b"few-secret-of-some-length"):
+        control = None
         for flood, count, must, may in FLOODS:
-            before, worked, began = server.memory(), server.processor_seconds(), time.time()
-            found = {"memory": 0, "threads": 0, "unready": [], "asked": 0}
-            ended = threading.Event()
-            watcher = threading.Thread(target=watch, args=(server, ended, found))
-            watcher.start()
+            before, seen = server.memory(), {"memory": 0, "threads": 0, "unready": [], "asked": 0}
             count = count if flood is nothing else max(10, count // scale)
-            held, told = flood(server, token, count)
-            worked, took, times = server.processor_seconds() - worked, time.time() - began, server.step_times(began)
-            time.sleep(1)
-            client = server.client_connects()
-            ended.set()
-            watcher.join()
-            for one in held:
-                one.close()
+            told = cost(server, flood, token, count, seen)
             answered = token or flood in OF_HEALTH
             wrong, counts = judge(told, must if answered or not must else [STRANGERS], may if answered else [])
             name = f"{flood.__name__}, {'few rights' if token else 'nobody'}, {count}"
-            print(f"{name}: memory +{(found['memory'] - FIRST['memory']) >> 20} MiB at most "
-                  f"({before >> 20} before, {server.memory() >> 20} after), threads {found['threads']} "
-                  f"(first {FIRST['threads']}), client rc {client.returncode}, unready {found['unready'][:2]}; told {counts or 'nothing'}; "
-                  f"{took:.1f} s, of the server's processor {worked:.2f} s; {len(times)} steps"
-                  + (f", median {times[len(times) // 2][0]:.3f} s, longest {times[-1][0]:.3f} s (the trainer computed "
-                     f"{times[len(times) // 2][1]:.3f} and {times[-1][1]:.3f} s)" if times else ""), flush=True)
+            print(f"{name}: memory +{(seen['memory'] - FIRST['memory']) >> 20} MiB at most "
+                  f"({before >> 20} before, {server.memory() >> 20} after), threads {seen['threads']} "
+                  f"(first {FIRST['threads']}), client rc {seen['client'].returncode}, unready {seen['unready'][:2]}; told {counts or 'nothing'}; "
+                  f"{seen['took']:.1f} s, of the server's processor {seen['worked']:.2f} s; {told_steps(seen['steps'], control)}", flush=True)
+            wrong += wrong_cost(server, seen)
+            if control is not None:
+                wrong += wrong_steps(seen["steps"], control)
+            if judged and flood is nothing:
+                control = seen["steps"]
             faults += [f"{name}: {text}" for text in wrong]
-            if found["memory"] - FIRST["memory"] > MEMORY_MAX:
-                faults.append(f"{name}: memory grew by {found['memory'] - FIRST['memory']} bytes")
-            if found["threads"] > FIRST["threads"] + THREADS_MAX:
-                faults.append(f"{name}: {found['threads']} threads, {FIRST['threads']} before")
-            if client.returncode != 0:
-                faults.append(f"{name}: the next client: {client.stdout}{client.stderr}")
-            if found["unready"]:
-                faults.append(f"{name}: /readyz: {found['unready'][:3]}")
             if server.process.poll() is not None:
-                return faults + [f"{name}: the server ended, {server.process.returncode}"]
+                return faults
     return faults
 
 
@@ -261,22 +311,23 @@ def main():
         prefix = ["taskset", "-c", "1"]
         os.sched_setaffinity(0, {0})
     if arguments.floods:
-        FLOODS[:] = [flood for flood in FLOODS if flood[0].__name__ in arguments.floods.split(",")]
+        FLOODS[:] = [flood for flood in FLOODS if flood[0] is nothing or flood[0].__name__ in arguments.floods.split(",")]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory(prefix="ballast-door-") as directory:
         server = Server(arguments.bin, directory, ["--reflection", "true", *arguments.server_flags.split()], prefix)
         if arguments.apart:
             server.prefix = ["taskset", "-c", "0"]
-        trainer = server.train(100000)
+        full = arguments.rounds == "full"
+        trainer = server.train(100000, JUDGED_MODEL if full else MODEL)
         if arguments.apart:
             os.nice(19)
         try:
             learn(server.address, b"few-secret-of-some-length")
-            assert server.await_step(60, 300) >= 60, "the trainer does not train"
+            assert server.await_step(20, 300) >= 20, "the trainer does not train"
             time.sleep(2)
             FIRST.update(memory=server.memory(), threads=server.threads())
-            faults = run(server, 1 if arguments.rounds == "full" else 20)
+            faults = run(server, 1 if full else 20, full)
             if trainer.poll() is not None:
                 faults.append("the trainer ended: " + open(f"{directory}/trainer.err").read()[-500:])
             print(open(f"{directory}/err").read()[-600:] if faults else "", flush=True)

@@ -3,6 +3,9 @@ import hashlib, json, os, subprocess, time, urllib.error, urllib.request
 
 MODEL = ["--layers", "2", "--width", "128", "--heads", "2", "--context", "32", "--batch", "1", "--micro-batches", "2",
          "--chunk-elements", "65536"]
+# Its steps take some 0.4 s of one core: of the toy's steps, which take milliseconds, a scheduler's turn is a multiple.
+JUDGED_MODEL = ["--layers", "4", "--width", "192", "--heads", "4", "--context", "64", "--batch", "3", "--micro-batches", "16",
+                "--chunk-elements", "65536"]
 
 
 class Server:
@@ -44,13 +47,13 @@ class Server:
         return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
     def step_times(self, since):
-        """Of the last steps that began after `since`: the seconds from each decision to the next, and of these the trainer's own.
+        """Of the last steps that ended after `since`: the seconds from each decision to the next, and of these the trainer's own.
 
         Shortest first."""
         steps = json.loads(self.get("/steps.json?last=256")[1])["jobs"][0]["steps"]
-        decided = [(float(step["decided_seconds"]), step) for step in steps if float(step.get("decided_seconds", 0)) > since]
+        decided = [(float(step["decided_seconds"]), step) for step in steps if "decided_seconds" in step]
         return sorted((after - before, max([float(time["max_seconds"]) for time in step.get("trainers", []) if time["what"] == "compute"],
-                                           default=0)) for (before, _), (after, step) in zip(decided, decided[1:]))
+                                           default=0)) for (before, _), (after, step) in zip(decided, decided[1:]) if after > since)
 
     def step(self):
         """The newest step of the trainer's job; -1 before the first."""
@@ -71,10 +74,10 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def train(self, steps):
+    def train(self, steps, model=MODEL):
         return subprocess.Popen(
             [*self.prefix, f"{self.bin}/train_bytes_lm", "--servers", self.address, "--steps", "100000", "--stop-at", str(steps),
-             *MODEL, "--job", "trained", "--token-file", f"{self.dir}/trainer", "--timeout", "60"],
+             *model, "--job", "trained", "--token-file", f"{self.dir}/trainer", "--timeout", "60"],
             stdout=subprocess.DEVNULL, stderr=open(f"{self.dir}/trainer.err", "w"))
 
     def client_connects(self):
