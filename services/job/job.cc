@@ -126,21 +126,25 @@ bool Job::Unopened() const {
          !parts_->openings.busy();
 }
 
-bool Job::MayBeUnopened(const v1::Epoch& promised) const {
-  bool may = false;
+std::optional<v1::Epoch> Job::UnopenedPromise() const {
+  std::optional<v1::Epoch> promised;
   (void)parts_->core.TryLook([&] {
     parts_->core.mu.AssertHeld();
-    may = Unopened() && model::Compare(parts_->core.machine->promised(), promised) == 0;
+    if (Unopened()) promised = parts_->core.machine->promised();
   });
-  return may;
+  return promised;
 }
 
 bool Job::RefuseIfUnopened(const v1::Epoch& promised, const absl::Status& status) {
-  JobMutexLock lock(&parts_->core.mu);
-  if (!Unopened() || model::Compare(parts_->core.machine->promised(), promised) != 0) return false;
-  Replies nobody_waits;
-  parts_->core.Refuse(status, &nobody_waits);
-  return true;
+  bool refused = false;
+  (void)parts_->core.TryLook([&] {
+    parts_->core.mu.AssertHeld();
+    if (!Unopened() || model::Compare(parts_->core.machine->promised(), promised) != 0) return;
+    Replies nobody_waits;
+    parts_->core.Refuse(status, &nobody_waits);
+    refused = true;
+  });
+  return refused;
 }
 
 v1::ChunkNorm Job::Norm(uint64_t chunk, absl::string_view gradient_presence) {

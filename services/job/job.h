@@ -79,10 +79,11 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // As the methods of ChunkMoves.
   std::optional<storage::JobHolding> Holding() const;
   void MoveTo(const storage::Plan& plan, v1::JobMoves* answer);
+  // Blocks while the job's lock is taken.
   v1::Epoch promised() const;
-  // No epoch was opened since the server's start, nobody is about to open one, and the newest promise is `promised`.
-  // False as well if the job's lock stays taken: somebody is at work on the job.
-  bool MayBeUnopened(const v1::Epoch& promised) const;
+  // The newest promise if no epoch was opened since the server's start, and nobody is about to open one. Absent as well
+  // if the job's lock stays taken: somebody is at work on the job.
+  std::optional<v1::Epoch> UnopenedPromise() const;
 
   // Before the first request. RESOURCE_EXHAUSTED (LIMIT) if the system makes no threads for this job.
   // A job that answers dry runs alone has one.
@@ -90,8 +91,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // Refuses waiting and new requests with `status`, finishes the running update, drops the updates queued behind.
   // Blocks.
   void Stop(const absl::Status& status);
-  // If MayBeUnopened(promised): refuses requests with `status` from now on. Returns
-  // whether that is so. Call Stop afterwards.
+  // If UnopenedPromise() is `promised`: refuses requests with `status` from now on. Returns whether that is so. Call
+  // Stop afterwards.
   bool RefuseIfUnopened(const v1::Epoch& promised, const absl::Status& status);
   // After Stop, for a dropped job: RemoveJournal deletes the log; Discard frees the extents once the catalog has
   // forgotten the job.

@@ -145,7 +145,8 @@ bool StateServer::Impl::MayForget(const std::string& name, const v1::Epoch& prom
     if (stopped || found == jobs.end() || found->second.job == nullptr) return false;
     job = found->second.job;
   }
-  return job->MayBeUnopened(promised);
+  const std::optional<v1::Epoch> newest = job->UnopenedPromise();
+  return newest.has_value() && model::Compare(*newest, promised) == 0;
 }
 
 bool StateServer::Impl::Forget(const std::string& name, const v1::Epoch& promised) {
@@ -184,8 +185,8 @@ void StateServer::Impl::ForgetOldest() {
     }
   }
   for (const auto& [made, job] : by_age) {
-    const v1::Epoch promised = job.second->promised();
-    if (job.second->MayBeUnopened(promised) && Forget(job.first, promised)) return;
+    const std::optional<v1::Epoch> promised = job.second->UnopenedPromise();
+    if (promised.has_value() && Forget(job.first, *promised)) return;
   }
 }
 

@@ -131,7 +131,8 @@ struct StateServer::Impl {
   // A job of no name that is never promised, for dry runs of names that no job has.
   absl::StatusOr<std::shared_ptr<Job>> Planner(const std::string& name);
   // Forgets job `name` as a drop would, if the job was never opened and its newest promise is `promised`; README.md
-  // says why the promise may be forgotten. On the executor `forgetting`. Returns whether the job was forgotten.
+  // says why the promise may be forgotten. On the executor `forgetting`, which all jobs share: waits for no job's lock.
+  // Returns whether the job was forgotten.
   bool Forget(const std::string& name, const v1::Epoch& promised);
   // Could Forget find such a job? Asks neither disk nor catalog.
   bool MayForget(const std::string& name, const v1::Epoch& promised) const;

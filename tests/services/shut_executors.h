@@ -11,16 +11,21 @@
 
 namespace ballast::services {
 
-// Its executors take no task while the gate is shut. A job posts a promise under its lock.
+// Its executors take no task while a gate is shut. A job posts a promise under its lock.
 class ShutExecutors : public ThisMachine {
  public:
+  // Keeps one task, and the thread that posts it.
+  struct Gate {
+    absl::Notification there, open;
+  };
   std::unique_ptr<Executor> MakeExecutor(int threads) override {
     return std::make_unique<Gated>(this, ThisMachine::MakeExecutor(threads));
   }
-  // The next task that is posted waits.
-  void Shut() { shut_ = true; }
-  void AwaitTask() { there_.WaitForNotification(); }
-  void Open() { open_.Notify(); }
+  // The next task that is posted waits, at a gate of the test's or at the machine's own.
+  void Shut(Gate* gate) { shut_ = gate; }
+  void Shut() { Shut(&own_); }
+  void AwaitTask() { own_.there.WaitForNotification(); }
+  void Open() { own_.open.Notify(); }
 
  private:
   class Gated : public Executor {
@@ -29,9 +34,9 @@ class ShutExecutors : public ThisMachine {
         : machine_(machine), executor_(std::move(executor)) {}
     void Join() override { executor_->Join(); }
     void Post(std::function<void()> work) override {
-      if (machine_->shut_.exchange(false)) {
-        machine_->there_.Notify();
-        machine_->open_.WaitForNotification();
+      if (Gate* const gate = machine_->shut_.exchange(nullptr); gate != nullptr) {
+        gate->there.Notify();
+        gate->open.WaitForNotification();
       }
       executor_->Post(std::move(work));
     }
@@ -40,8 +45,8 @@ class ShutExecutors : public ThisMachine {
     ShutExecutors* const machine_;
     const std::unique_ptr<Executor> executor_;
   };
-  std::atomic<bool> shut_ = false;
-  absl::Notification there_, open_;
+  std::atomic<Gate*> shut_ = nullptr;
+  Gate own_;
 };
 
 }  // namespace ballast::services
