@@ -13,6 +13,7 @@
 #include "ballast/proto/base/address.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/services/daemon/disk_room.h"
 #include "ballast/services/daemon/memory_room.h"
 
 namespace ballast::services {
@@ -122,6 +123,15 @@ absl::Status CheckMemory(const Config& config) {
   return absl::OkStatus();
 }
 
+// Not refused: the rest of the disk may be freed, or filled, later.
+void WarnOfDisks(const StateServerOptions& options) {
+  for (const DiskAllowance& allowance : AllowedDisks(options)) {
+    if (allowance.room != DiskRoom::kTooLittle) continue;
+    spdlog::warn("free disk space {}, wanted {}: {}; else requests that need the missing space are refused (DISK_FULL)",
+                 allowance.found, allowance.wanted, allowance.mend);
+  }
+}
+
 }  // namespace
 
 std::optional<NotServing> Daemon::Start() {
@@ -139,6 +149,7 @@ std::optional<NotServing> Daemon::ReadFiles() {
   auto guard = Guard::Make(config_.guard);
   if (!guard.ok()) return NotServing{guard.status(), ExitOf(guard.status())};
   guard_ = *std::move(guard);
+  WarnOfDisks(config_.server);
   return std::nullopt;
 }
 

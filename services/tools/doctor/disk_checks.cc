@@ -2,7 +2,6 @@
 #include <fcntl.h>
 #include <linux/magic.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -12,6 +11,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "ballast/proto/base/status.h"
+#include "ballast/services/daemon/disk_room.h"
 #include "ballast/services/daemon/machine_files.h"
 #include "ballast/services/monitoring/show.h"
 #include "ballast/services/tools/doctor/checks.h"
@@ -23,8 +23,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The catalog and its write-ahead log, beside budget.nvme.
-constexpr uint64_t kCatalogBytes = uint64_t{256} << 20;
 constexpr long kXfsMagic = 0x58465342;
 constexpr long kNfsMagic = 0x6969;
 constexpr long kCifsMagic = static_cast<long>(0xff534d42);
@@ -54,14 +52,6 @@ Check CheckIoUring(const Subject& subject) {
     check.mend = "Linux 5.6 or later";
   }
   return check;
-}
-
-// The folder itself, or the nearest above that is there: a server makes its data directory.
-fs::path Nearest(fs::path folder) {
-  std::error_code error;
-  folder = fs::absolute(folder, error);
-  while (!fs::exists(folder, error) && folder != folder.root_path()) folder = folder.parent_path();
-  return folder;
 }
 
 struct FileSystem {
@@ -113,35 +103,11 @@ Check CheckDirect(const fs::path& folder) {
   return check;
 }
 
-// Bytes on the disk of files that are a server's already.
-uint64_t Occupied(const fs::path& folder) {
-  uint64_t bytes = 0;
-  std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder, error)) {
-    struct stat info = {};
-    if (entry.is_regular_file(error) && lstat(entry.path().c_str(), &info) == 0) bytes += info.st_blocks * 512;
+void AddSpace(const StateServerOptions& options, Checks* checks) {
+  for (const DiskAllowance& allowance : AllowedDisks(options)) {
+    const Verdict verdict = allowance.room == DiskRoom::kEnough ? Verdict::kOk : Verdict::kBad;
+    checks->push_back({verdict, "free space", allowance.found, allowance.wanted, allowance.mend});
   }
-  return bytes;
-}
-
-Check CheckSpace(const fs::path& nearest, const std::string& directory, uint64_t budget) {
-  Check check{Verdict::kOk, "free space", "", ShowBytes(budget) + " (budget.nvme) and " + ShowBytes(kCatalogBytes)};
-  struct statvfs info = {};
-  if (statvfs(nearest.c_str(), &info) != 0) {
-    check.verdict = Verdict::kBad;
-    check.found = absl::StrCat(nearest.string(), " cannot be asked");
-    check.mend = "name another data_directory";
-    return check;
-  }
-  const uint64_t free = info.f_bavail * info.f_frsize, own = Occupied(directory);
-  check.found = absl::StrCat(ShowBytes(free), " on ", nearest.string());
-  if (own > 0) absl::StrAppend(&check.found, ", and ", ShowBytes(own), " are the server's already");
-  if (free + own >= budget + kCatalogBytes) return check;
-  check.verdict = Verdict::kBad;
-  const uint64_t room = free + own, most = room - std::min(room, kCatalogBytes);
-  check.mend =
-      absl::StrCat("free ", ShowBytes(budget + kCatalogBytes - room), ", or budget.nvme: at most ", ShowBytes(most));
-  return check;
 }
 
 }  // namespace
@@ -150,7 +116,7 @@ Checks CheckDisk(const Subject& subject) {
   Checks checks = {CheckIoUring(subject)};
   if (!subject.config.has_value()) return checks;
   const std::string& directory = subject.config->server.data_directory;
-  const fs::path nearest = Nearest(directory);
+  const fs::path nearest = NearestFolder(directory);
   Check data{Verdict::kOk, "data directory", nearest.string(), "a folder that this user may write"};
   std::error_code error;
   if (!fs::is_directory(nearest, error) || access(nearest.c_str(), W_OK | X_OK) != 0) {
@@ -173,7 +139,7 @@ Checks CheckDisk(const Subject& subject) {
   }
   checks.push_back(kind);
   checks.push_back(CheckDirect(nearest));
-  checks.push_back(CheckSpace(nearest, directory, subject.config->server.budget.nvme));
+  AddSpace(subject.config->server, &checks);
   return checks;
 }
 

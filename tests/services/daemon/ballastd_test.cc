@@ -68,6 +68,21 @@ TEST(Ballastd, AFullDiskEndsWithACodeThatTheUnitTriesAgain) {
   EXPECT_NE(full.err.find("No space left on device"), std::string::npos) << full.err;
 }
 
+TEST(Ballastd, ABudgetBeyondTheDiskIsWarnedOf) {
+  ScratchDirectory directory;
+  std::ofstream(directory.path() + "/d.yaml")
+      << "listen: 127.0.0.1:0\nmetrics_listen: 127.0.0.1:0\ndata_directory: " << directory.path()
+      << "/data\nbudget: {dram: 64MiB, nvme: 512TiB}\n";
+  Process daemon({DaemonPath(), "--config", directory.path() + "/d.yaml"});
+  while (!daemon.ended() && daemon.OutputSoFar().find('\n') == std::string::npos) absl::SleepFor(absl::Milliseconds(5));
+  daemon.Signal(SIGTERM);
+  const Finished done = daemon.Wait();
+  EXPECT_EQ(done.code, 0) << done.err;
+  EXPECT_NE(done.err.find("[warning] free disk space "), std::string::npos) << done.err;
+  EXPECT_NE(done.err.find(", wanted 524288.00 GiB (budget.nvme) and 256.0 MiB: free "), std::string::npos) << done.err;
+  EXPECT_NE(done.err.find("or budget.nvme: at most "), std::string::npos) << done.err;
+}
+
 TEST(Ballastd, ALimitOfItsAddressSpaceIsNamed) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "a sanitizer reserves more address space than the limit";
