@@ -166,7 +166,7 @@ TEST_F(ManyRanksTest, EachRankHearsOfItsOwnSlices) {
 }
 
 // 4,096 ranks wait for one another, with blobs of no bytes and of 16. Their seals come over the wire's bytes, and the
-// calls are direct: what gRPC takes for a call follows the ranks anyway.
+// calls are direct: waiting_seals_test has what gRPC takes for them.
 void WaitWithBlobs(TestServer* server, const std::vector<TestTensor>& model, size_t blob_bytes, uint64_t epoch) {
   constexpr uint32_t kMost = 4096;
   const auto tensors = static_cast<uint32_t>(model.size());
