@@ -240,7 +240,7 @@ class Job:
             say(f"job '{self.options.job}' " + (
                 'is new' if opened.found is None else f'goes on after {after} (version {opened.found}){more}'))
         if self.progress.steps > 0 and not self.progress.partly:
-            self.buffers.warn(self.options.job, self.progress.steps)
+            self.buffers.warn(self.options.job, self.progress.steps, [member.parameter for member in opened.members])
 
     def leave(self) -> None:
         """As if the job had not been opened."""

@@ -35,6 +35,7 @@ class Stepper:
     def step(self, blob: bytes) -> None:
         """Makes a step. COLLECTIVE. With overlap the step is still under way when this returns."""
         opened = self.job.opened or self._open()
+        self.job.buffers.before_step()
         exchange = self.job.exchange('step()')
         agreed = self._agreed(opened, exchange)
         self._follow(opened, agreed)
