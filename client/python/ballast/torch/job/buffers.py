@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Set
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ballast.errors import warn
+from ballast.torch.job.modules import all_modules
 from ballast.torch.job.naming import unwrapped
 from ballast.torch.tensors.kinds import digest_of
 
@@ -112,21 +112,15 @@ def _persistent(models: Iterable[nn.Module]) -> Iterator[_Buffer]:
 
 
 def _owners(wanted: Set[int]) -> list[nn.Module]:
-    """Returns the models that parameters of these ids are of, the largest first. A parameter does not know its module, so it looks through
-    all objects of the process, at a resume alone: some 0.1 s for a million of them."""
+    """Returns the models that parameters of these ids are of, the largest first."""
     if not wanted:
         return []
     parents: dict[int, list[nn.Module]] = {}  # by id of the child
     up: list[nn.Module] = []  # still to go up from
-    # By type(): isinstance() would ask proxies what they stand for.
-    for module in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
-        try:
-            children, owned = list(module._modules.values()), list(module._parameters.values())
-        except (AttributeError, RuntimeError):  # it is being made, or another thread changes it
-            continue
-        for child in children:
+    for module in all_modules():
+        for child in list(module._modules.values()):
             parents.setdefault(id(child), []).append(module)
-        if not wanted.isdisjoint(map(id, owned)):
+        if not wanted.isdisjoint(map(id, list(module._parameters.values()))):
             up.append(module)
     roots, seen = [], {id(module) for module in up}
     while up:

@@ -16,6 +16,7 @@ from ballast.torch.job.job import Job
 from ballast.torch.job.opened import OpenJob
 from ballast.torch.modes import plainly
 from ballast.torch.ranks.groups import Exchange
+from ballast.torch.steps.joins import Joins
 from ballast.torch.steps.overlap import Overlap
 from ballast.torch.steps.step import Results, Step
 from ballast.torch.tensors.kinds import digest_of
@@ -30,10 +31,13 @@ class Stepper:
         """max_norm: of all gradients together; 0 does not clip. overlap: makes steps beside the loop."""
         self.job, self._overlap = job, overlap
         self.results = Results(job.progress, max_norm)
+        self._joins = Joins()
 
     @plainly
     def step(self, blob: bytes) -> None:
         """Makes a step. COLLECTIVE. With overlap the step is still under way when this returns."""
+        if self.job.group.several:
+            self._joins.check(self.job.parameters.all())
         opened = self.job.opened or self._open()
         self.job.buffers.before_step()
         exchange = self.job.exchange('step()')
