@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import json
 import struct
@@ -35,6 +36,8 @@ _ENTRY = struct.Struct('<BI')
 # In front of the entries: the number of new parameters, whether debug is set, the attempt, whether gradients went before the step, and the
 # number of bytes of the digests of gathers, which follow.
 _HEAD = struct.Struct('<I?I?I')
+# Of the gradients that each step compares: how many, and elements of each. It costs a GPU as many small copies.
+_SMALLEST, _SMALL = 4, 1 << 14
 
 
 class Head(NamedTuple):
@@ -106,9 +109,20 @@ class Agreed(NamedTuple):
 def _compared(collected: Collected, roster: Roster | None, debug: bool) -> list[bool]:
     """Returns by member whether this step compares its gradient. roster: None until all ranks know the new parameters."""
     has_replicas = [True] * len(collected.members) if roster is None else [len(places) > 1 for places in roster.replicas]
-    return [has and gradient is not None and not is_sharded(gradient) and member.name not in collected.tied
-            and not isinstance(member, StateMember) and member.is_due(collected.steps, debug)
+    able = [has and gradient is not None and not is_sharded(gradient) and member.name not in collected.tied
+            and not isinstance(member, StateMember)
             for has, member, gradient in zip(has_replicas, collected.members, collected.gradients)]
+    small = _smallest(collected, able)
+    return [can and (i in small or member.is_due(collected.steps, debug)) for i, (can, member) in enumerate(zip(able, collected.members))]
+
+
+def _smallest(collected: Collected, able: Sequence[bool]) -> set[int]:
+    """Returns a few small members, by index, whose gradients each step compares. So it finds at once that gradients were not reduced, as
+    those of a pass within no_sync(), of one that goes round the wrapper, or of a local SGD."""
+    sizes = [(gradient.numel(), member.name, i)
+             for i, (can, member, gradient) in enumerate(zip(able, collected.members, collected.gradients))
+             if can and gradient is not None and gradient.numel() <= _SMALL and gone_of(gradient) is None]
+    return {i for _, _, i in heapq.nsmallest(_SMALLEST, sizes)}
 
 
 def _say(collected: Collected, roster: Roster | None, debug: bool) -> bytes:
@@ -185,9 +199,10 @@ def _differing(of_rank: Sequence[Mapping[tuple[int, ...], tuple[int, int]]]) -> 
 
 
 _REDUCE = ('Gradients must be reduced before step(): wrap the model in DistributedDataParallel, shard it with fully_shard, or all-reduce '
-           'the gradients. With DDP, look for parameters that it was told to ignore, and for no_sync() around the last backward. If ranks '
-           'have different parameters of this name, as pipeline stages that each number their layers from 0, give each a name of its own. '
-           'If stages share one tensor, say so with tied=')
+           'the gradients. With DDP, look for parameters that it was told to ignore, for no_sync() around the last forward or backward, '
+           'for passes of model.module, and for a hook that does not reduce, such as post_localSGD_hook. If ranks have different '
+           'parameters of this name, as pipeline stages that each number their layers from 0, give each a name of its own. If stages '
+           'share one tensor, say so with tied=')
 
 _Entries = Sequence[Sequence[tuple[int, int]]]  # flags and code, by rank and parameter
 
