@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ballast.errors import Error
 from ballast.torch.job.features import Feature
+from ballast.torch.job.modules import ddp_wrappers
 from ballast.torch.job.naming import Parameters, block_of
 from ballast.torch.modes import plainly
 from ballast.torch.steps.step import Step
@@ -77,6 +79,8 @@ class Overlap(Feature):
         """Begins a step. The caller has called before_step() and wait()."""
         if self._needs_of != step.members:
             self._needs, self._needs_of = _needs(self._model, step.members), list(step.members)
+            if _backward_writes_to_all(step.members):
+                self._needs[self._model] = set(range(len(step.members)))
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-step')
             atexit.register(_end_of_process, weakref.ref(self))
@@ -206,3 +210,11 @@ def _needs(model: torch.nn.Module, members: Sequence[Member]) -> dict[torch.nn.M
         within = {block_of(members[i].name) for i in everything}
         needs[module] = set(units[within.pop()]) if len(within) == 1 else own(module)
     return needs
+
+
+def _backward_writes_to_all(members: Sequence[Member]) -> bool:
+    """DDP's backward passes write to gradients that the step under way reads, even if no forward pass has waited for their parameters."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    return any(wrapper.gradient_as_bucket_view and (wrapper.find_unused_parameters or wrapper.static_graph)
+               for wrapper in ddp_wrappers(member.parameter for member in members))
