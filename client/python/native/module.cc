@@ -76,6 +76,7 @@ NB_MODULE(_native, m) {
         return SamplesOf(bytes, turns);
       },
       "tensors"_a, "turns"_a);
+  m.attr("EVERY_LINE") = kEveryLine;
   m.attr("JOB_NAME_RULE") = model::kJobNameRule;
   m.def(
       "is_job_name", [](const std::string& name) { return model::IsJobName(name); }, "name"_a);

@@ -61,7 +61,7 @@ class Lines {
 }  // namespace
 
 uint64_t SampleOf(absl::Span<const std::byte> bytes, uint64_t turn) {
-  Lines lines(turn, bytes.size() <= kWholeBytes);
+  Lines lines(turn, turn == kEveryLine || bytes.size() <= kWholeBytes);
   std::array<uint64_t, kLinesAhead> ahead;
   for (uint64_t& place : ahead) place = lines.Next();
   uint64_t hash = bytes.size();

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ballast.errors import Error
+from ballast.errors import warn
 from ballast.torch.job.modules import ddp_wrappers
 
 
@@ -18,14 +18,19 @@ class Joins:
 
     def __init__(self) -> None:
         self._wrappers: list[weakref.ref[DistributedDataParallel]] | None = None  # None: not looked for yet
+        self._warned = False
 
     def check(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuses a step, on each rank by itself. parameters: the job's."""
+        """Warns at the first step that ranks may leave one by one. parameters: the job's."""
+        if self._warned:
+            return
         if self._wrappers is None or any(there() is None for there in self._wrappers):
             self._wrappers = [weakref.ref(wrapper) for wrapper in ddp_wrappers(parameters)]
         for there in self._wrappers:
             config = getattr(there(), '_join_config', None)
             if config is not None and config.enable and not config.throw_on_early_termination:
-                raise Error("step() within join() of DistributedDataParallel: a rank that has run out of batches makes no step(), so the "
-                            'others would wait for it in vain. Expected join(throw_on_early_termination=True), which ends the loop on all '
-                            'ranks at once; or give all ranks the same number of batches, and leave join() out', 'UNSUPPORTED')
+                self._warned = True
+                warn('this loop runs within join() of DistributedDataParallel. A rank that runs out of batches there makes no step(), and the '
+                     'others get RANK_MISSING after step_timeout. Give all ranks the same number of batches, or use '
+                     'join(throw_on_early_termination=True), which ends the loop on all ranks at once')
+                return

@@ -15,6 +15,10 @@ from ballast.errors import warn
 # number is prime, so that each column of a matrix has some.
 _WHOLE_BYTES = 16 << 10
 _PERIOD = 401
+# A sample of the host may miss a write of so many bytes in a row.
+_MISSED_BYTES = 960
+# A vector is one row of each element. A longer one, as of flattened parameters, is sampled.
+_VECTOR_BYTES = 1 << 20
 _turns = itertools.count()
 
 
@@ -57,10 +61,18 @@ def _on_device(memory: torch.Tensor, turn: int) -> torch.Tensor:
     return (elements * places).sum()
 
 
+def _turn_of(memory: torch.Tensor, turn: int) -> int:
+    """A sample would miss a write to one short row, such as a token's, so it takes the whole of such a matrix."""
+    if memory.dim() < 2:
+        return _native.EVERY_LINE if memory.numel() * memory.element_size() <= _VECTOR_BYTES else turn
+    row = memory.numel() // max(1, memory.shape[0]) * memory.element_size()
+    return _native.EVERY_LINE if row <= _MISSED_BYTES else turn
+
+
 def _samples(memory: Sequence[torch.Tensor], turns: Sequence[int]) -> list[int | torch.Tensor]:
     memory = [in_order(each) for each in memory]
     here = [i for i, each in enumerate(memory) if each.device.type == 'cpu']
-    of_host = dict(zip(here, _native.samples([memory[i] for i in here], [turns[i] for i in here])))
+    of_host = dict(zip(here, _native.samples([memory[i] for i in here], [_turn_of(memory[i], turns[i]) for i in here])))
     return [of_host[i] if i in of_host else _on_device(memory[i], turns[i]) for i in range(len(memory))]
 
 
