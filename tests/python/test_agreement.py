@@ -83,10 +83,11 @@ def test_gradients_that_differ(ranks):
     assert torch.equal(results[0][2], results[1][2])
 
 
-def test_gradients_are_compared_now_and_then_and_with_debug_always(ranks):
-    for unseen, seen, with_debug in both(ranks, 'gradients_of_a_later_step'):
+def test_large_gradients_are_compared_now_and_then_and_small_ones_and_with_debug_all_always(ranks):
+    for unseen, seen, small, with_debug in both(ranks, 'gradients_of_a_later_step'):
         assert unseen == 'accepted'
-        assert seen.startswith("parameter '0.bias' has different gradients")
+        assert seen.startswith("parameter '0.weight' has different gradients")
+        assert small.startswith("parameter '0.bias' has different gradients")
         assert with_debug.startswith("parameter '0.weight' has different gradients")
 
 
