@@ -115,7 +115,7 @@ def test_assigning_is_as_in_torch(pair, write, job):
     lambda entry: entry.__setitem__('exp_avg', torch.zeros(64, 16)), lambda entry: entry.update(step=0), lambda entry: entry.clear(),
     lambda entry: entry.update(extra=1, step=0), lambda entry: entry.__setitem__('exp_avg', entry['exp_avg'] * 1.0000001),
     lambda entry: entry.__setitem__('exp_avg', entry['exp_avg'].double()), lambda entry: entry.__setitem__('exp_avg', None),
-    lambda entry: entry.__setitem__('momentum_buffer', torch.zeros(64, 16)), lambda entry: entry.__ior__({'step': 1}),
+    lambda entry: entry.__ior__({'step': 1}),
     lambda entry: entry.pop('exp_avg'), lambda entry: entry.__delitem__('step')])
 @pytest.mark.parametrize('inference', [False, True])
 def test_writing_to_a_copy_raises_and_names_what_does(write, inference, job):
@@ -129,6 +129,23 @@ def test_writing_to_a_copy_raises_and_names_what_does(write, inference, job):
     assert after.keys() == before.keys() and all(torch.equal(value, before[key]) for key, value in after.items())
     with pytest.raises(ValueError, match='read-only'):
         after['exp_avg'].numpy()[:] = 1
+    optimizer.close()
+
+
+@pytest.mark.parametrize('steps', [0, 2])
+def test_a_key_of_another_optimizer_is_refused_with_the_way_to_keep_it(steps, job):
+    """As filters of gradients have it, which keep an average of their own beside the optimizer's."""
+    model = mlp()
+    optimizer = bt.AdamW(model.named_parameters(), **job)
+    train(model, optimizer, steps)
+    p = model[0].weight
+    with pytest.raises(ballast.Error, match=r"\['momentum_buffer'\] is a moment of another optimizer.* under another key, such as 'my_mom"):
+        optimizer.state[p]['momentum_buffer'] = torch.zeros(64, 16)
+    with pytest.raises(ballast.Error, match=r"has 'momentum_buffer'.* A value of your own needs another key"):
+        optimizer.state[p] = {**optimizer.state[p], 'momentum_buffer': torch.zeros(64, 16)}
+    optimizer.state[p]['my_momentum_buffer'] = torch.ones(64, 16)
+    train(model, optimizer, 1)
+    assert torch.equal(optimizer.state[p]['my_momentum_buffer'], torch.ones(64, 16))
     optimizer.close()
 
 

@@ -93,7 +93,8 @@ def _check_keys(wanted: Wanted, saved: Any) -> None:
     foreign = sorted(key for key in saved if key in KNOWN and key not in wanted.moments and saved[key] is not None)
     if foreign:
         raise Error(f"the state of parameter '{wanted.name}' has {foreign[0]!r}, which this job's optimizer ({wanted.kind}) does not "
-                    f'keep; expected {_shown(wanted.moments)}. Is the state of another optimizer, or of other options?', 'BAD_SPEC')
+                    f'keep; expected {_shown(wanted.moments)}. Is the state of another optimizer, or of other options? A value of '
+                    'your own needs another key', 'BAD_SPEC')
 
 
 def _moment(wanted: Wanted, key: str, given: Any, steps: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from ballast.errors import Error
 from ballast.torch.job.job import Job
-from ballast.torch.job.moments import OURS
+from ballast.torch.job.moments import KNOWN, OURS
 from ballast.torch.modes import plainly
 from ballast.torch.states import checkpoint, loading
 from ballast.torch.states.read_only import copy_of, has_bits, refuse
@@ -128,6 +128,11 @@ class Entry(_Dict):
         if self._had is not None:
             self._had.update(given)
             return
+        foreign = [key for key in given if key in KNOWN and not any(key in names for names in self._job.arrays())]
+        if foreign:
+            raise Error(f"optimizer.state[p][{foreign[0]!r}] is a moment of another optimizer or of other options, and this job "
+                        f"({self._job.algorithm.kind}) keeps none of that name. Keep a value of your own under another key, such as "
+                        f"'my_{foreign[0]}'", 'BAD_SPEC')
         if not all(self.holds(key, value) for key, value in given.items() if key in OURS):
             refuse()
         extras = {key: value for key, value in given.items() if key not in OURS}
