@@ -5,6 +5,7 @@ import copy
 import os
 import signal
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -190,19 +191,16 @@ def models_are_averaged_now_and_then(make):
     return train(net, optimizer, own(STEPS)), net
 
 
-def uneven(make, **arguments):
-    """Rank 1 has two batches less."""
+@complaint('Lightning-AI/pytorch-lightning#3325', 'Lightning-AI/pytorch-lightning#20404', 'pytorch/pytorch#38174')
+def ranks_might_have_uneven_inputs(make):
     net, losses = DistributedDataParallel(mlp()), []
     optimizer = make(net)
-    with net.join(**arguments):
-        for batch in own(STEPS)[:STEPS - 2 * dist.get_rank()]:
+    with warnings.catch_warnings(record=True) as said, net.join():
+        warnings.simplefilter('always')
+        for batch in own(STEPS):
             losses += train(net, optimizer, [batch])
+    assert [str(each.message).startswith('this loop runs within join()') for each in said] == [True] * make.is_ours
     return losses, net
-
-
-@complaint('Lightning-AI/pytorch-lightning#3325', 'Lightning-AI/pytorch-lightning#20404', 'pytorch/pytorch#38174')
-def ranks_have_uneven_inputs(make):
-    return uneven(make)
 
 
 @complaint('pytorch/pytorch#56755')

@@ -17,7 +17,6 @@ REFUSED = {
     'the_last_batch_is_not_reduced': UNREDUCED,
     'each_fourth_pass_goes_round_the_wrapper': UNREDUCED,
     'gradients_stay_local_after_four_steps': UNREDUCED,
-    'ranks_have_uneven_inputs': 'step() within join() of DistributedDataParallel: a rank that has run out of batches makes no step()',
 }
 # What the kind changes; all programs with each in full rounds.
 SOME = {
