@@ -11,6 +11,7 @@
 #include "ballast/proto/base/address.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/names.h"
+#include "ballast/proto/model/protocol.h"
 #include "ballast/proto/model/table.h"
 
 namespace ballast::registry {
@@ -77,6 +78,31 @@ absl::StatusOr<v1::ServerEntry> ParseEntry(const v1::EtcdKeyValue& pair, absl::s
                       absl::StrCat("etcd's key ", absl::CEscape(pair.key()), " holds no entry of that server: ",
                                    trouble, "; expected what ballastd writes there. Remove it by `etcdctl del ",
                                    absl::CEscape(pair.key()), "`"));
+}
+
+absl::StatusOr<Registry::Found<v1::DirectoryMark>> ParseMark(const v1::EtcdKeyValue& pair) {
+  Registry::Found<v1::DirectoryMark> found{.value = {}, .revision = pair.mod_revision(), .lease = pair.lease()};
+  const auto parsed = FromJson(pair.value(), &found.value);
+  if (!parsed.ok() || found.value.disk() == 0) {
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                        absl::StrCat("etcd's key ", absl::CEscape(pair.key()), " holds no mark of a data directory: ",
+                                     absl::CEscape(std::string(parsed.message())),
+                                     "; expected what ballastd writes there. If no copy of the directory may start by "
+                                     "mistake, remove it by `etcdctl del ",
+                                     absl::CEscape(pair.key()), "`"));
+  }
+  if (IsWhollyKnown(pair.value(), found.value)) return found;
+  return model::Error(absl::StatusCode::kFailedPrecondition, model::kLaterVersion,
+                      absl::StrCat("a later version of Ballast wrote etcd's key ", absl::CEscape(pair.key()),
+                                   "; use that version for this data directory"));
+}
+
+// etcd says what it refuses, and not of which key.
+absl::Status OfMarks(const std::string& folder, const absl::Status& status) {
+  if (status.ok() || absl::IsUnavailable(status)) return status;
+  return model::Annotate(status, absl::StrCat("the marks of data directories, which servers must be allowed to read "
+                                              "and to write (",
+                                              folder, ")"));
 }
 
 }  // namespace
@@ -202,6 +228,45 @@ absl::StatusOr<bool> Registry::PutWish(const std::string& job, const v1::Wish& w
 
 absl::StatusOr<bool> Registry::EraseWish(const std::string& job, int64_t revision, absl::Time deadline) {
   return EraseOf(job, WishKeyName(job), revision, deadline);
+}
+
+std::string Registry::MarksOf(const std::string& server_id) const {
+  return absl::StrCat("/", url().prefix, "/directories/", server_id, "/");
+}
+
+std::string Registry::MarkKeyName(const std::string& server_id, uint64_t disk) const {
+  return absl::StrCat(MarksOf(server_id), model::ShowDisk(disk));
+}
+
+absl::StatusOr<std::optional<Registry::Found<v1::DirectoryMark>>> Registry::FindMark(const std::string& server_id,
+                                                                                     uint64_t disk,
+                                                                                     absl::Time deadline) {
+  const auto read = etcd_.Read(MarkKeyName(server_id, disk), deadline);
+  BALLAST_RETURN_IF_ERROR(OfMarks(MarksOf(server_id), read.status()));
+  if (!read->has_value()) return std::nullopt;
+  return ParseMark(**read);
+}
+
+absl::StatusOr<std::vector<Registry::Found<v1::DirectoryMark>>> Registry::ListMarks(const std::string& server_id,
+                                                                                    absl::Time deadline) {
+  const auto pairs = etcd_.List(MarksOf(server_id), kEntriesMax, deadline);
+  BALLAST_RETURN_IF_ERROR(OfMarks(MarksOf(server_id), pairs.status()));
+  std::vector<Found<v1::DirectoryMark>> marks;
+  for (const v1::EtcdKeyValue& pair : *pairs) {
+    BALLAST_ASSIGN_OR_RETURN(auto mark, ParseMark(pair));
+    marks.push_back(std::move(mark));
+  }
+  return marks;
+}
+
+absl::StatusOr<bool> Registry::PutMark(const std::string& server_id, const v1::DirectoryMark& mark, int64_t revision,
+                                       absl::Time deadline) {
+  v1::EtcdTxnRequest::Operation operation;
+  operation.mutable_put()->set_key(MarkKeyName(server_id, mark.disk()));
+  operation.mutable_put()->set_value(ToJson(mark));
+  const auto put = etcd_.Swap(operation.put().key(), revision, operation, deadline);
+  BALLAST_RETURN_IF_ERROR(OfMarks(MarksOf(server_id), put.status()));
+  return *put;
 }
 
 }  // namespace ballast::registry

@@ -1,4 +1,4 @@
-// Servers' entries, jobs' keys and operators' wishes in etcd.
+// Servers' entries and marks, jobs' keys and operators' wishes in etcd.
 #pragma once
 
 #include <cstdint>
@@ -56,6 +56,17 @@ class Registry {
   absl::StatusOr<bool> EraseWish(const std::string& job, int64_t revision, absl::Time deadline);
   std::string WishKeyName(const std::string& job) const;
 
+  // The newest mark of a data directory of server `server_id`. INVALID_ARGUMENT (BAD_CONFIG), naming the key, if its
+  // value cannot be read; FAILED_PRECONDITION (LATER_VERSION) as FindJob.
+  absl::StatusOr<std::optional<Found<v1::DirectoryMark>>> FindMark(const std::string& server_id, uint64_t disk,
+                                                                   absl::Time deadline);
+  // The marks of all data directories that ever served as `server_id`.
+  absl::StatusOr<std::vector<Found<v1::DirectoryMark>>> ListMarks(const std::string& server_id, absl::Time deadline);
+  // Like Put, but the key stays.
+  absl::StatusOr<bool> PutMark(const std::string& server_id, const v1::DirectoryMark& mark, int64_t revision,
+                               absl::Time deadline);
+  std::string MarkKeyName(const std::string& server_id, uint64_t disk) const;
+
   Etcd& etcd() { return etcd_; }  // for leases
   const RegistryUrl& url() const { return etcd_.url(); }
 
@@ -68,6 +79,7 @@ class Registry {
                              int64_t revision, absl::Time deadline);
   absl::StatusOr<bool> EraseOf(const std::string& job, const std::string& key, int64_t revision, absl::Time deadline);
   std::string KeyOf(const std::string& server_id) const;
+  std::string MarksOf(const std::string& server_id) const;
 
   Etcd etcd_;
 };

@@ -167,7 +167,8 @@ std::optional<NotServing> Daemon::OpenHttp() {
 
 std::optional<NotServing> Daemon::ConnectRegistry() {
   if (config_.discovery.empty()) return std::nullopt;
-  registration_ = std::make_unique<Registration>(*registry::ParseRegistryUrl(config_.discovery));
+  registration_ =
+      std::make_unique<Registration>(*registry::ParseRegistryUrl(config_.discovery), config_.server.data_directory);
   const absl::Status made = registration_->made();
   if (!made.ok()) return NotServing{made, ExitOf(made)};
   return std::nullopt;

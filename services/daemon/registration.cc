@@ -19,11 +19,13 @@ constexpr absl::Duration kCallTimeout = absl::Seconds(2);
 constexpr absl::Duration kFarewellTimeout = absl::Seconds(1);
 // The entry of a server that is over goes within a lease, give or take what etcd rounds.
 constexpr double kLeasesUntilAlive = 1.5;
+// A copy that was made since the last mark looks like its original. Each mark is a write of etcd.
+constexpr int kLeasesUntilMarked = 3;
 
 }  // namespace
 
-Registration::Registration(const registry::RegistryUrl& url, absl::Duration lease)
-    : registry_(url), lease_time_(lease) {
+Registration::Registration(const registry::RegistryUrl& url, const std::string& directory, absl::Duration lease)
+    : registry_(url), lease_time_(lease), marked_(directory, &registry_) {
   absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
   made_ = thread.status();
   if (thread.ok()) thread_ = *std::move(thread);
@@ -67,15 +69,26 @@ absl::Status Registration::Beat(const v1::ServerEntry& entry) {
   }
   holder_ = 0;
   const bool written = holder.has_value() && holder->lease == lease_;
-  if (written && google::protobuf::util::MessageDifferencer::Equals(entry, written_)) return absl::OkStatus();
-  BALLAST_ASSIGN_OR_RETURN(const bool put,
-                           registry_.Put(entry, lease_, holder.has_value() ? holder->revision : 0, deadline()));
-  if (!put) {
-    return model::Error(absl::StatusCode::kAborted, model::kBusy,
-                        absl::StrCat("the entry of '", entry.server_id(), "' changed meanwhile"));
+  if (!written) BALLAST_RETURN_IF_ERROR(RaiseMark(entry, kCallTimeout));
+  if (!written || !google::protobuf::util::MessageDifferencer::Equals(entry, written_)) {
+    BALLAST_ASSIGN_OR_RETURN(const bool put,
+                             registry_.Put(entry, lease_, holder.has_value() ? holder->revision : 0, deadline()));
+    if (!put) {
+      return model::Error(absl::StatusCode::kAborted, model::kBusy,
+                          absl::StrCat("the entry of '", entry.server_id(), "' changed meanwhile"));
+    }
+    written_ = entry;
+    written_lease_ = lease_;
   }
-  written_ = entry;
-  written_lease_ = lease_;
+  const bool due =
+      std::chrono::steady_clock::now() - marked_at_ > absl::ToChronoMilliseconds(kLeasesUntilMarked * lease_time_);
+  return due ? RaiseMark(entry, kCallTimeout) : absl::OkStatus();
+}
+
+absl::Status Registration::RaiseMark(const v1::ServerEntry& entry, absl::Duration timeout) {
+  const auto now = std::chrono::steady_clock::now();
+  BALLAST_RETURN_IF_ERROR(marked_.Raise(entry, absl::Now() + timeout));
+  marked_at_ = now;
   return absl::OkStatus();
 }
 
@@ -111,7 +124,7 @@ void Registration::Tell(const absl::Status& now) {
 }
 
 void Registration::Settle(const absl::Status& beaten) {
-  const bool held = absl::IsAlreadyExists(beaten);
+  const bool held = absl::IsAlreadyExists(beaten), older = absl::IsFailedPrecondition(beaten);
   const bool outlasts = held && std::chrono::steady_clock::now() - held_since_ >
                                     absl::ToChronoMilliseconds(kLeasesUntilAlive * lease_time_);
   {
@@ -119,7 +132,7 @@ void Registration::Settle(const absl::Status& beaten) {
     held_ = held;
     const bool settled = !named_.has_value() && (held ? outlasts : !absl::IsAborted(beaten));
     // A registry that does not answer, or refuses, keeps no server from serving.
-    if (settled) named_ = held ? beaten : absl::OkStatus();
+    if (settled) named_ = held || older ? beaten : absl::OkStatus();
   }
   changed_.notify_all();
 }
@@ -149,6 +162,8 @@ void Registration::Run() {
     Tell(beaten);
     Settle(beaten);
   }
+  const bool registered = written_lease_ != 0 && written_lease_ == lease_ && holder_ == 0;
+  if (registered) (void)RaiseMark(written_, kFarewellTimeout);
   if (lease_ != 0) (void)registry_.etcd().Revoke(lease_, absl::Now() + kFarewellTimeout);
 }
 

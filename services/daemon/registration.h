@@ -6,38 +6,45 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "ballast/proto/registry/registry.h"
+#include "ballast/services/daemon/marked_directory.h"
 
 namespace ballast::services {
 
 // Keeps an entry in the registry by a thread of its own. While the registry does not answer, the server goes on and the
 // thread tries again; the log has a warning at the first failure and an info after the first success. The entry of
-// another run stays, unless the other was a run of this data directory at this address, and so is over. Threads: any.
+// another run stays, unless the other was a run of this data directory at this address, and so is over. An older copy
+// of the directory that served last is not registered (marked_directory.h). Threads: any.
 class Registration {
  public:
   using Fill = std::function<void(v1::ServerEntry*)>;
   // `lease`: after so long without a beat etcd removes the entry; there is a beat each third of it.
-  explicit Registration(const registry::RegistryUrl& url, absl::Duration lease = absl::Seconds(10));
+  // `directory`: the server's data directory, which gets marks.
+  Registration(const registry::RegistryUrl& url, const std::string& directory,
+               absl::Duration lease = absl::Seconds(10));
   // RESOURCE_EXHAUSTED (LIMIT) if the system made no thread: then nothing is registered.
   const absl::Status& made() const { return made_; }
-  // Removes the entry, if the registry answers within a second.
+  // Marks the directory and removes the entry, if the registry answers each within a second.
   ~Registration();
 
   // Registers `entry` (with a disk), or changes the entry, soon. `fill` is called on the thread at every beat, with the
   // entry, for what changes by itself; it may be empty.
   void Announce(v1::ServerEntry entry, Fill fill);
   // Blocks until this server has its name in the registry, or the registry does not answer. ALREADY_EXISTS
-  // (BAD_CONFIG), with both servers, if the name is that of another living server: its entry outlasts a lease. Also
-  // returns errors of `interrupt` (may be empty), which is asked meanwhile. REQUIRES: Announce.
+  // (BAD_CONFIG), with both servers, if the name is that of another living server: its entry outlasts a lease.
+  // FAILED_PRECONDITION (BAD_CONFIG) for an older copy of the data directory. Also returns errors of `interrupt` (may
+  // be empty), which is asked meanwhile. REQUIRES: Announce.
   absl::Status AwaitName(const std::function<absl::Status()>& interrupt);
 
  private:
   void Run();
   absl::Status Beat(const v1::ServerEntry& entry);
+  absl::Status RaiseMark(const v1::ServerEntry& entry, absl::Duration timeout);
   // The entry under this name is another run's.
   absl::Status Held(const v1::ServerEntry& entry, const registry::Registry::Found<v1::ServerEntry>& holder);
   void Tell(const absl::Status& now);
@@ -49,6 +56,8 @@ class Registration {
   int64_t lease_ = 0;          // 0: none
   int64_t written_lease_ = 0;  // the lease of `written_`, which may have ended since; 0: nothing was written
   v1::ServerEntry written_;
+  MarkedDirectory marked_;
+  std::chrono::steady_clock::time_point marked_at_;
   int64_t holder_ = 0;  // the lease of another run under this name, seen since `held_since_`; 0: none
   std::chrono::steady_clock::time_point held_since_;
   std::optional<absl::StatusCode> told_;

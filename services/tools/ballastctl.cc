@@ -10,6 +10,7 @@
 //   ballastctl remove --now --job NAME --server ID,... --servers etcd://host:port/prefix
 //   ballastctl replace --job NAME --server ID --by ID --servers etcd://host:port/prefix
 //   ballastctl replicas --job NAME --copies N --servers etcd://host:port/prefix
+//   ballastctl accept-copy --server ID,... --servers etcd://host:port/prefix
 //   ballastctl unpin --job NAME --version N --servers host:port,...
 //   ballastctl budget [--hbm BYTES] [--dram BYTES] [--nvme BYTES] --servers host:port,...
 //   ballastctl verify --data-directory DIR [--nvme DIR]... [--json] [--rebuild]
@@ -22,10 +23,11 @@
 // apart); with --unused: 0 no server has a part of a job; 1 some has, or does not answer. top: as status with --once,
 // else 0. trace: 0 all servers told; 1 not all. drop: 0 no server has the job any more; 1 some server did not drop it.
 // members: 0 all members are registered (--restore: the key is written); 1 not. add, drain, remove, replace, replicas:
-// 0 the wish is written; 1 refused. unpin: 0 no server keeps the version for a request any more; 1 some server may.
-// budget: 0 all servers have the new budgets; 1 some refused. verify: 0 clean; 1 damage found; 3 a server has the
-// directory. iotune: 0 measured, its profile written; 1 not. plan: 0 the job fits; 1 the job does not fit. doctor: 0
-// nothing stops a server; 1 something does. completion: 0. All: 2 usage.
+// 0 the wish is written; 1 refused. accept-copy: 0 the copies may start; 1 some may not. unpin: 0 no server keeps the
+// version for a request any more; 1 some server may. budget: 0 all servers have the new budgets; 1 some refused.
+// verify: 0 clean; 1 damage found; 3 a server has the directory. iotune: 0 measured, its profile written; 1 not. plan:
+// 0 the job fits; 1 the job does not fit. doctor: 0 nothing stops a server; 1 something does. completion: 0. All: 2
+// usage.
 #include <signal.h>
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
@@ -48,6 +50,7 @@
 #include "ballast/services/journal/log_steps.h"
 #include "ballast/services/monitoring/show.h"
 #include "ballast/services/monitoring/trace.h"
+#include "ballast/services/tools/accept_copy_command.h"
 #include "ballast/services/tools/budget_command.h"
 #include "ballast/services/tools/cluster.h"
 #include "ballast/services/tools/completion.h"
@@ -270,6 +273,12 @@ int Main(int argc, char** argv) {
                     "write the key again, by what the job's servers know: etcd lost it, or has an older one");
   WishCommand wished;
   const std::vector<CLI::App*> wishes = AddWishes(app, &wished);
+  AcceptCopyCommand copied;
+  CLI::App* accept_copy = app.add_subcommand(
+      "accept-copy", "let servers start on older copies of their data directories, such as restored backups");
+  accept_copy->add_option("--server", copied.named, "ids of the servers, separated by commas")
+      ->required()
+      ->delimiter(',');
   CLI::App* unpin =
       app.add_subcommand("unpin", "give up a durable pin on all servers; its version can no longer be restored");
   int64_t version = -1;
@@ -309,7 +318,7 @@ int Main(int argc, char** argv) {
   doctor->add_option("--config", examined.config, "the server's YAML file; BALLAST_* variables apply too")
       ->type_name("FILE");
   doctor->add_flag("--json", examined.json, "print JSON");
-  std::vector<CLI::App*> asks = {status, top, trace, drop, members, unpin, budget, doctor};
+  std::vector<CLI::App*> asks = {status, top, trace, drop, members, accept_copy, unpin, budget, doctor};
   asks.insert(asks.end(), wishes.begin(), wishes.end());
   for (CLI::App* command : asks) {
     command
@@ -356,6 +365,11 @@ int Main(int argc, char** argv) {
     membership.servers = servers;
     membership.asking = asking;
     return RunMembers(membership);
+  }
+  if (accept_copy->parsed()) {
+    copied.servers = servers;
+    copied.asking = asking;
+    return RunAcceptCopy(copied);
   }
   if (std::any_of(wishes.begin(), wishes.end(), [](const CLI::App* one) { return one->parsed(); })) {
     wished.servers = servers;

@@ -161,6 +161,86 @@ def test_one_server_again_under_its_id(etcd, folder, bits):
     assert etcd.entries('again')['a']['disk'] != number
 
 
+def marks(etcd, prefix):
+    """{server id: count}, of servers with one data directory"""
+    lines = etcd.ctl('get', '--prefix', f'/{prefix}/directories/').splitlines()
+    return {key.split('/')[3]: int(json.loads(value)['count']) for key, value in zip(lines[::2], lines[1::2])}
+
+
+def test_an_older_copy_of_a_directory(etcd, folder, bits):
+    """A restored backup has its original's number. It never serves by mistake, also when its original is long away."""
+    server = Server(etcd, 'backups', 'a', folder, host=HOST)
+    server.command[server.command.index('--listen') + 1] = server.address
+    command = [BIN / 'train_bytes_lm', *MODEL, '--servers', etcd.url('backups'), '--job', 'kept', '--resume', 'auto']
+
+    def swap(aside, copy):
+        """The data directory becomes what is in `copy`."""
+        (folder / 'a').rename(folder / aside)
+        shutil.copytree(folder / copy, folder / 'a')
+
+    def refused():
+        code, text = run(*server.command)
+        assert code == 2 and 'ballastd ready' not in text, text
+        for word in ("is an older copy of the one that served last as 'a'", server.address, 'expected its mark', 'Was a backup restored',
+                     f'ballastctl accept-copy --server a --servers {etcd.url("backups")}'):
+            assert word in text, (word, text)
+        return text
+
+    code, text = run(*command, '--stop-at', 10)
+    assert code == 0, text
+    shutil.copytree(folder / 'a', folder / 'backup')
+    counted = marks(etcd, 'backups')['a']
+    code, text = run(*command, '--stop-at', 20)
+    assert code == 0 and "job 'kept' continues at version 10" in text, text
+    # The backup was made in this life of the server, which is killed.
+    wait_for(lambda: marks(etcd, 'backups')['a'] > counted, 'the directory gets another mark while it serves')
+    server.end(signal.SIGKILL)
+    swap('newest', 'backup')
+    refused()
+    wait_for(lambda: 'a' not in etcd.entries('backups'), 'the lease of the original ends')
+    assert f'found {counted}' in refused()
+    assert f'found {counted}' in refused(), 'a start that is refused counts for nothing'
+    # Without etcd a server starts, but is not registered once etcd is back.
+    etcd.kill()
+    server.start()
+    etcd.start()
+    wait_for(lambda: 'is an older copy of' in server.text(), 'it is found out')
+    assert etcd.entries('backups') == {}
+    code, text = run(*command, '--timeout', 5)
+    assert code == 1 and f"'a' (last seen at {server.address})" in text, text
+    server.end(signal.SIGKILL)
+    swap('refused', 'newest')
+    server.start()
+    code, text = run(*command, '--stop-at', 30)
+    assert code == 0 and "job 'kept' continues at version 20" in text, text
+    # What was done until an orderly end is in no copy from before.
+    shutil.copytree(folder / 'a', folder / 'orderly')
+    code, text = run(BIN / 'ballastctl', 'accept-copy', '--server', 'a', '--servers', etcd.url('backups'))
+    assert code == 1 and f"server 'a' is registered at {server.address}: stop it first" in text, text
+    server.end(signal.SIGTERM)
+    swap('ended', 'orderly')
+    refused()
+    # An operator wants the backup.
+    code, text = run(BIN / 'ballastctl', 'accept-copy', '--server', 'a,b', '--servers', etcd.url('backups'))
+    assert code == 1 and '/backups/directories/a/' in text and "etcd has no mark of server 'b'" in text, text
+    swap('orderly-refused', 'backup')
+    server.start()
+    code, text = run(*command)
+    assert code == 0 and "job 'kept' continues at version 10" in text and digest_of(text) == bits, text
+    server.end(signal.SIGKILL)
+    swap('restored', 'ended')
+    refused()  # by now that is the older one
+    # etcd lost its data: nobody can tell.
+    etcd.ctl('del', '--prefix', '/backups/directories/')
+    swap('ended-refused', 'restored')
+    server.start()
+    assert 'etcd lost its data or came back from a backup' in server.text(), server.text()
+    etcd.ctl('put', etcd.ctl('get', '--prefix', '--keys-only', '/backups/directories/').split()[0], '{')
+    server.end(signal.SIGTERM)
+    server.start()
+    assert 'holds no mark of a data directory' in server.text() and etcd.entries('backups') == {}, server.text()
+
+
 def test_a_job_knows_its_servers(etcd, folder, bits):
     """Other servers of the pool never make a second job of a name, whoever answers first."""
     e1, e2 = Server(etcd, 'pool', 'e1', folder), Server(etcd, 'pool', 'e2', folder)
