@@ -250,10 +250,10 @@ TEST(Ballastd, HasAnExitCodeForEachThingInItsWay) {
       << damaged.err;
 
   std::filesystem::create_directories(directory.path() + "/later");
-  std::ofstream(directory.path() + "/later/ballast-format") << "version: 2\nleast_reader: 2\n";
+  std::ofstream(directory.path() + "/later/ballast-format") << "version: 3\nleast_reader: 3\n";
   const Finished later = RunDaemon(directory.path(), free + directory.path() + "/later" + rest);
   EXPECT_EQ(later.code, 8) << later.err;
-  EXPECT_NE(later.err.find("has format 2 and asks for a program of format 2"), std::string::npos) << later.err;
+  EXPECT_NE(later.err.find("has format 3 and asks for a program of format 3"), std::string::npos) << later.err;
 
   const Finished no_file = RunProcess({DaemonPath(), "--config", directory.path()});
   EXPECT_EQ(no_file.code, 2) << no_file.err;

@@ -480,7 +480,7 @@ TEST_F(VerifyTest, ARebuildThatIsCutOffKeepsThePins) {
 // An older program would free what a later one keeps.
 TEST_F(VerifyTest, ADirectoryOfALaterVersionIsUntouched) {
   Train(4);
-  ASSERT_EQ(storage::WriteSmallFile(directory_ / storage::kFormatFile, "version: 2\nleast_reader: 2\n"),
+  ASSERT_EQ(storage::WriteSmallFile(directory_ / storage::kFormatFile, "version: 3\nleast_reader: 3\n"),
             absl::OkStatus());
   const auto before = ContentOf(directory_.path());
   for (const absl::Status& status :
@@ -490,7 +490,7 @@ TEST_F(VerifyTest, ADirectoryOfALaterVersionIsUntouched) {
   }
   const Finished command = RunProcess({CtlPath(), "verify", "--data-directory", directory_.path()});
   EXPECT_EQ(command.code, 2);
-  EXPECT_THAT(command.err, AllOf(HasSubstr("has format 2"), Not(HasSubstr("a server runs on this directory"))));
+  EXPECT_THAT(command.err, AllOf(HasSubstr("has format 3"), Not(HasSubstr("a server runs on this directory"))));
   EXPECT_TRUE(ContentOf(directory_.path()) == before);
   fs::remove(directory_ / storage::kFormatFile);
   ExpectRecovered();  // of the first format

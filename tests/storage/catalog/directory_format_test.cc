@@ -29,7 +29,7 @@ TEST_F(DirectoryFormatTest, AProgramThatWritesGivesADirectoryItsFile) {
   EXPECT_EQ(CheckDirectoryFormat(directory_.path()), absl::OkStatus());
   EXPECT_TRUE(std::filesystem::is_empty(directory_.path())) << "a look writes nothing";
   { ASSERT_TRUE(Catalog::Open(directory_.path()).ok()); }
-  EXPECT_THAT(Text(), AllOf(HasSubstr("\nversion: 1\n"), HasSubstr("\nleast_reader: 1\n")));
+  EXPECT_THAT(Text(), AllOf(HasSubstr("\nversion: 2\n"), HasSubstr("\nleast_reader: 2\n")));
   EXPECT_FALSE(std::filesystem::exists(directory_ / "ballast-format.new"));
   // From before the file, and only to be read.
   std::filesystem::remove(directory_ / kFormatFile);
@@ -37,17 +37,28 @@ TEST_F(DirectoryFormatTest, AProgramThatWritesGivesADirectoryItsFile) {
   EXPECT_EQ(Text(), "");
 }
 
+TEST_F(DirectoryFormatTest, TheFirstFormatRisesWhenItIsOpenedForWriting) {
+  { ASSERT_TRUE(Catalog::Open(directory_.path()).ok()); }
+  const std::string first = "version: 1\nleast_reader: 1\n";
+  Write(first);
+  { ASSERT_TRUE(Catalog::Open(directory_.path(), Catalog::Access::kReadOnly).ok()); }
+  EXPECT_EQ(Text(), first) << "a look writes nothing";
+  { ASSERT_TRUE(Catalog::Open(directory_.path()).ok()); }
+  // An earlier program takes 1 for its own number, and would call this one's records damaged.
+  EXPECT_THAT(Text(), AllOf(HasSubstr("\nversion: 2\n"), HasSubstr("\nleast_reader: 2\n")));
+}
+
 TEST_F(DirectoryFormatTest, ALaterFormatThatAsksForALaterProgramIsRefusedUntouched) {
   { ASSERT_TRUE(Catalog::Open(directory_.path()).ok()); }
-  Write("version: 3\nleast_reader: 2\nfurther: words\n");
+  Write("version: 4\nleast_reader: 3\nfurther: words\n");
   const auto before = ContentOf(directory_.path());
   for (const auto access : {Catalog::Access::kReadWrite, Catalog::Access::kReadOnly}) {
     const absl::Status status = Catalog::Open(directory_.path(), access).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
     EXPECT_EQ(model::ReasonOf(status), model::kLaterVersion);
     EXPECT_THAT(std::string(status.message()),
-                AllOf(HasSubstr(directory_.path()), HasSubstr("format 3"), HasSubstr("a program of format 2"),
-                      HasSubstr("of format 1"), HasSubstr("Run the version that used it last")));
+                AllOf(HasSubstr(directory_.path()), HasSubstr("format 4"), HasSubstr("a program of format 3"),
+                      HasSubstr("of format 2"), HasSubstr("Run the version that used it last")));
   }
   EXPECT_TRUE(ContentOf(directory_.path()) == before);
 }
