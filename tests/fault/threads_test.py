@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """A server that may make only so many threads: at each limit it does not start, refuses the job, or trains it to the end.
+Where one job fits, a second one is refused at some limit, and the first goes on.
 
     threads_test.py BIN [--rounds full|ci]
 
 The limit is the number of processes (RLIMIT_NPROC) of a user who has the server alone; only the superuser can make one.
 """
-import argparse, os, resource, subprocess, sys, tempfile, threading
+import argparse, os, resource, subprocess, sys, tempfile, threading, time
 
 USER = 50000 + os.getpid() % 10000  # limits count the processes of all runs of this test that go on beside each other
 MODEL = ["--layers", "2", "--width", "128", "--heads", "2", "--context", "32", "--batch", "1", "--micro-batches", "2",
@@ -39,10 +40,50 @@ def threads(server):
     return len(os.listdir(f"/proc/{server.pid}/task"))
 
 
-def train(binaries, address):
-    return subprocess.run(
-        [f"{binaries}/train_bytes_lm", "--servers", address, "--steps", "40", "--stop-at", "10", *MODEL, "--digest", "--job",
-         "first", "--timeout", str(PATIENCE)], capture_output=True, text=True, timeout=20 * PATIENCE)
+def trainer(binaries, address, job, steps):
+    return [f"{binaries}/train_bytes_lm", "--servers", address, "--steps", str(4 * steps), "--stop-at", str(steps), *MODEL, "--digest",
+            "--job", job, "--timeout", str(PATIENCE), "--log-every", "1"]
+
+
+def train(binaries, address, job="first"):
+    return subprocess.run(trainer(binaries, address, job, 10), capture_output=True, text=True, timeout=20 * PATIENCE)
+
+
+def makes_steps(process, log, count):
+    """Whether the trainer makes so many steps from now on."""
+    def lines():
+        return open(log).read().count("step ")
+    wanted, until = lines() + count, time.time() + 4 * PATIENCE
+    while lines() < wanted and process.poll() is None and time.time() < until:
+        time.sleep(0.05)
+    return lines() >= wanted
+
+
+def beside(binaries, limit):
+    """What becomes of a second job while the first one trains; None if the first one does not."""
+    with tempfile.TemporaryDirectory() as directory:
+        log = f"{directory}/first"
+        server, address = start(binaries, directory, limit)
+        first = None
+        try:
+            if address is None:
+                return None
+            first = subprocess.Popen(trainer(binaries, address, "first", 100000), stdout=open(log, "w"), stderr=subprocess.STDOUT)
+            if not makes_steps(first, log, 1):
+                return None
+            second = train(binaries, address, "second")
+            said = second.stdout + second.stderr
+            assert server.poll() is None, f"limit {limit}: the server ended:\n{open(f'{directory}/err').read()}"
+            assert makes_steps(first, log, 5), f"limit {limit}: the first job stopped:\n{open(log).read()[-1000:]}\nthe second: {said}"
+            if second.returncode == 0:
+                return "trained"
+            assert "[LIMIT]" in said and "job 'second'" in said, f"limit {limit}: {said}"
+            return "refused"
+        finally:
+            for process in (first, server):
+                if process is not None:
+                    process.kill()
+                    process.wait()
 
 
 def outcome(binaries, limit):
@@ -91,7 +132,13 @@ def main():
         found[limit] = outcome(arguments.bin, limit)
         print(f"{idle} threads without a job; limit {limit}: {found[limit]}", flush=True)
     assert "trained" in found.values() and "refused" in found.values() and "no server" in found.values()
-    return 0
+    least = min(limit for limit, what in found.items() if what == "trained")
+    for limit in range(least, least + 12):
+        second = beside(arguments.bin, limit)
+        print(f"limit {limit}: the first job trains, the second: {second}", flush=True)
+        if second == "refused":
+            return 0
+    raise AssertionError("at no limit the first job trained and a second one was refused")
 
 
 if __name__ == "__main__":
