@@ -179,7 +179,7 @@ def test_an_older_copy_of_a_directory(etcd, folder, bits):
         shutil.copytree(folder / copy, folder / 'a')
 
     def refused():
-        code, text = run(*server.command)
+        code, text = run(*server.command, seconds=60)
         assert code == 2 and 'ballastd ready' not in text, text
         for word in ("is an older copy of the one that served last as 'a'", server.address, 'expected its mark', 'Was a backup restored',
                      f'ballastctl accept-copy --server a --servers {etcd.url("backups")}'):
