@@ -2,7 +2,8 @@
 # Builds what a GPU needs of this tree (kernels, tiers, store, the backend for NCCL), runs every test and benchmark that needs one, and
 # writes a table: build/gpu/RESULTS.md, and $OUT/RESULTS.md if OUT is set. Needs nvcc, g++ and cmake; no network, gRPC, protobuf, RocksDB.
 #
-#   tests/gpu/run.sh                builds and runs; what is skipped is said, with the reason
+#   tests/gpu/run.sh                builds and runs; what is skipped is said, with the reason. Training beside FSDP2 and DeepSpeed comes
+#                                   last, needs the package ballast and torch, and takes at most 4 minutes
 #   tests/gpu/run.sh --pack FILE    packs this machine's abseil, Highway, ISA-L, liburing, spdlog and GoogleTest into a tar file of some
 #                                   MiB; another machine uses it as build/gpu-deps.tar (x86-64, glibc 2.36 or later)
 #
@@ -96,8 +97,10 @@ if grep -q 'NCCL TRUE' $build/configure.log; then
 else
   skip nccl_collective_test "no nccl.h and libnccl.so.2 in the system, NCCL_ROOT or python3's nvidia-nccl wheel"
 fi
+trains=no
 if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
   if python3 -c 'import ballast' 2>/dev/null; then
+    trains=yes
     for file in tests/python/test_{gpu,gpu_shard,stash}.py; do
       echo "== $file"
       if timeout 300 python3 -m pytest -q "$file" >"$build/python.log" 2>&1; then
@@ -114,7 +117,39 @@ if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/de
 else
   skip tests/python/test_gpu.py "python3 has no torch that sees a GPU"
 fi
+# shard() against FSDP2 and DeepSpeed ZeRO-3, both with offload; after all that tells right from wrong. A goal that is not met is
+# told and fails nothing; systems that trained differently fail.
+peers() {
+  local parameters=600000000 free code outcome log=$build/torch_shard.log began=$SECONDS
+  free=$(awk '/^MemAvailable:/ { print int($2 / 1048576) }' /proc/meminfo)
+  if [ "$free" -lt 24 ]; then
+    skip torch_shard.py "$free GiB of memory are free, and state of 200M parameters in three systems takes 24"
+    return
+  fi
+  [ "$free" -lt 72 ] && parameters=200000000
+  mkdir -p $build/peers
+  timeout -k 10 240 python3 tests/bench/peers/torch_shard.py --device cuda --only dram --parameters $parameters --width 2048 --length 2048 \
+    --rows 4 --rounds 2 --turn 2 --directory $build/peers --json $build/torch_shard.json >$log 2>&1
+  code=$?
+  outcome=$(grep -E '^(tokens|peak|gpu) of .* goal: ' $log | sed 's/, NOT MET/, **NOT MET**/' | tr '\n|' '; ')
+  if [ $code = 124 ] || [ $code = 137 ]; then
+    outcome="**failed**: took longer than 240 s, see torch_shard.log" failed=1
+  elif [ $code != 0 ]; then
+    outcome="**failed** ($code): $(tail -1 $log | tr '|' ' ')" failed=1
+  elif [ -z "$outcome" ]; then
+    outcome="skipped: $(grep -m1 '^skipped: ' $log | cut -c10- | tr '|' ' ')"
+  fi
+  row torch_shard.py "$outcome" $((SECONDS - began))
+  echo "== torch_shard.py: $outcome"
+  rm -rf $build/peers
+}
+
 run gpu_bench
+if [ "$trains" = yes ]; then
+  peers
+else
+  skip torch_shard.py "it needs ballast and a torch that sees a GPU, as the tests of Python above"
+fi
 if grep -q '^|' $build/gpu_bench.log 2>/dev/null; then
   { echo; echo '| what | how | | unit |'; echo '|---|---|---|---|'; grep '^|' $build/gpu_bench.log; } >>$results
 fi
