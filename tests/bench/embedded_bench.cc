@@ -1,6 +1,6 @@
 // What a trainer pays for pulls, leases and pushes where its state server is in its own process, beside a memcpy of the
-// same bytes. Usage: embedded_bench [--rounds N] [--elements N] [--threads N]; run it in `release`, or with libraries
-// that are optimised.
+// same bytes. Usage: embedded_bench [--rounds N] [--elements N] [--threads N] [--hold SECONDS]; run it in `release`, or
+// with libraries that are optimised.
 //
 //   memcpy             copies of the unit, chunk by chunk, by one thread: the ceiling
 //   pull               StartPull of the whole unit, then Await: `call` is the time until StartPull returns
@@ -11,17 +11,17 @@
 //   pull behind pushes StartPull and Await of one chunk while the unit's slices are pushed; `all` against the same pull
 //                      of an idle server
 //   step               PushBorrowed and Step of the whole unit of another job, until a lease shows its update
+//   step, lent         the same of memory that the server reads in place: both of its checksums are in it
 //   step beside leases the same while the first job's update waits for leases of all its chunks
+//   beside held leases the same, step after step while one lease of the first job's chunks is held for --hold seconds;
+//                      `before and after` are as many seconds without it
 //
 // CPU seconds are the whole process's. Variants of a round run one after another. Figures are medians over rounds, and
 // the least; ratios are to the median memcpy of the same run. The job has one rank and one unit, durability `none`, and
 // all state in DRAM.
-#include <time.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -36,6 +36,7 @@
 #include "ballast/services/gateway/embedded_transport.h"
 #include "ballast/services/server/state_server.h"
 #include "ballast/storage/memory/arena.h"
+#include "ballast/tests/bench/laps.h"
 #include "ballast/tests/scratch_directory.h"
 
 namespace ballast::bench {
@@ -48,54 +49,8 @@ struct Options {
   int rounds = 15;
   uint64_t elements = 24 * kChunkElements;
   int threads = 2;
+  double hold_seconds = 0;
 };
-
-void Must(const absl::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "embedded_bench: %s\n", status.ToString().c_str());
-  std::exit(1);
-}
-
-template <typename T>
-T Must(absl::StatusOr<T> value) {
-  Must(value.status());
-  return *std::move(value);
-}
-
-double Clock(clockid_t clock) {
-  timespec now{};
-  clock_gettime(clock, &now);
-  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
-// Seconds of one round: of the call that starts the work, of the caller's processor in that call, of all of it, and of
-// all processors.
-struct Lap {
-  double call = 0, caller_cpu = 0, all = 0, cpu = 0;
-};
-
-template <typename Start, typename Finish>
-Lap Time(const Start& start, const Finish& finish) {
-  const double began = Clock(CLOCK_MONOTONIC), cpu = Clock(CLOCK_PROCESS_CPUTIME_ID);
-  const double mine = Clock(CLOCK_THREAD_CPUTIME_ID);
-  auto started = start();
-  Lap lap{.call = Clock(CLOCK_MONOTONIC) - began, .caller_cpu = Clock(CLOCK_THREAD_CPUTIME_ID) - mine};
-  finish(&started);
-  lap.all = Clock(CLOCK_MONOTONIC) - began;
-  lap.cpu = Clock(CLOCK_PROCESS_CPUTIME_ID) - cpu;
-  return lap;
-}
-
-struct Figure {
-  double median = 0, least = 0;
-};
-
-Figure FigureOf(const std::vector<Lap>& laps, double Lap::*part) {
-  std::vector<double> values;
-  for (const Lap& lap : laps) values.push_back(lap.*part);
-  std::sort(values.begin(), values.end());
-  return {values[values.size() / 2], values.front()};
-}
 
 client::StepOptions OneGroup() {
   client::StepOptions step;
@@ -115,11 +70,16 @@ class Job {
   // `pull`: gets the pull of a chunk that comes behind the pushes; null: none.
   Lap Push(Lap* pull, bool lends = false);
   // A step of the other job. `leased`: while leases hold up a step of this one.
-  Lap StepOfOther(bool leased);
+  Lap StepOfOther(bool leased, bool lends = false);
+  // Steps of the other job for so long, as above.
+  std::vector<Lap> StepsOfOther(bool leased, double seconds);
 
  private:
   std::unique_ptr<client::Session> OpenSession(const std::string& job, client::Collective* collective);
-  Lap Step(client::Session* session);
+  Lap Step(client::Session* session, bool lends);
+  void PushWhole(client::Session* session, bool lends);
+  // A lease of all this job's chunks, which holds up a step of it if `step`.
+  client::WorkingCopyLease Hold(bool step);
   const Options options_;
   const kernels::Dtype dtype_;
   ScratchDirectory directory_;
@@ -195,13 +155,16 @@ Lap Job::Lease() {
   return lap;
 }
 
+void Job::PushWhole(client::Session* session, bool lends) {
+  // The job keeps the memory itself.
+  const std::shared_ptr<const void> owner = lends ? std::make_shared<int>() : nullptr;
+  Must(session->PushBorrowed(0, {{0, gradient_.bytes().subspan(0, bytes())}}, {}, owner, client::Keep::kUntilApplied));
+}
+
 Lap Job::Push(Lap* pull, bool lends) {
   const Lap lap = Time(
       [&] {
-        // The job keeps the memory itself.
-        const std::shared_ptr<const void> owner = lends ? std::make_shared<int>() : nullptr;
-        Must(session_->PushBorrowed(0, {{0, gradient_.bytes().subspan(0, bytes())}}, {}, owner,
-                                    client::Keep::kUntilApplied));
+        PushWhole(session_.get(), lends);
         return 0;
       },
       [&](int*) {
@@ -212,10 +175,10 @@ Lap Job::Push(Lap* pull, bool lends) {
   return lap;
 }
 
-Lap Job::Step(client::Session* session) {
+Lap Job::Step(client::Session* session, bool lends) {
   return Time(
       [&] {
-        Must(session->PushBorrowed(0, {{0, gradient_.bytes().subspan(0, bytes())}}));
+        PushWhole(session, lends);
         (void)Must(session->Step(OneGroup()));
         return 0;
       },
@@ -225,23 +188,41 @@ Lap Job::Step(client::Session* session) {
       });
 }
 
-Lap Job::StepOfOther(bool leased) {
-  std::optional<client::WorkingCopyLease> lease =
-      Must(session_->StartLease(0, {{.begin = 0, .end = options_.elements}}));
-  Must(lease->Await());  // also: the update that the last call held up is over
-  if (leased) {
-    Must(session_->PushBorrowed(0, {{0, gradient_.bytes().subspan(0, bytes())}}));
+client::WorkingCopyLease Job::Hold(bool step) {
+  client::WorkingCopyLease lease = Must(session_->StartLease(0, {{.begin = 0, .end = options_.elements}}));
+  Must(lease.Await());  // also: the update that the last call held up is over
+  if (step) {
+    PushWhole(session_.get(), /*lends=*/false);
     (void)Must(session_->Step(OneGroup()));
   }
-  return Step(other_.get());
+  return lease;
 }
 
-void Print(const char* dtype, const char* what, const std::vector<Lap>& laps, double bytes, double copy) {
-  const Figure cpu = FigureOf(laps, &Lap::cpu), all = FigureOf(laps, &Lap::all);
-  const Figure call = FigureOf(laps, &Lap::call), mine = FigureOf(laps, &Lap::caller_cpu);
-  std::printf("%-5s %-19s %9.3f %9.3f %9.2f %9.2f %9.2f %10.0f %10.0f %10.0f\n", dtype, what, cpu.median / bytes * 1e9,
-              cpu.least / bytes * 1e9, cpu.median / copy, all.median * 1e3, all.least * 1e3, call.median * 1e6,
-              call.least * 1e6, mine.median * 1e6);
+Lap Job::StepOfOther(bool leased, bool lends) {
+  const client::WorkingCopyLease lease = Hold(leased);
+  return Step(other_.get(), lends);
+}
+
+std::vector<Lap> Job::StepsOfOther(bool leased, double seconds) {
+  const client::WorkingCopyLease lease = Hold(leased);
+  std::vector<Lap> laps;
+  for (const double end = Clock(CLOCK_MONOTONIC) + seconds; Clock(CLOCK_MONOTONIC) < end;) {
+    laps.push_back(Step(other_.get(), /*lends=*/false));
+  }
+  return laps;
+}
+
+void MeasureHold(const Options& options, const char* name, Job* job, double copy) {
+  std::vector<Lap> alone = job->StepsOfOther(/*leased=*/false, options.hold_seconds / 2);
+  const std::vector<Lap> beside = job->StepsOfOther(/*leased=*/true, options.hold_seconds);
+  for (const Lap& lap : job->StepsOfOther(/*leased=*/false, options.hold_seconds / 2)) alone.push_back(lap);
+  const auto bytes = static_cast<double>(job->bytes());
+  Print(name, "before and after", alone, bytes, copy);
+  Print(name, "beside held leases", beside, bytes, copy);
+  const Figure usual = FigureOf(alone, &Lap::all), held = FigureOf(beside, &Lap::all);
+  std::printf("%-5s leases held for %.0f s: %zu steps of the other job, median %.3f of its own, longest %.3f (%.3f)\n",
+              name, options.hold_seconds, beside.size(), held.median / usual.median, held.most / usual.median,
+              usual.most / usual.median);
 }
 
 void Measure(const Options& options, kernels::Dtype dtype) {
@@ -274,13 +255,16 @@ void Measure(const Options& options, kernels::Dtype dtype) {
   Print(name, "pull, one chunk", single, chunk, copy * chunk / bytes);
   Print(name, "pull behind pushes", behind, chunk, copy * chunk / bytes);
   // In turn, so that both meet the same machine.
-  std::vector<Lap> steps, beside;
+  std::vector<Lap> steps, lent_steps, beside;
   for (int round = 0; round < options.rounds; ++round) {
     steps.push_back(job.StepOfOther(/*leased=*/false));
+    lent_steps.push_back(job.StepOfOther(/*leased=*/false, /*lends=*/true));
     beside.push_back(job.StepOfOther(/*leased=*/true));
   }
   Print(name, "step", steps, bytes, copy);
+  Print(name, "step, lent", lent_steps, bytes, copy);
   Print(name, "step beside leases", beside, bytes, copy);
+  if (options.hold_seconds > 0) MeasureHold(options, name, &job, copy);
 }
 
 int Main(int argc, char** argv) {
@@ -289,9 +273,9 @@ int Main(int argc, char** argv) {
   app.add_option("--rounds", options.rounds, "Measured rounds")->check(CLI::Range(1, 10000));
   app.add_option("--elements", options.elements, "Of the unit")->check(CLI::Range(kChunkElements, uint64_t{1} << 32));
   app.add_option("--threads", options.threads, "Of the transport and of updates")->check(CLI::Range(1, 64));
+  app.add_option("--hold", options.hold_seconds, "Seconds for which leases are held")->check(CLI::Range(0.0, 600.0));
   CLI11_PARSE(app, argc, argv);
-  std::printf("%-5s %-19s %9s %9s %9s %9s %9s %10s %10s %10s\n", "", "", "CPU s/GB", "least", "of memcpy", "all ms",
-              "least", "call us", "least", "call CPU");
+  PrintHead();
   for (const kernels::Dtype dtype : {kernels::Dtype::kBf16, kernels::Dtype::kF32}) Measure(options, dtype);
   return 0;
 }
