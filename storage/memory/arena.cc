@@ -1,13 +1,17 @@
 #include "ballast/storage/memory/arena.h"
 
+#include <fcntl.h>
 #include <spdlog/spdlog.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -74,6 +78,47 @@ void SayKept(int error) {
     spdlog::warn("memory that is not used any more stays with the process: {}", std::strerror(error));
   });
 }
+// Mappings of this process that /proc lists, and how many it may have; 0 where /proc does not tell. Reads without the
+// heap, which may be refused memory, too.
+uint64_t Mappings() {
+  const int file = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return 0;
+  std::array<char, 4096> text;
+  uint64_t lines = 0;
+  for (ssize_t n = 0; (n = read(file, text.data(), text.size())) > 0;) {
+    lines += static_cast<uint64_t>(std::count(text.begin(), text.begin() + n, '\n'));
+  }
+  close(file);
+  return lines;
+}
+
+uint64_t MappingsMax() {
+  const int file = open("/proc/sys/vm/max_map_count", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return 0;
+  std::array<char, 32> text = {};
+  const ssize_t n = read(file, text.data(), text.size() - 1);
+  close(file);
+  return n > 0 ? std::strtoull(text.data(), nullptr, 10) : 0;
+}
+
+// The system says ENOMEM for each of its limits.
+absl::Status Refused(uint64_t bytes, int error) {
+  // Other threads unmap meanwhile, and /proc lists one that does not count (vsyscall).
+  constexpr uint64_t kNear = 64;
+  const uint64_t most = MappingsMax(), mappings = most > 0 ? Mappings() : 0;
+  std::string why = absl::StrCat("the system refused ", bytes, " bytes of memory: ", std::strerror(error));
+  if (most > 0 && mappings + kNear > most) {
+    absl::StrAppend(
+        &why, ". This process has ", mappings, " mappings, and vm.max_map_count allows ", most,
+        "; beside a GPU each chunk in DRAM is one. At least ", 2 * most, ": sysctl -w vm.max_map_count=", 2 * most,
+        " (`ballastctl doctor --config` says how many the budget needs); or a larger ", "chunk_elements for new jobs");
+  } else {
+    absl::StrAppend(&why,
+                    ". Free memory, raise the limit of this process (ulimit -v) or of the system "
+                    "(vm.overcommit_memory), or lower the DRAM budget");
+  }
+  return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget, why);
+}
 }  // namespace
 
 absl::StatusOr<Arena> Arena::Map(uint64_t bytes, Touch touch) {
@@ -83,11 +128,7 @@ absl::StatusOr<Arena> Arena::Map(uint64_t bytes, Touch touch) {
   // mmap aligns to pages only: map more, keep the part from the first 2 MiB boundary on.
   const uint64_t mapped = bytes + kHugePageBytes;
   void* const start = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (start == MAP_FAILED) {
-    return model::Error(absl::StatusCode::kResourceExhausted, model::kBudget,
-                        absl::StrCat("the system refused ", bytes, " bytes of memory: ", std::strerror(errno),
-                                     "; lower the DRAM budget"));
-  }
+  if (start == MAP_FAILED) return Refused(bytes, errno);
   auto* const first = static_cast<std::byte*>(start);
   const uint64_t skip = (kHugePageBytes - reinterpret_cast<uintptr_t>(start) % kHugePageBytes) % kHugePageBytes;
   if (skip > 0) munmap(first, skip);

@@ -17,8 +17,8 @@ namespace ballast::storage {
 // child may only destroy its copy of an Arena.
 class Arena {
  public:
-  // RESOURCE_EXHAUSTED (BUDGET) if the system has no such memory. kLater: pages become resident with their first use,
-  // or in TouchBesideUse.
+  // RESOURCE_EXHAUSTED (BUDGET) if the system refuses the memory, or another mapping of this process. kLater: pages
+  // become resident with their first use, or in TouchBesideUse.
   enum class Touch { kNow, kLater };
   static absl::StatusOr<Arena> Map(uint64_t bytes, Touch touch = Touch::kNow);
   // Makes all pages resident and changes no content: other threads may use the memory meanwhile.

@@ -40,8 +40,8 @@ struct Subject {
   std::string root;
 };
 
-// Memory: RLIMIT_MEMLOCK, huge pages, /dev/shm, physical memory, its half under WSL and limits of control groups
-// against budget.dram, NUMA nodes.
+// Memory: RLIMIT_MEMLOCK, huge pages, /dev/shm, physical memory, its half under WSL, limits of control groups and,
+// beside a GPU, of mappings against budget.dram, NUMA nodes.
 Checks CheckMemory(const Subject& subject);
 
 // Disk: io_uring; the data directory's file system, O_DIRECT, and free space against budget.nvme. Writes a file of one

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "ballast/proto/model/layout.h"
 #include "ballast/services/daemon/machine_files.h"
 #include "ballast/services/daemon/memory_room.h"
 #include "ballast/services/monitoring/show.h"
@@ -23,6 +24,9 @@ constexpr char kMoreForWsl[] =
 // A trial locks so much more than the limit; larger limits are believed.
 constexpr uint64_t kTrialBytes = 1 << 20;
 constexpr uint64_t kTrialLimitMax = uint64_t{64} << 20;
+
+// Of an element of fp32 AdamW. Chunks of narrower state take less, so more of them fit the budget.
+constexpr uint64_t kStateElementBytes = 12;
 
 // PyTorch's workers that load data, and NCCL's ranks of one host, put that much there.
 constexpr uint64_t kSharedFolderBytes = uint64_t{1} << 30;
@@ -70,6 +74,27 @@ Check CheckPageLocked(const Subject& subject) {
   check.verdict = Verdict::kNote;
   check.found += "; copies between a GPU and what lies beyond are slower";
   check.mend = absl::StrCat("budget.dram: at most ", ShowBytes(most), "; or ", kMoreForWsl);
+  return check;
+}
+
+// Beside a GPU each chunk in DRAM has a mapping of its own, which is page-locked (storage/store/store_addition.cc).
+Check CheckMappings(const Subject& subject) {
+  // Libraries, stacks, malloc's heaps, slices.
+  constexpr uint64_t kBeside = 4096;
+  const auto needed = [dram = subject.config->server.budget.dram](uint64_t elements) {
+    return dram / (elements * kStateElementBytes) + kBeside;
+  };
+  const uint64_t most =
+      NumberAfter(ReadMachineFile(subject.root + "/proc/sys/vm/max_map_count"), "").value_or(UINT64_MAX);
+  const uint64_t usual = needed(model::kChunkElementsMax), all = needed(model::kChunkElementsMin);
+  Check check{Verdict::kOk, "mappings", absl::StrCat("vm.max_map_count ", most),
+              absl::StrCat(usual, " for budget.dram of fp32 AdamW in chunks of ", model::kChunkElementsMax,
+                           " elements (the default), ", all, " in chunks of ", model::kChunkElementsMin)};
+  if (most >= all) return check;
+  check.verdict = most >= usual ? Verdict::kNote : Verdict::kBad;
+  absl::StrAppend(&check.found, "; the system refuses memory to a job of ",
+                  most >= usual ? "smaller chunks that fits the budget" : "any chunks that fits the budget");
+  check.mend = absl::StrCat("sysctl -w vm.max_map_count=", all, ", also in /etc/sysctl.d");
   return check;
 }
 
@@ -168,6 +193,7 @@ Checks CheckMemory(const Subject& subject) {
     const uint64_t budget = subject.config->server.budget.dram;
     checks.push_back(CheckPhysical(subject, budget));
     checks.push_back(CheckGroup(subject, budget));
+    if (subject.config->server.budget.hbm > 0) checks.push_back(CheckMappings(subject));
   } else {
     checks.push_back(CheckGroup(subject));
   }

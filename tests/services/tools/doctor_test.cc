@@ -227,6 +227,27 @@ TEST_F(DoctorTest, LimitOfAControlGroupWithoutAConfiguration) {
   EXPECT_THAT(limit.mend, HasSubstr("docker: --memory"));
 }
 
+TEST_F(DoctorTest, MappingsBesideAGpu) {
+  Subject subject = SubjectWith(/*dram=*/1024 * 1024 * kMiB);
+  subject.root = directory_.path();
+  Write("/proc/sys/vm/max_map_count", "65530\n");
+  for (const Check& check : CheckMemory(subject))
+    EXPECT_NE(check.what, "mappings") << "one for all chunks without a GPU";
+  subject.config->server.budget.hbm = kMiB;
+  // 2^40 / (12 x 2^20) and 2^40 / (12 x 2^16) chunks, and what a server maps beside them.
+  const Check usual = Find(CheckMemory(subject), "mappings");
+  EXPECT_EQ(usual.verdict, Verdict::kBad);
+  EXPECT_THAT(usual.wanted, HasSubstr("91477 for budget.dram"));
+  EXPECT_THAT(usual.wanted, HasSubstr("1402197 in chunks of 65536"));
+  EXPECT_EQ(usual.mend, "sysctl -w vm.max_map_count=1402197, also in /etc/sysctl.d");
+  Write("/proc/sys/vm/max_map_count", "91477\n");
+  const Check small = Find(CheckMemory(subject), "mappings");
+  EXPECT_EQ(small.verdict, Verdict::kNote);
+  EXPECT_THAT(small.found, HasSubstr("vm.max_map_count 91477; the system refuses memory to a job of smaller chunks"));
+  Write("/proc/sys/vm/max_map_count", "1402197\n");
+  EXPECT_EQ(Find(CheckMemory(subject), "mappings").verdict, Verdict::kOk);
+}
+
 TEST_F(DoctorTest, SharedFolderOfAContainer) {
   Subject subject;
   subject.root = directory_.path();

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -19,6 +20,8 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "ballast/proto/base/status.h"
 #include "ballast/tests/storage/in_child.h"
 
 // The linker gives all calls of these to the test, which passes them on unless the system is to refuse, or to have
@@ -28,7 +31,7 @@ extern "C" void* __real_mmap(void* address, size_t bytes, int protection, int fl
 extern "C" int __real_munmap(void* address, size_t bytes);
 extern "C" long __real_sysconf(int name);  // NOLINT(google-runtime-int): the system's
 namespace {
-bool madvise_refused = false;
+bool madvise_refused = false, mmap_refused = false;
 size_t larger_page_bytes = 0;
 int torn_pages = 0;
 
@@ -49,6 +52,10 @@ extern "C" int __wrap_madvise(void* address, size_t bytes, int advice) {
   return -1;
 }
 extern "C" void* __wrap_mmap(void* address, size_t bytes, int protection, int flags, int fd, off_t offset) {
+  if (mmap_refused) {
+    errno = ENOMEM;
+    return MAP_FAILED;
+  }
   void* const at = __real_mmap(address, bytes + larger_page_bytes, protection, flags, fd, offset);
   if (larger_page_bytes == 0 || at == MAP_FAILED) return at;
   return static_cast<std::byte*>(at) + (larger_page_bytes - reinterpret_cast<uintptr_t>(at) % larger_page_bytes);
@@ -165,6 +172,43 @@ TEST(ArenaTest, PagesOf64KiBKeepTheNeighbours) {
   *arena = Arena();
   larger_page_bytes = 0;
   EXPECT_EQ(torn_pages, 0);
+}
+
+TEST(ArenaTest, AMachineWithoutMemoryIsNamed) {
+  mmap_refused = true;
+  const absl::Status refused = Arena::Map(kArenaBytes).status();
+  mmap_refused = false;
+  EXPECT_EQ(model::ReasonOf(refused), model::kBudget);
+  EXPECT_NE(refused.message().find("refused 16777216 bytes of memory: Cannot allocate memory. Free memory"),
+            std::string::npos)
+      << refused;
+  EXPECT_EQ(refused.message().find("max_map_count"), std::string::npos) << refused;
+}
+
+// A lower budget would not help: chunks beside a GPU are mappings, whatever their size.
+TEST(ArenaTest, TooManyMappingsAreNamedWithTheirLimit) {
+  uint64_t most = 0;
+  std::ifstream("/proc/sys/vm/max_map_count") >> most;
+  if (most == 0 || most > (1 << 18)) GTEST_SKIP() << "this system allows " << most << " mappings";
+  const std::string path = ::testing::TempDir() + "arena_test_refused";
+  EXPECT_EQ(InChild([&] {
+              // Neighbours of another protection: the kernel joins no two of them.
+              constexpr int kProtections[] = {PROT_NONE, PROT_READ};
+              for (uint64_t i = 0;; ++i) {
+                void* const at = mmap(nullptr, kPage, kProtections[i % 2], MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+                if (at == MAP_FAILED) break;
+              }
+              const absl::Status refused = Arena::Map(kArenaBytes).status();
+              std::ofstream(path) << refused;
+              return absl::IsResourceExhausted(refused) ? 0 : 1;
+            }),
+            0);
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  unlink(path.c_str());
+  EXPECT_NE(text.str().find(absl::StrCat("vm.max_map_count allows ", most)), std::string::npos) << text.str();
+  EXPECT_NE(text.str().find(absl::StrCat("sysctl -w vm.max_map_count=", 2 * most)), std::string::npos) << text.str();
+  EXPECT_EQ(text.str().find("lower the DRAM budget"), std::string::npos) << text.str();
 }
 
 // Not for each chunk: a job has thousands.
