@@ -66,9 +66,9 @@ class Transport {
     done(model::Error(absl::StatusCode::kUnimplemented, model::kUnsupported,
                       "server " + name() + " takes no operator's calls by this connection"));
   }
-  // `payload` is borrowed until the callback. header.payload is empty. header.crc32c is the payload's, and the server
-  // checks it. Where the transport checks nothing, it may be absent: then a slice that is pushed again in its attempt
-  // counts as the same bytes.
+  // `payload` is borrowed until the callback. header.payload is empty. Without header.crc32c the transport computes it
+  // of the bytes that this call sends, and the server checks it. Within a process nobody needs it, and it stays absent:
+  // then a slice that is pushed again in its attempt counts as the same bytes.
   virtual void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
                     Callback<v1::PushResponse>) = 0;
   // As Push, of a gradient that the trainer lends: a server in this process may go on reading it after the callback,
@@ -88,10 +88,6 @@ class Transport {
   virtual void Lease(const v1::PullRequest&, absl::Time /*deadline*/, Callback<model::LeasedBytes> done) {
     done(model::LeasedBytes{});
   }
-
-  // Whether the bytes of pushes and pulls are checked: always, unless there is neither a wire nor another process on
-  // their way. A remote caller cannot go without: its server refuses a push without its checksum (CHECKSUM).
-  virtual bool checks_bytes() const { return true; }
 
   // Runs work that ends in a push or a pull, as `ends_in` says: at once, or on a thread of the transport if the call
   // itself copies the bytes. There pulls go before pushes, since somebody waits for a pull. All work ends before the

@@ -6,7 +6,6 @@
 #include <malloc.h>
 
 #include <algorithm>
-#include <cstring>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -21,6 +20,7 @@
 #include "ballast/client/transport/grpc_pull_reader.h"
 #include "ballast/client/transport/shared_slots.h"
 #include "ballast/client/transport/sharing.h"
+#include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/access.h"
 #include "ballast/proto/base/address.h"
 #include "ballast/proto/base/mutexes.h"
@@ -107,7 +107,9 @@ class GrpcTransport final : public Transport {
     auto* call = new PushCall;
     call->calls = &calls_;
     call->done = std::move(done);
-    call->request = EncodePush(header, payload, call);
+    v1::PushRequest sent = header;
+    SetChecksum(&sent, [payload] { return kernels::Crc32c(payload); });
+    call->request = EncodePush(sent, payload, call);
     Begin(&*call->context, deadline)
         ->data()
         ->UnaryCall(&*call->context, kPushMethod, grpc::StubOptions(), &call->request, &call->response,
@@ -134,6 +136,14 @@ class GrpcTransport final : public Transport {
 
  private:
   using Async = v1::StateService::StubInterface::async_interface;
+
+  // Of what this try sends: the owner of borrowed memory may change it and then drop the step. With an earlier checksum
+  // the push would be refused and sent again, and Drop would wait for it.
+  template <typename Compute>
+  static void SetChecksum(v1::PushRequest* sent, const Compute& compute) {
+    if (sent->crc32c() == 0) sent->set_crc32c(compute());
+  }
+
   using Slot = std::shared_ptr<SharedSlots::Slot>;
 
   // Null: the slice goes over the wire. Memory that was lost is replaced in the background.
@@ -189,8 +199,9 @@ class GrpcTransport final : public Transport {
 
   void PushShared(const v1::PushRequest& header, absl::Span<const std::byte> payload, Slot slot, absl::Time deadline,
                   Callback<v1::PushResponse> done) {
-    std::memcpy(slot->bytes().data(), payload.data(), payload.size());
+    const uint32_t copied = kernels::CopyCrc32c(payload, slot->bytes().data());
     v1::PushRequest sent = header;
+    SetChecksum(&sent, [copied] { return copied; });
     *sent.mutable_shared() = slot->place();
     SlotCall(
         kPushMethod, sent, std::move(slot), deadline,

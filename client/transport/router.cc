@@ -4,7 +4,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/base/threads.h"
 
@@ -103,9 +102,6 @@ void Router::Push(Transport* server, std::optional<Source> source, v1::PushReque
   op->direction = kPushes;
   op->bytes = std::max<uint64_t>(1, payload.size());
   op->send = [header = std::move(header), payload, lent = std::move(lent)](const Try& at, Answer answer) mutable {
-    // Computed for each try: the owner of borrowed memory may change it and then drop the step. With the old checksum
-    // the push would be refused and sent again, and Drop would wait for it.
-    if (at.server->checks_bytes()) header.set_crc32c(kernels::Crc32c(payload));
     if (at.epoch != nullptr) *header.mutable_epoch() = *at.epoch;
     auto done = [answer = std::move(answer)](const absl::StatusOr<v1::PushResponse>& r) { answer(r.status()); };
     if (lent == nullptr) return at.server->Push(header, payload, at.deadline, std::move(done));

@@ -27,11 +27,16 @@ Pulls::Pulls(JobCore* core, ReadPins* pins, DamagedChunks* damaged)
       room_(core->around.answer_room, core->around.answers),
       reads_(core->around.foundation->MakeExecutor(core->around.read_threads)) {}
 
-absl::Status Pulls::Plan::Read(bool pinned, absl::Span<std::byte> to) const {
+absl::Status Pulls::Plan::Read(bool pinned, absl::Span<std::byte> to, uint32_t* crc32c) const {
+  if (working() && !pinned) return store->ReadWorking(chunk->store_index, range.begin, to, crc32c);
+  BALLAST_RETURN_IF_ERROR(ReadOther(pinned, to));
+  if (crc32c != nullptr) *crc32c = kernels::Crc32c(to);
+  return absl::OkStatus();
+}
+
+absl::Status Pulls::Plan::ReadOther(bool pinned, absl::Span<std::byte> to) const {
   const uint64_t at = chunk->store_index;
-  if (working()) {
-    return pinned ? store->ReadPinnedWorking(version, at, range.begin, to) : store->ReadWorking(at, range.begin, to);
-  }
+  if (working()) return store->ReadPinnedWorking(version, at, range.begin, to);
   const auto array = static_cast<storage::StateArray>(content - v1::CONTENT_MASTER);
   const absl::Span<float> out(reinterpret_cast<float*>(to.data()), range.size());
   return pinned ? store->ReadPinnedState(version, at, array, range.begin, out)
@@ -253,7 +258,8 @@ void Pulls::Read(const RequestPtr& pull, Copy copy) {
     pull->to = pull->allocate(plan.bytes(), pull->room);
     pull->room.reset();  // the answer has it
   }
-  absl::Status status = plan.Read(copy == Copy::kPinned, pull->to);
+  absl::Status status =
+      plan.Read(copy == Copy::kPinned, pull->to, pull->checksum == Checksum::kNone ? nullptr : &pull->crc32c);
   if (copy == Copy::kCurrent) status = damaged_->Found(plan.chunk, status);
   if (copy != Copy::kCurrent || !status.ok()) return Answer(pull, status);
   // The next update may have begun during the read: the bytes count only if it had not.
@@ -270,7 +276,7 @@ void Pulls::Read(const RequestPtr& pull, Copy copy) {
 void Pulls::Answer(const RequestPtr& pull, const absl::Status& status) {
   if (!status.ok()) return pull->reply(status);
   core_->counters.sent_bytes.fetch_add(pull->to.size(), std::memory_order_relaxed);
-  pull->reply(pull->checksum == Checksum::kNone ? 0 : kernels::Crc32c(pull->to));
+  pull->reply(pull->crc32c);
 }
 
 }  // namespace ballast::services

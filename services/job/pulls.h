@@ -54,7 +54,10 @@ class Pulls {
       return working() ? store->layout().ParameterBytes(elements) : elements * sizeof(float);
     }
     uint64_t bytes() const { return BytesOf(range.size()); }
-    absl::Status Read(bool pinned, absl::Span<std::byte> to) const;
+    // `crc32c`: gets that of the bytes in `to`; null: nobody wants it.
+    absl::Status Read(bool pinned, absl::Span<std::byte> to, uint32_t* crc32c) const;
+    // Of all but current working copies.
+    absl::Status ReadOther(bool pinned, absl::Span<std::byte> to) const;
   };
   // A pull on its way, and where its answer goes.
   struct Request {
@@ -68,6 +71,7 @@ class Pulls {
     AnswerRoom::Ticket ticket;        // while the pull waits for room
     AnswerRoom::Lease room;
     absl::Span<std::byte> to;  // the answer's bytes, once `allocate` was called
+    uint32_t crc32c = 0;       // of them, if the caller wants that
   };
   using RequestPtr = std::shared_ptr<Request>;
   enum class Copy { kCurrent, kPinned, kNotYet };

@@ -142,10 +142,11 @@ class ChunkStore {
 
   // Fill `to` with elements from `begin` on. ReadWorking reads the working copy in its dtype, of kE4m3Blocks whole
   // blocks; for a chunk without a working copy it rounds the master, and values of a frozen chunk come from its tier.
+  // `crc32c`: gets that of the copy in `to`, while this is in the cache; null: nobody wants it.
   // ReadState reads a state array as fp32; kMaster of a frozen chunk are its values. INVALID_ARGUMENT outside the
   // chunk, amid a block, and for a moment that the optimizer lacks; DATA_LOSS (CHECKSUM) if the tier returned something
   // else than was written.
-  absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<std::byte> to) const;
+  absl::Status ReadWorking(uint64_t chunk, uint64_t begin, absl::Span<std::byte> to, uint32_t* crc32c = nullptr) const;
   absl::Status ReadState(uint64_t chunk, StateArray array, uint64_t begin, absl::Span<float> to) const;
 
   // The chunk's whole state for another server's copy of it, bit for bit, from wherever it lies. On the store's thread,

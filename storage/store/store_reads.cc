@@ -137,21 +137,29 @@ absl::Status StoreCore::ReadRounded(const StoredChunk& chunk, uint64_t begin, ui
       [&](absl::Span<std::byte> copy) { return ReadAsWorking(chunk, 0, chunk.elements, copy.data(), read); });
 }
 
-absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<std::byte> to) const {
+absl::Status ChunkStore::ReadWorking(uint64_t index, uint64_t begin, absl::Span<std::byte> to, uint32_t* crc32c) const {
   BALLAST_ASSIGN_OR_RETURN(const StoredChunk* chunk, core_->chunks.Find(index));
   BALLAST_ASSIGN_OR_RETURN(const uint64_t count, ElementsOf(*chunk, begin, to.size()));
+  const auto checksum = [&](absl::Status read) {
+    if (crc32c != nullptr && read.ok()) *crc32c = kernels::Crc32c(to);
+    return read;
+  };
   {
     absl::ReaderMutexLock lock(&chunk->mutex, chunk->unchanging());
     if (chunk->memory.working() != nullptr) {
       const TierKind tier = *chunk->memory.placement().working;
       core_->tiers->CountTraffic(tier, to.size(), 0);
       const std::byte* const from = chunk->memory.working() + core_->layout.ParameterBytes(begin);
-      if (tier == TierKind::kHbm) return core_->tiers->hbm()->CopyOut(from, to);
-      std::copy_n(from, to.size(), to.data());
+      if (tier == TierKind::kHbm) return checksum(core_->tiers->hbm()->CopyOut(from, to));
+      if (crc32c != nullptr) {
+        *crc32c = kernels::CopyCrc32c({from, to.size()}, to.data());
+      } else {
+        std::copy_n(from, to.size(), to.data());
+      }
       return absl::OkStatus();
     }
   }
-  return core_->ReadRounded(*chunk, begin, count, to.data());
+  return checksum(core_->ReadRounded(*chunk, begin, count, to.data()));
 }
 
 absl::Status ChunkStore::ReadState(uint64_t index, StateArray array, uint64_t begin, absl::Span<float> to) const {

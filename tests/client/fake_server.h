@@ -121,7 +121,6 @@ class FakeServer final : public Transport {
   registry::Registry* registry() const override { return known_by; }
   std::string registered_as() const override { return disk == 0 ? "" : model::TargetOf(name_, disk); }
   absl::StatusOr<std::unique_ptr<Transport>> Another(const v1::Member& member) override { return transports(member); }
-  bool checks_bytes() const override { return false; }
   void Identify(const v1::IdentifyRequest& request, absl::Time, Callback<v1::IdentifyResponse> done) override {
     shares_memory = request.shares_memory();
     v1::IdentifyResponse identity;

@@ -10,6 +10,7 @@
 
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
+#include "ballast/proto/base/memory_socket.h"
 #include "ballast/proto/model/protocol.h"
 #include "ballast/tests/adamw_step.h"
 #include "ballast/tests/contract/transport_fixture.h"
@@ -163,24 +164,57 @@ TEST_P(TransportContract, LargestSliceFits) {
   EXPECT_EQ(values->back(), Initial((uint64_t{1} << 20) - 1));
 }
 
-// Within a process there is nothing to check. From anywhere else a push cannot go without its checksum.
-TEST_P(TransportContract, APushWithoutAChecksumIsTakenWithinAProcessAlone) {
+// Within a process there is nothing to check. To anywhere else the transport sends the checksum of what it sends.
+TEST_P(TransportContract, APushWithoutAChecksumGetsItOnItsWay) {
   OpenJob(60000, 65536);
   Create(Initial);
   const model::Slice slice = plan_->slices()[0];
-  const std::vector<uint16_t> gradient(slice.range.size(), 0x3f80);
-  v1::PushRequest push = PushOf(slice, v1::SLICE_KIND_GRADIENT, 1, BytesOf(gradient));
+  std::vector<uint16_t> gradient(slice.range.size(), 0x3f80);
+  const v1::PushRequest whole = PushOf(slice, v1::SLICE_KIND_GRADIENT, 1, BytesOf(gradient));
+  v1::PushRequest push = whole;
   push.clear_crc32c();
-  const absl::Status status = Push(push, BytesOf(gradient));
+  EXPECT_EQ(Push(push, BytesOf(gradient)), absl::OkStatus());
+  EXPECT_EQ(Push(push, BytesOf(gradient)), absl::OkStatus()) << "the slice is there";
+  const absl::Status same = Push(whole, BytesOf(gradient));
+  gradient[7] = 0x4000;
+  const absl::Status other = Push(push, BytesOf(gradient));
   if (GetParam() == Wire::kEmbedded) {
-    EXPECT_FALSE(transport_->checks_bytes());
-    EXPECT_EQ(status, absl::OkStatus());
-    EXPECT_EQ(Push(push, BytesOf(gradient)), absl::OkStatus()) << "the slice is there";
+    EXPECT_EQ(model::ReasonOf(same), model::kDigestConflict) << "it was taken with a checksum";
+    EXPECT_EQ(other, absl::OkStatus());
   } else {
-    EXPECT_TRUE(transport_->checks_bytes());
-    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
-    EXPECT_EQ(model::ReasonOf(status), model::kChecksum) << status;
+    EXPECT_EQ(same, absl::OkStatus());
+    EXPECT_EQ(model::ReasonOf(other), model::kDigestConflict) << other;
   }
+}
+
+// Its owner may do that, and then drop the step. The second mapping is what a thread checker does not see through.
+TEST_P(TransportContract, ASharedPushOfMemoryThatChangesIsOfOneCopy) {
+  if (GetParam() != Wire::kShared) return;
+  OpenJob(60000, 65536);
+  Create(Initial);
+  const model::Slice slice = plan_->slices()[0];
+  const uint64_t bytes = slice.range.size() * sizeof(uint16_t);
+  model::Descriptor memfd;
+  const auto memory = model::SharedMapping::Make(&memfd);
+  const auto owners = model::SharedMapping::Map(memfd);
+  ASSERT_TRUE(memory.ok() && owners.ok()) << memory.status() << owners.status();
+  v1::PushRequest push = PushOf(slice, v1::SLICE_KIND_GRADIENT, 1, memory->bytes().first(bytes));
+  push.clear_crc32c();
+  std::atomic<bool> ends = false;
+  std::thread owner([&] {
+    for (uint64_t at = 0; !ends; at = (at + 64) % bytes) {
+      owners->bytes()[at] = std::byte{static_cast<uint8_t>(std::to_integer<uint8_t>(owners->bytes()[at]) ^ 1)};
+    }
+  });
+  absl::Status status;
+  for (uint64_t attempt = 1; attempt <= 300 && status.ok(); ++attempt) {
+    push.set_attempt(attempt);
+    status = Push(push, memory->bytes().first(bytes));
+  }
+  ends = true;
+  owner.join();
+  EXPECT_EQ(status, absl::OkStatus());
+  EXPECT_GE(shared().in_bytes, 300 * bytes);
 }
 
 TEST_P(TransportContract, ErrorsCarryReasonAndMessage) {

@@ -55,7 +55,6 @@ class ForwardingTransport : public Transport {
     server_->Pull(r, to, t, std::move(done));
   }
   void Schedule(Moves ends_in, std::function<void()> work) override { server_->Schedule(ends_in, std::move(work)); }
-  bool checks_bytes() const override { return server_->checks_bytes(); }
   void Cancel() override { server_->Cancel(); }
 
  protected:

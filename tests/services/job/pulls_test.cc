@@ -36,6 +36,9 @@ class PullsTest : public JobPartTest {
     AnswerRoom::Lease room;
     Answer<uint32_t> answer;
   };
+  static uint32_t DigestOf(const Pulled& pulled) {
+    return kernels::Crc32c({reinterpret_cast<const std::byte*>(pulled.bytes.data()), pulled.bytes.size()});
+  }
   v1::PullRequest RequestOf(int64_t version, v1::Content content = v1::CONTENT_MASTER, uint64_t count = 8) const {
     v1::PullRequest request;
     request.set_job("job");
@@ -63,8 +66,7 @@ class PullsTest : public JobPartTest {
   absl::StatusOr<float> Master(int64_t version) {
     Pulled pulled;
     BALLAST_RETURN_IF_ERROR(Pull(RequestOf(version), &pulled));
-    EXPECT_EQ(*pulled.answer.Wait(),
-              kernels::Crc32c({reinterpret_cast<const std::byte*>(pulled.bytes.data()), pulled.bytes.size()}));
+    EXPECT_EQ(*pulled.answer.Wait(), DigestOf(pulled));
     std::vector<float> values(8);
     EXPECT_EQ(pulled.bytes.size(), values.size() * sizeof(float));
     std::memcpy(values.data(), pulled.bytes.data(), pulled.bytes.size());
@@ -199,6 +201,13 @@ TEST_F(PullsTest, AVersionIsPulledOnceItIsThere) {
   Pulled working;
   ASSERT_EQ(Pull(RequestOf(0, v1::CONTENT_WORKING), &working), absl::OkStatus());
   EXPECT_EQ(working.bytes.size(), 8 * sizeof(kernels::bf16));
+  EXPECT_EQ(*working.answer.Wait(), DigestOf(working));
+  ASSERT_EQ(PinAs(0, 0), absl::OkStatus());
+  StepOfValues(4);
+  Pulled pinned;
+  ASSERT_EQ(Pull(RequestOf(0, v1::CONTENT_WORKING), &pinned), absl::OkStatus());
+  EXPECT_EQ(pinned.bytes, working.bytes);
+  EXPECT_EQ(*pinned.answer.Wait(), *working.answer.Wait());
 }
 
 TEST_F(PullsTest, AVersionThatIsPastIsGoneUnlessItIsPinned) {

@@ -179,7 +179,10 @@ class FormatsTest : public ::testing::TestWithParam<OptimizerSpec> {
     for (uint64_t chunk = 0; chunk < kChunks; ++chunk) {
       std::vector<std::byte> working(expected[chunk].working.size());
       const auto to = absl::MakeSpan(working);
-      ASSERT_TRUE((pinned ? store_->ReadPinnedWorking(9, chunk, 0, to) : store_->ReadWorking(chunk, 0, to)).ok());
+      uint32_t crc32c = 0;
+      ASSERT_TRUE(
+          (pinned ? store_->ReadPinnedWorking(9, chunk, 0, to) : store_->ReadWorking(chunk, 0, to, &crc32c)).ok());
+      ASSERT_EQ(crc32c, pinned ? 0 : kernels::Crc32c(to)) << chunk;
       ASSERT_EQ(working, expected[chunk].working) << chunk;
       // A part, from a block on.
       const auto at = kernels::BytesOf(GetParam().working, 3 * 256),
