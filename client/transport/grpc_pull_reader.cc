@@ -22,7 +22,7 @@ absl::Status WrongLength(uint64_t expected, uint64_t came) {
 PullReader::PullReader(const grpc::ByteBuffer& buffer) { ok_ = buffer.Length() == 0 || buffer.Dump(&slices_).ok(); }
 
 absl::Status PullReader::ReadInto(absl::Span<std::byte> to, absl::Span<const std::byte> shared) {
-  uint32_t crc = 0;
+  uint32_t crc = 0, got = 0;
   uint64_t length = 0;
   uint8_t tag = 0;
   while (ok_ && Next(&tag, 1)) {
@@ -34,7 +34,8 @@ absl::Status PullReader::ReadInto(absl::Span<std::byte> to, absl::Span<const std
       ok_ = NextVarint(&length);
       const bool fits = length == to.size() || (length == 0 && !shared.empty());
       if (ok_ && !fits) return WrongLength(to.size(), length);
-      ok_ = ok_ && Next(to.data(), length);
+      got = 0;
+      ok_ = ok_ && Next(to.data(), length, &got);
     } else {
       ok_ = false;
     }
@@ -43,7 +44,7 @@ absl::Status PullReader::ReadInto(absl::Span<std::byte> to, absl::Span<const std
   const bool is_shared = length == 0 && !shared.empty();
   if (!is_shared && length != to.size()) return WrongLength(to.size(), length);
   // The copy is checked, since the caller gets the copy.
-  const uint32_t got = is_shared ? kernels::CopyCrc32c(shared, to.data()) : kernels::Crc32c(to);
+  if (is_shared) got = kernels::CopyCrc32c(shared, to.data());
   if (got != crc) {
     return model::Error(absl::StatusCode::kUnavailable, model::kChecksum,
                         absl::StrCat("pulled bytes have CRC32C ", got, ", the server sent ", crc));
@@ -51,12 +52,17 @@ absl::Status PullReader::ReadInto(absl::Span<std::byte> to, absl::Span<const std
   return absl::OkStatus();
 }
 
-bool PullReader::Next(void* to, uint64_t bytes) {
-  auto* out = static_cast<uint8_t*>(to);
+bool PullReader::Next(void* to, uint64_t bytes, uint32_t* crc32c) {
+  auto* out = static_cast<std::byte*>(to);
   while (bytes > 0) {
     if (slice_ == slices_.size()) return false;
     const uint64_t n = std::min<uint64_t>(bytes, slices_[slice_].size() - offset_);
-    std::memcpy(out, slices_[slice_].begin() + offset_, n);
+    const auto* const from = reinterpret_cast<const std::byte*>(slices_[slice_].begin()) + offset_;
+    if (crc32c != nullptr) {
+      *crc32c = kernels::CopyCrc32c({from, n}, out, *crc32c);
+    } else {
+      std::memcpy(out, from, n);
+    }
     out += n, bytes -= n, offset_ += n;
     if (offset_ == slices_[slice_].size()) ++slice_, offset_ = 0;
   }

@@ -26,7 +26,8 @@ class PullReader {
   absl::Status ReadInto(absl::Span<std::byte> to, absl::Span<const std::byte> shared = {});
 
  private:
-  bool Next(void* to, uint64_t bytes);
+  // `crc32c`: goes on with that of the copied bytes; null: nobody wants it.
+  bool Next(void* to, uint64_t bytes, uint32_t* crc32c = nullptr);
   bool NextVarint(uint64_t* value);
 
   std::vector<grpc::Slice> slices_;
