@@ -18,8 +18,8 @@
 namespace ballast::storage {
 
 // "create/", "fence/", "recovery/", "drop/", "lengthen/": passed when a job's log is made, when a group of trainers
-// begins, when a server starts, when a job is dropped, when its log gets longer (or is made). All others are passed in
-// every run.
+// begins, when a server starts, when a job is dropped, when its log gets longer (or is made). "lease/", "loan/",
+// "lent/": passed by a trainer whose server is in its process. All others are passed in every run.
 inline constexpr absl::string_view kFailpoints[] = {
     // storage/log
     "create/reserved", "create/headless", "create/head", "log/appended", "log/submitted", "log/written", "log/sync",
@@ -33,7 +33,14 @@ inline constexpr absl::string_view kFailpoints[] = {
     "journal/slice", "journal/prepared", "journal/decision", "journal/rolled", "journal/durable", "step/updated",
     "step/flushed", "step/cut", "recovery/opened", "recovery/slices_loaded", "recovery/step_replayed",
     "recovery/replayed", "recovery/rolled", "lengthen/done", "drop/stopped", "drop/log_removed", "drop/log_forgotten",
-    "drop/job_forgotten"};
+    "drop/job_forgotten",
+    // a trainer's memory: leases of working copies, loans, and gradients that are read where they were pushed from
+    "lease/taken", "lease/returned", "lease/awaited", "loan/begun", "loan/ended", "lent/compared"};
+
+// Whether only a trainer with its server in its process passes the point.
+inline bool IsOfTrainersMemory(absl::string_view point) {
+  return absl::StartsWith(point, "lease/") || absl::StartsWith(point, "loan/") || absl::StartsWith(point, "lent/");
+}
 
 // A name from kFailpoints; any other name does not compile.
 class Failpoint {
