@@ -6,8 +6,8 @@
 #include <cmath>
 
 #include "ballast/kernels/kernels.h"
+#include "ballast/tests/instruction_sets.h"
 #include "ballast/tests/kernels/block_reference.h"
-#include "ballast/tests/kernels/instruction_sets.h"
 #include "ballast/tests/kernels/optimizer_samples.h"
 #include "ballast/tests/kernels/samples.h"
 

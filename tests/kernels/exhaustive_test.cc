@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "ballast/tests/kernels/instruction_sets.h"
+#include "ballast/tests/instruction_sets.h"
 #include "ballast/tests/kernels/rounding_reference.h"
 
 namespace ballast::kernels {

@@ -14,7 +14,7 @@
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/kernels/self_test.h"
-#include "ballast/tests/kernels/instruction_sets.h"
+#include "ballast/tests/instruction_sets.h"
 
 namespace ballast::kernels {
 namespace {

@@ -13,7 +13,7 @@
 #include "ballast/kernels/dynamic_map.h"
 #include "ballast/kernels/optimizer.h"
 #include "ballast/kernels/philox.h"
-#include "ballast/tests/kernels/instruction_sets.h"
+#include "ballast/tests/instruction_sets.h"
 
 namespace ballast::kernels {
 namespace {

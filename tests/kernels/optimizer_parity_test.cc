@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "ballast/kernels/optimizer.h"
-#include "ballast/tests/kernels/instruction_sets.h"
+#include "ballast/tests/instruction_sets.h"
 #include "ballast/tests/kernels/optimizer_samples.h"
 #include "ballast/tests/kernels/reference_optimizer.h"
 

@@ -11,7 +11,7 @@
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/kernels/optimizer.h"
-#include "ballast/tests/kernels/instruction_sets.h"
+#include "ballast/tests/instruction_sets.h"
 #include "ballast/tests/kernels/optimizer_samples.h"
 #include "ballast/tests/kernels/rounding_reference.h"
 #include "ballast/tests/kernels/samples.h"

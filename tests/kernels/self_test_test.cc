@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "ballast/tests/kernels/instruction_sets.h"
+#include "ballast/tests/instruction_sets.h"
 
 namespace ballast::kernels {
 namespace {

@@ -2,20 +2,25 @@
 // gradients that go to its states, beside tensors that the job's own optimizer updates.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <spdlog/sinks/ringbuffer_sink.h>
+#include <spdlog/spdlog.h>
 
 #include <cmath>
 #include <filesystem>
 #include <limits>
 #include <memory>
+#include <optional>
 
 #include "ballast/kernels/kernels.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/services/tools/verify/verify.h"
+#include "ballast/tests/instruction_sets.h"
 #include "ballast/tests/services/trainer_group.h"
 
 namespace ballast::services {
 namespace {
 
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
@@ -71,6 +76,8 @@ struct Way {
 
 class AssistedJobTest : public ::testing::TestWithParam<Way> {
  protected:
+  static void SetUpTestSuite() { spdlog::default_logger()->sinks().push_back(log_); }  // before there are servers
+
   AssistedJobTest() : server_("s", GetParam().budget), other_("o", {.dram = 64 * kMiB}) {
     for (const uint32_t tensor : {kMatrix, kState}) {
       for (uint64_t i = 0; i < 140003; ++i) expected_[tensor].push_back(Initial(tensor, i));
@@ -134,6 +141,14 @@ class AssistedJobTest : public ::testing::TestWithParam<Way> {
     }
   }
 
+  // What servers said last.
+  std::string LastLines() {
+    std::string lines;
+    for (const std::string& line : log_->last_formatted(6)) lines += line;
+    return lines;
+  }
+
+  static inline const auto log_ = std::make_shared<spdlog::sinks::ringbuffer_sink_mt>(6);
   TestServer server_, other_;
   std::unique_ptr<TrainerGroup> group_, plain_;
   std::vector<float> expected_[kTensors];
@@ -223,6 +238,43 @@ TEST_P(AssistedJobTest, KeepsNoMoments) {
   moments.set_value_array(1);
   EXPECT_THAT(std::string(group_->SealAll(moments).status().message()),
               HasSubstr("names tensor 'matrix#state' with value_array 1: the trainer assists"));
+}
+
+// The kernels' instruction set while no server runs: a server that starts computes with it.
+class Machine {
+ public:
+  void Become(int64_t instructions) {
+    use_.reset();
+    use_.emplace(instructions);
+  }
+
+ private:
+  std::optional<kernels::UseInstructionSet> use_;
+};
+
+// Each restart replays steps on a machine of another instruction set than made them, also those of tensors that the
+// job's own optimizer updates. The job without assisted tensors does not restart.
+TEST_P(AssistedJobTest, AnotherInstructionSetReplaysTheSameBits) {
+  if (GetParam().durability == v1::DURABILITY_NONE) return;  // no state outlives the server
+  const std::vector<int64_t> sets = kernels::InstructionSets();
+  Machine machine;
+  machine.Become(sets.back());
+  Begin();
+  for (int i = 0; i < 20; ++i) Step();
+  for (const int64_t instructions : sets) {
+    AwaitIdle(other_.get(), "job");  // its last step is the old machine's
+    const int64_t steps = group_->step() - 1;
+    group_.reset();
+    server_.End();
+    machine.Become(instructions);
+    server_.Restart();
+    EXPECT_THAT(LastLines(), ContainsRegex("recovered step " + std::to_string(steps) +
+                                           " in [^\n]* [1-9][0-9]* steps and [1-9][0-9]* MiB of slices replayed"));
+    Open();
+    ExpectAll();
+    for (int i = 0; i < 6; ++i) Step();
+    ExpectAll();
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(
