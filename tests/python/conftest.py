@@ -1,10 +1,12 @@
 """Every test gets a job of its own on the process's embedded server."""
 import contextlib
+import functools
 import itertools
 import os
 import re
 import shutil
 import subprocess
+import urllib.request
 
 import pytest
 import torch
@@ -37,23 +39,35 @@ def two_servers(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def two_state_servers(folder, *flags, dram='128MiB', pids=None):
-    """Addresses. `flags`: more of ballastd's. `pids`: a list that gets theirs. What they keep goes with them: a small job's gradient log
-    alone takes 200 MiB of disk."""
+def state_servers(folder, *flags, count, dram='128MiB', pids=None, metrics=None):
+    """Addresses. `flags`: more of ballastd's. `pids`, `metrics`: lists that get theirs, and where they tell their metrics. What they keep
+    goes with them: a small job's gradient log alone takes 200 MiB of disk."""
     servers = [subprocess.Popen(
         [programs.path('ballastd'), '--end-with', str(os.getpid()), '--listen', '127.0.0.1:0', '--metrics_listen',
          '127.0.0.1:0', '--data_directory', str(folder / f'server{i}'), '--budget.dram', dram, '--budget.nvme', '8GiB',
-         '--log_level', 'warn', *flags], stdout=subprocess.PIPE, text=True) for i in range(2)]
+         '--log_level', 'warn', *flags], stdout=subprocess.PIPE, text=True) for i in range(count)]
     if pids is not None:
         pids += [server.pid for server in servers]
     try:
-        yield ','.join(re.search(r'listen=(\S+)', server.stdout.readline())[1] for server in servers)
+        told = [re.search(r'listen=(\S+) metrics=(\S+)', server.stdout.readline()).groups() for server in servers]
+        if metrics is not None:
+            metrics += [each for _, each in told]
+        yield ','.join(listen for listen, _ in told)
     finally:
         for server in servers:
             server.terminate()
             server.wait()
             server.stdout.close()
         shutil.rmtree(folder)
+
+
+two_state_servers = functools.partial(state_servers, count=2)
+
+
+def metrics_of(address):
+    """Values by name and labels."""
+    with urllib.request.urlopen(f'http://{address}/metrics') as answer:
+        return {name: float(value) for name, value in re.findall(r'^(ballast_\S+) (\S+)$', answer.read().decode(), re.MULTILINE)}
 
 
 # Ours and torch's (or a paper's), by name: constructors that take parameters and torch's arguments.

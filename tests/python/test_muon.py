@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import two_state_servers
+from conftest import metrics_of, state_servers, two_state_servers
 from muon_main import MAX_NORM, MUON, STEPS, Twin, full, made, ours, train
 from own_process import Process, free_port
 
@@ -21,6 +21,7 @@ from ballast import programs
 from ballast.torch.steps import assisted
 
 HERE = pathlib.Path(__file__).parent
+FULL = os.environ.get('TEST_ROUNDS') == 'full'
 CLOSE = {'rtol': 1e-5, 'atol': 1e-5}
 
 
@@ -53,7 +54,7 @@ def test_matrices_by_muon_and_the_rest_by_adamw(job):
 
 
 def test_on_disk_with_bf16(tmp_path):
-    """Parameters and momentum in bf16, as torch.optim.Muon has them, but with fp32 masters; state on disk."""
+    """Parameters and momentum in bf16, as torch.optim.Muon has them, but with fp32 masters; state on disk and in memory."""
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         model = made(dtype)
@@ -62,6 +63,36 @@ def test_on_disk_with_bf16(tmp_path):
     expected, losses = results
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.03, atol=0.03)
     assert losses[-1] < losses[0] / 1.2
+
+
+def test_most_of_the_state_is_on_nvme(tmp_path):
+    """24 matrices on three servers, whose memory takes a part of them: 200 MiB of state in 96 MiB, in full rounds."""
+    rows, columns, dram, staging = (512, 2048, '32MiB', '8MiB') if FULL else (128, 512, '6MiB', '4MiB')
+    torch.manual_seed(3)
+    mine = torch.nn.Sequential(*(torch.nn.Linear(*((columns, rows) if i % 2 else (rows, columns)), bias=False) for i in range(24)))
+    twin, metrics, steps = copy.deepcopy(mine), [], 8 if FULL else 3
+    (tmp_path / 'servers').mkdir()
+    with state_servers(tmp_path / 'servers', '--staging', staging, count=3, dram=dram, metrics=metrics) as servers, contextlib.closing(
+            bt.Muon(mine.named_parameters(), **MUON, servers=servers, name='nvme', chunk_elements=1 << 16)) as optimizer:
+        reference = torch.optim.Muon(twin.parameters(), **MUON)
+        for step in range(steps):
+            twin.load_state_dict(mine.state_dict())
+            for a, b in zip(mine.parameters(), twin.parameters()):
+                a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(step))
+                b.grad = a.grad.clone()
+            optimizer.step()
+            reference.step()
+            for a, b in zip(mine.parameters(), twin.parameters()):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        for a, b in zip(mine.parameters(), twin.parameters()):
+            torch.testing.assert_close(optimizer.state[a]['momentum_buffer'], reference.state[b]['momentum_buffer'], rtol=0, atol=0)
+        told = [metrics_of(each) for each in metrics]
+    state = 24 * rows * columns * 8
+    in_memory = sum(each['ballast_tier_part_bytes{tier="dram",part="state"}'] for each in told)
+    written = [each['ballast_tier_written_bytes_total{tier="nvme"}'] for each in told]
+    print(f'state {state / 2**20:.0f} MiB, {in_memory / 2**20:.0f} in memory; {steps} steps wrote {sum(written) / 2**20:.0f} MiB to NVMe')
+    assert in_memory < state / 2, (in_memory, state)
+    assert sum(written) >= steps * (state - in_memory) and min(written) > 0, (written, state, in_memory)
 
 
 def run(ranks, ways, folder, servers=None):
