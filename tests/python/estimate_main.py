@@ -24,6 +24,11 @@ KINDS = {
     'ranks': ({'dram': '2GiB', 'dtype': torch.bfloat16}, {'dram': '4GiB'}),
     'shard': ({'dram': '2GiB', 'dtype': torch.bfloat16, 'frozen': 'working'}, {'dram': '4GiB'}),
     'shard_alone': ({'dram': '2GiB', 'dtype': torch.bfloat16, 'frozen': 'working'}, {'dram': '4GiB'}),
+    'muon': ({'optimizer': 'muon', 'dram': '2GiB'}, {}),
+    'muon_ranks': ({'optimizer': 'muon', 'dram': '2GiB', 'dtype': torch.bfloat16}, {'dram': '4GiB'}),
+    'muon_shard': ({'optimizer': 'muon', 'dram': '2GiB', 'dtype': torch.bfloat16, 'frozen': 'working'}, {'dram': '4GiB'}),
+    'f8_shard': ({'dram': '2GiB', 'dtype': torch.bfloat16, 'frozen': 'working', 'working': 'f8'}, {'dram': '4GiB'}),
+    'experts_shard': ({'dram': '2GiB', 'dtype': torch.bfloat16, 'frozen': 'working'}, {'dram': '4GiB'}),
     'servers': ({'dram': '1GiB', 'nvme': '8GiB', 'servers': 2, 'moments': 'i8', 'dtype': torch.bfloat16}, {'dram': '2GiB'}),
 }
 VOCABULARY, WIDTH, BLOCKS, ROWS, STEPS = 6000, 768, 6, 4, 3
@@ -40,11 +45,23 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+class Experts(nn.Module):
+    """A token goes to each expert in turn."""
+
+    def __init__(self, width, count=8):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+
+    def forward(self, x):
+        reached = bt.reached_experts(self.experts, torch.ones(len(self.experts)))
+        return x + sum(self.experts[i](x) for i in reached)
+
+
 class Net(nn.Module):
-    def __init__(self, vocabulary=VOCABULARY, width=WIDTH, blocks=BLOCKS):
+    def __init__(self, vocabulary=VOCABULARY, width=WIDTH, blocks=BLOCKS, block=Block):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(block(width) for _ in range(blocks))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x):
@@ -57,7 +74,8 @@ class Net(nn.Module):
 def of_config(path, dtype):
     import transformers
     config = transformers.AutoConfig.from_pretrained(path)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return bt.split_experts(model) if hasattr(config, 'num_local_experts') else model
 
 
 def loss_of(model):
@@ -72,7 +90,7 @@ def small(dtype, config, sharded):
         import transformers
         shape = {**json.loads(pathlib.Path(config).read_text(encoding='utf-8')), 'hidden_size': 64, 'intermediate_size': 64,
                  'num_hidden_layers': 1, 'vocab_size': 64, 'num_attention_heads': 2, 'num_key_value_heads': 2}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).to(dtype)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape), dtype=dtype)
     if sharded:
         from torch.distributed.fsdp import fully_shard
         model = fully_shard(model)
@@ -105,18 +123,21 @@ def start(kind, config):
     return given, dtype, status('self', 'VmRSS')[0]
 
 
-def estimated(given, dtype, config):
+def estimated(given, dtype, config, block):
     ranks = int(os.environ.get('WORLD_SIZE', '1'))
     if config:
         return ballast.estimate(config, dtype=dtype, ranks=ranks, **given), of_config(config, dtype)
     with torch.device('meta' if 'frozen' in given else 'cpu'):
-        model = Net().to(dtype)
+        model = Net(block=block).to(dtype)
     return ballast.estimate(model, ranks=ranks, **given), model
 
 
 def optimizer_of(model, given, servers):
+    is_muon = given.get('optimizer') == 'muon'
     keys = ('moments',) if servers else ('moments', 'directory', 'dram', 'nvme')
     given = {**{key: given[key] for key in keys if key in given}, **({'servers': servers} if servers else {})}
+    if is_muon:
+        return bt.Muon(bt.muon_groups(model), lr=1e-4, **given)
     return bt.AdamW(model.named_parameters(), lr=1e-4, **given)
 
 
@@ -126,9 +147,9 @@ def on_disk(folder):
 
 def main(kind, config, servers, pids):
     given, dtype, before = start(kind, config)
-    told, model = estimated(given, dtype, config)
+    told, model = estimated(given, dtype, config, Experts if kind == 'experts_shard' else Block)
     if 'frozen' in given:
-        bt.shard(model)
+        bt.shard(model, working=given.get('working'))
     optimizer = optimizer_of(model, given, servers)
     for _ in range(STEPS):
         optimizer.zero_grad()

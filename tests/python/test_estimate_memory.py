@@ -13,17 +13,19 @@ FULL = os.environ.get('TEST_ROUNDS') == 'full'
 # 135M parameters; else 30M.
 CONFIG = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_size': 1024, 'intermediate_size': 2816, 'dtype': 'float32',
           'num_hidden_layers': 8, 'num_attention_heads': 8, 'num_key_value_heads': 8, 'vocab_size': 16000}
+EXPERTS = {**CONFIG, 'architectures': ['MixtralForCausalLM'], 'model_type': 'mixtral', 'hidden_size': 512, 'intermediate_size': 1024,
+           'num_local_experts': 16, 'num_experts_per_tok': 2, 'num_hidden_layers': 5}
 # What a fork takes beyond the process that it is of: pages of libraries that it touches again. It counts for the small model alone.
 NOISE = 0 if FULL else 16 << 20
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(kind, tmp_path):
     """The path of a configuration; '': the plain model."""
     if not FULL:
         return ''
     pytest.importorskip('transformers')
-    (tmp_path / 'config.json').write_text(json.dumps(CONFIG), encoding='utf-8')
+    (tmp_path / 'config.json').write_text(json.dumps(EXPERTS if kind == 'experts_shard' else CONFIG), encoding='utf-8')
     return str(tmp_path / 'config.json')
 
 
@@ -45,7 +47,7 @@ def run(kind, ranks, config, folder):
     new = NewProcess if FULL else Process
     with named_servers(kind, folder / 'servers') as (servers, pids):
         processes = [new(HERE / 'estimate_main.py', folder, folder / f'{rank}.log', kind, config, servers, pids,
-                         **({'RANK': str(rank), **group} if kind.startswith(('ranks', 'shard')) else {})) for rank in range(ranks)]
+                         **({'RANK': str(rank), **group} if ranks > 1 or 'shard' in kind else {})) for rank in range(ranks)]
         codes = [process.wait() for process in processes]
     said = [process.output for process in processes]
     assert codes == [0] * ranks, '\n'.join(said)
@@ -54,10 +56,11 @@ def run(kind, ranks, config, folder):
 
 
 @pytest.mark.parametrize('kind, ranks', [('memory', 1), ('directory', 1), ('nvme', 1), ('ranks', 2), ('shard', 2), ('shard_alone', 1),
-                                         ('servers', 1)])
+                                         ('servers', 1), ('muon', 1), ('muon_ranks', 2), ('muon_shard', 2), ('f8_shard', 2),
+                                         ('experts_shard', 2)])
 def test_each_process_takes_what_was_told(kind, ranks, config, tmp_path):
     """A server inside the trainer with its jobs in memory, in a durable directory, and mostly on disk; two ranks with a private server;
-    shard() on two ranks, and on one; named servers with 8-bit moments. Within 5 %."""
+    shard() on two ranks, and on one; named servers with 8-bit moments; Muon; working copies of 8 bits; experts. Within 5 %."""
     wrong = []
     for rank, answer in enumerate(run(kind, ranks, config, tmp_path)):
         found = sorted(map(tuple, answer['found']))

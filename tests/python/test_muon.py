@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import subprocess
+import textwrap
 import time
 import urllib.request
 import weakref
@@ -12,7 +13,7 @@ import weakref
 import pytest
 import torch
 from conftest import metrics_of, state_servers, two_state_servers
-from muon_main import MAX_NORM, MUON, STEPS, Twin, full, made, ours, train
+from muon_main import ADAMW, MAX_NORM, MUON, STEPS, Twin, full, made, ours, train
 from own_process import Process, free_port
 
 import ballast
@@ -63,6 +64,54 @@ def test_on_disk_with_bf16(tmp_path):
     expected, losses = results
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.03, atol=0.03)
     assert losses[-1] < losses[0] / 1.2
+
+
+class Torchs:
+    """torch.optim.Muon for the matrices of a model, and AdamW for the rest."""
+
+    def __init__(self, model):
+        matrices, rest = bt.muon_groups(model)
+        self._parts = torch.optim.Muon(matrices['params'], **MUON), torch.optim.AdamW(rest['params'], **ADAMW)
+
+    def zero_grad(self):
+        for part in self._parts:
+            part.zero_grad()
+
+    def step(self):
+        for part in self._parts:
+            part.step()
+
+
+@pytest.mark.skipif(not FULL, reason='200 free steps: in full rounds')
+def test_free_steps_drift_as_torchs_own_do(job):
+    """Two of torch's runs that begin an ulp apart differ by far more than 1e-5 after 200 steps, and ours from torch's by about as much."""
+    models = [made() for _ in range(3)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
+    for model, optimizer in zip(models, (Torchs(models[0]), Torchs(models[1]), ours(models[2], **job))):
+        train(model, optimizer, steps=200)
+    drifts = [max(float((a - b).detach().abs().max()) for a, b in zip(models[0].parameters(), model.parameters())) for model in models[1:]]
+    print(f"after 200 steps torch's runs an ulp apart differ by {drifts[0]:.1e}, ours from torch's by {drifts[1]:.1e}")
+    assert drifts[0] > 1e-5, drifts
+    assert drifts[1] < 4 * drifts[0], drifts
+
+
+def test_the_rule_of_the_reference(job):
+    """A momentum whose steps have the norm lr, in the words of the reference."""
+    page = (HERE.parents[1] / 'client/python/REFERENCE.md').read_text(encoding='utf-8')
+    example = {}
+    exec(textwrap.dedent(re.search(r'```python\n(  # unit_norm.py\n.*?)  ```', page, re.DOTALL)[1]), example)
+    torch.manual_seed(2)
+    model = torch.nn.Linear(20, 30, bias=False)
+    optimizer = example['NormalisedSGD'](model.named_parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, **job)
+    expected, mean = model.weight.detach().clone(), torch.zeros(30, 20)
+    for step in range(3):
+        model.weight.grad = gradient = torch.randn(30, 20, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        direction = gradient.lerp(mean.lerp_(gradient, 0.1), 0.9).bfloat16()
+        expected.mul_(1 - 0.1 * 0.1).sub_(0.1 * (direction / direction.norm()).float())
+        torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_most_of_the_state_is_on_nvme(tmp_path):
@@ -343,6 +392,21 @@ def test_bytes_of_a_step(tmp_path):
         server.terminate()
     for before, after in zip(seen[1:], seen[2:]):
         assert [(b - a) / (256 * 512) for a, b in zip(before, after)] == [4, 4]
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_a_new_job_needs_no_memory_beside_its_state(dtype, job):
+    """A server within the trainer reads the first values where they are, as with AdamW; estimate() says that it fits."""
+    model = torch.nn.Linear(2048, 1024, bias=False).to(dtype)
+    budget = {'dram': 8 * 2048 * 1024 + (2 << 20)}
+    assert ballast.estimate([{'params': list(model.named_parameters())}], optimizer='muon', **budget).fits
+    optimizer = bt.Muon(model.named_parameters(), **{**job, **budget})
+    step_of_ones = torch.ones_like(model.weight)
+    for _ in range(2):
+        model.weight.grad = step_of_ones.clone()
+        optimizer.step()
+    mean = (1 - 0.95 ** 2) * torch.ones(1024, 2048)
+    torch.testing.assert_close(optimizer.state[model.weight]['momentum_buffer'], mean)
 
 
 def test_an_overflow_skips_the_step(job):

@@ -18,9 +18,10 @@ A step is backward, and the optimizer phase: clipping and the update, until all 
   samples     ballast without the samples of parameters that tell of writes past torch's version counters
 
 Rows, ratio = the peer's seconds / ours in the optimizer phase, the median over rounds (above 1 we are faster): dram/deepspeed,
-dram/torch, nvme/deepspeed, fp32/torch, muon/deepspeed, samples/none (below 1 by what samples cost); beside each the same of CPU seconds, and of backward
-and optimizer phase together. dram/ballast_step and nvme/ballast_step: our own seconds with durability step against those without;
-dram/ballast_early and nvme/ballast_early: with push_early as well.
+dram/torch, nvme/deepspeed, fp32/torch, muon/deepspeed, samples/none (below 1 by what samples cost); beside each the same of CPU
+seconds, and of backward and optimizer phase together; rows of a batch per second of whole steps, forward too ("tokens/s").
+dram/ballast_step and nvme/ballast_step: our own seconds with durability step against those without; dram/ballast_early and
+nvme/ballast_early: with push_early as well.
 """
 import argparse
 import importlib.util
@@ -62,6 +63,7 @@ class Step(Trainer):
         self.make_optimizer()
 
     def step(self):
+        begin = time.perf_counter()
         loss = self.loss()
         start = time.perf_counter()
         loss.backward()
@@ -69,7 +71,7 @@ class Step(Trainer):
         self.update()
         end, used = time.perf_counter(), time.process_time() - used
         self.forward.zero_grad(set_to_none=True)
-        return {'backward': middle - start, 'optimizer': end - middle, 'cpu': used, 'loss': loss.item()}
+        return {'forward': start - begin, 'backward': middle - start, 'optimizer': end - middle, 'cpu': used, 'loss': loss.item()}
 
     def save(self, path):
         import torch
@@ -214,15 +216,18 @@ def side_by_side(names, args, directory):
 def row_of(row, peer, ours, measured, parameters):
     taken, resident = measured
     peer_bytes, ballast_bytes = resident[peer], resident[ours]
-    peer, ours = taken[peer], taken[ours]
+    names, (peer, ours) = (peer, ours), (taken[peer], taken[ours])
     cpu = [[taken.get('cpu', 0.0) for taken in steps] for steps in (peer, ours)]  # DeepSpeed's steps do not say
     phase = [taken['optimizer'] for taken in peer], [taken['optimizer'] for taken in ours]
     whole = [taken['optimizer'] + taken['backward'] for taken in peer], [taken['optimizer'] + taken['backward'] for taken in ours]
+    tokens = [WORKERS[name].rows / median([taken['forward'] + taken['backward'] + taken['optimizer'] for taken in steps])
+              for name, steps in ((names[0], peer), (names[1], ours))]
     return {'name': row, 'ratio': median([a / b for a, b in zip(*phase)]),
             'cpu_ratio': median([a / b for a, b in zip(*cpu)]),
             'backward_and_optimizer_ratio': median([a / b for a, b in zip(*whole)]),
             'seconds': median(phase[0]), 'ballast_seconds': median(phase[1]),
             'resident_bytes': peer_bytes, 'ballast_resident_bytes': ballast_bytes,
+            'tokens_per_s': tokens[0], 'ballast_tokens_per_s': tokens[1],
             'gparam_per_s': parameters / median(phase[0]) / 1e9, 'ballast_gparam_per_s': parameters / median(phase[1]) / 1e9}
 
 
@@ -258,10 +263,12 @@ def main():
     finally:
         shutil.rmtree(directory)
     print(f'optimizer phase over {args.parameters} parameters; ratio above 1: ours is faster')
-    print(f'{"row":20} {"seconds":>8} {"ours":>8} {"ratio":>6} {"CPU":>6} {"with backward":>13} {"MiB resident":>12} {"ours":>6}')
+    print(f'{"row":20} {"seconds":>8} {"ours":>8} {"ratio":>6} {"CPU":>6} {"with backward":>13} {"tokens/s":>8} {"ours":>8} '
+          f'{"MiB resident":>12} {"ours":>6}')
     for row in rows:
         print(f'{row["name"]:20} {row["seconds"]:8.4f} {row["ballast_seconds"]:8.4f} {row["ratio"]:6.3f} '
-              f'{row["cpu_ratio"]:6.3f} {row["backward_and_optimizer_ratio"]:13.3f} {row["resident_bytes"] >> 20:12} {row["ballast_resident_bytes"] >> 20:6}')
+              f'{row["cpu_ratio"]:6.3f} {row["backward_and_optimizer_ratio"]:13.3f} {row["tokens_per_s"]:8.1f} '
+              f'{row["ballast_tokens_per_s"]:8.1f} {row["resident_bytes"] >> 20:12} {row["ballast_resident_bytes"] >> 20:6}')
         if row['name'] == 'nvme/deepspeed' and row['ballast_resident_bytes'] > row['resident_bytes']:
             print('ours took more DRAM than DeepSpeed: lower --dram for a fair comparison')
     if args.json:

@@ -100,12 +100,13 @@ class DeepSpeed(Trainer):
         self.first = model[0].weight
 
     def step(self):
+        begin = time.perf_counter()
         loss = self.loss()
         start = time.perf_counter()
         self.forward.backward(loss)
         middle = time.perf_counter()
         self.forward.step()
-        return {'backward': middle - start, 'optimizer': time.perf_counter() - middle, 'loss': loss.item()}
+        return {'forward': start - begin, 'backward': middle - start, 'optimizer': time.perf_counter() - middle, 'loss': loss.item()}
 
     def save(self, path):
         import deepspeed

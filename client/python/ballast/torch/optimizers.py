@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -18,6 +18,8 @@ from ballast.torch.steps.averaging import Averaging
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
+
+    from ballast.torch.steps.assisted import Rule
 
 
 # Since torch 2.7, groups of its Adam say which kind of weight decay they have. Distributed Checkpoint finds no state without that key.
@@ -212,7 +214,9 @@ class Muon(Optimizer):
     """torch.optim.Muon for matrices, and AdamW for the groups that have use_muon=False, as muon_groups(model) makes them. The trainer
     orthogonalises; servers keep master weights and momentum.
 
-    use_muon, betas: of groups without their own. A group of AdamW has eps=1e-8 and weight_decay=1e-2, unless it says otherwise."""
+    use_muon, betas: of groups without their own. A group of AdamW has eps=1e-8 and weight_decay=1e-2, unless it says otherwise.
+    rule: what the trainer computes of matrices; another optimizer of matrices is a subclass with a rule of its own."""
+    rule: ClassVar[Rule] = Orthogonal()
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95, nesterov: bool = True,
                  ns_coefficients: tuple[float, float, float] = COEFFICIENTS, eps: float = 1e-7, ns_steps: int = 5,
@@ -225,7 +229,7 @@ class Muon(Optimizer):
         defaults = {'lr': lr, 'weight_decay': weight_decay, 'momentum': momentum, 'nesterov': nesterov,
                     'ns_coefficients': ns_coefficients, 'eps': eps, 'ns_steps': ns_steps, 'adjust_lr_fn': adjust_lr_fn,
                     'use_muon': flag('use_muon', use_muon), 'betas': betas, 'amsgrad': False, 'maximize': False}
-        super().__init__(params, defaults, algorithm=algorithms.Muon(), rule=Orthogonal(), **ballast)
+        super().__init__(params, defaults, algorithm=algorithms.Muon(), rule=self.rule, **ballast)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""

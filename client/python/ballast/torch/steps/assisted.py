@@ -49,7 +49,8 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Rule(Protocol):
-    """What the trainer computes of an assisted optimizer."""
+    """What the trainer computes of an assisted optimizer. Its one state is of the matrix's shape: the running mean of gradients, by the
+    group's momentum, which servers compute. Ranks compare the group's options ns_... and adjust_..., nesterov, momentum and eps."""
 
     def direction(self, group: Mapping[str, Any], gradient: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """Elementwise, of any part of a matrix: what update() needs, in bfloat16. gradient: scaled and clipped. state: as before this step;

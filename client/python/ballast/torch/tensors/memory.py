@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Container, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from ballast import _native
 from ballast.errors import Error
 from ballast.torch.tensors.host_memory import HostMemory, is_elsewhere
 from ballast.torch.tensors.kinds import DTYPES, is_sharded, local
-from ballast.torch.tensors.members import Member
+from ballast.torch.tensors.members import Member, StateMember
 from ballast.torch.tensors.remote import gone_of
 
 
@@ -93,6 +94,10 @@ class Memory:
 def give_values(session: _native.Session, members: Sequence[Member], memory: Memory, blob: bytes = b'') -> None:
     """Gives tensors without values on the servers the values of their parameters. A parameter without memory gets those of
     Member.initial(), one after another. COLLECTIVE. memory: of the members. blob: the job's; b'': it stays as it is."""
+    parameters = memory.parameters
+    if not session.pushes_gradients:
+        # The server reads values where they are if it has them all. Else it would need memory for them beside the state.
+        parameters = [_zeros(member) if isinstance(member, StateMember) else here for member, here in zip(members, parameters)]
     failed: list[BaseException] = []
 
     def initial(i: int) -> torch.Tensor:
@@ -102,8 +107,16 @@ def give_values(session: _native.Session, members: Sequence[Member], memory: Mem
             failed.append(error)
             raise
     try:
-        session.initialise(memory.parameters, initial, blob)
+        session.initialise(parameters, initial, blob)
     except BaseException:
         if failed:
             raise failed[0] from None
         raise
+
+
+def _zeros(member: StateMember) -> torch.Tensor:
+    """Returns a state's first values, which take no memory: pages that nobody writes to are the system's page of zeros."""
+    state = member.parameter
+    size = max(state.numel() * state.itemsize, 1)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:state.numel() * state.itemsize].view(state.dtype).view(member.shape)
