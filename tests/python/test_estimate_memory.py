@@ -14,7 +14,7 @@ FULL = os.environ.get('TEST_ROUNDS') == 'full'
 CONFIG = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_size': 1024, 'intermediate_size': 2816, 'dtype': 'float32',
           'num_hidden_layers': 8, 'num_attention_heads': 8, 'num_key_value_heads': 8, 'vocab_size': 16000}
 EXPERTS = {**CONFIG, 'architectures': ['MixtralForCausalLM'], 'model_type': 'mixtral', 'hidden_size': 512, 'intermediate_size': 1024,
-           'num_local_experts': 16, 'num_experts_per_tok': 2, 'num_hidden_layers': 5}
+           'num_local_experts': 16, 'num_experts_per_tok': 16, 'num_hidden_layers': 5}
 # What a fork takes beyond the process that it is of: pages of libraries that it touches again. It counts for the small model alone.
 NOISE = 0 if FULL else 16 << 20
 

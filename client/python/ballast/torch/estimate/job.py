@@ -89,7 +89,7 @@ def estimate(params: torch.nn.Module | ParamsT | str | os.PathLike[str] | Any, *
     momentum: SGD keeps a buffer.
     frozen: as in shard(), for parameters that want no gradient. Give it for any model of shard(), since servers then keep its parameters.
         None: the optimizer without shard(), whose servers keep nothing of them; if a call is chosen, either.
-    working, prefetch_bytes: as in shard(). working needs frozen.
+    working, prefetch_bytes: as in shard(). working needs frozen. Experts count as if tokens reached all of them.
     dram, nvme, threads: of each server, as the arguments of an optimizer.
     profile: a file of `ballastctl iotune`. None: ballast-profile.yaml in the directory, if it is there. Without a profile the estimate has
         no time.
@@ -178,7 +178,7 @@ def _told(model: Model, asked: _Asked) -> Estimate:
     told = _native.estimate(model.tensors, options, dram, nvme, asked.threads, asked.servers,
                             _profile_in(asked.directory) if asked.profile is None else asked.profile, keeps)
     job = Job(asked.ranks, asked.servers, asked.frozen is not None, asked.card is not None, not keeps and options.durability == 'none',
-              asked.prefetch_bytes, asked.chunk_elements)
+              asked.prefetch_bytes, asked.chunk_elements, asked.working is not None)
     rows = processes.rows(told, model, job)
     memory, disk, card = (processes.totals(rows, where) for where in ('memory', 'disk', 'card'))
     return Estimate(told.fits, told.text + table.of(rows, job, model.elements), told.step_seconds, told.tiers, told.rank_bytes,

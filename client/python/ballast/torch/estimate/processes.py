@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ballast import _native
 from ballast.torch.estimate.model import Model, Unit
+from ballast.torch.sharding.coded import BLOCK, BLOCK_BYTES
 from ballast.torch.sharding.memory import held
 from ballast.torch.steps.assisted import AHEAD_BYTES as _MOMENTA
 from ballast.torch.steps.assisted import WAVE_BYTES as _WAVE_BYTES
@@ -25,6 +26,8 @@ _SLAB, _IN_SLABS = 256 * _MIB, 2 * _MIB
 _VALUE_BYTES = 4  # a new job's values are float32 on their way
 _VALUES = 16 * _MIB  # client/transfers/values.h: 4 slices of them, each of up to 4 MiB
 _PLACE_BYTES = 64 * _MIB  # tensors/host_memory.py: smaller tensors share such places
+_GATHERS = 'gathers and reductions'
+_GRADIENTS = "gradients of Muon's matrices, until the step"
 _ITERATION = 4  # matrices in bf16 that an iteration of Newton-Schulz has at once
 
 
@@ -44,6 +47,7 @@ class Job(NamedTuple):
     lends: bool  # the server works on the trainer's memory
     prefetch_bytes: int
     chunk_elements: int
+    is_coded: bool  # servers send parameters in blocks of 8 bits
 
     @property
     def is_inside(self) -> bool:
@@ -66,11 +70,11 @@ def rows(told: _native.EstimateReport, model: Model, job: Job) -> list[Row]:
               _INSIDE if job.is_inside else _CLIENT)
     # The most is taken either while the first values go to the servers, or in a step.
     starting = [*_starting(model, job), own, *_server(told, job, slices, slices.start, _VALUES)]
-    stepping = [*(_sharded(model, job) if job.is_sharded else _whole(model, job)), own,
-                *_server(told, job, slices, slices.steps, _on_their_way(model, job))]
+    steps = [_sharded(model, job, assists) for assists in (False, True)] if job.is_sharded else [_whole(model, job)]
+    stepping = [[*step, own, *_server(told, job, slices, slices.steps, _on_their_way(model, job))] for step in steps]
     found = []
     for process in ('trainer', 'server'):
-        moments = [[row for row in rows if row.process == process and row.size > 0] for rows in (starting, stepping)]
+        moments = [[row for row in rows if row.process == process and row.size > 0] for rows in (starting, *stepping)]
         found += max(moments, key=lambda rows: totals(rows, 'memory').get(process, 0))
     return found
 
@@ -157,28 +161,36 @@ def _own(model: Model, job: Job) -> Iterable[Row]:
 def _muons(model: Model, job: Job) -> Iterable[Row]:
     """What a trainer computes Muon's updates with, see steps/assisted.py."""
     where = 'card' if job.on_card else 'memory'
-    for what, size in assisting(model, job.ranks, job.is_sharded, job.is_inside).items():
+    found = assisting(model, job.ranks, job.is_sharded, job.is_inside)
+    for what, size in found.items():
         yield Row('trainer', what, where, size)
     if job.on_card and job.is_sharded:
         parts = [-(-elements // job.ranks) * model.width for elements in model.assisted]
         yield Row('trainer', "page-locked gradients and updates of Muon's matrices", 'memory', _pinned([*parts, *parts]))
-    ahead = sum(model.assisted) * model.width // job.ranks
-    yield Row('trainer', 'momenta pulled ahead', 'memory', min(_MOMENTA, ahead) if model.assisted else 0)
+    if model.assisted:
+        ahead = min(_MOMENTA, sum(model.assisted) * model.width // job.ranks)
+        # Momenta are gone before there are updates.
+        later = 0 if job.on_card else sum(found.values()) - _WIDTH * sum(model.assisted) // job.ranks - found.get(_GRADIENTS, 0)
+        yield Row('trainer', 'momenta pulled ahead', 'memory', max(0, ahead - later))
 
 
 def assisting(model: Model, ranks: int, is_sharded: bool, is_inside: bool) -> dict[str, int]:
     """Returns bytes where a rank computes Muon's updates, by what they are."""
     if not model.assisted:
         return {}
-    share = sum(model.assisted) // (ranks if is_sharded else 1)
-    wave = min(_WAVE_BYTES, _WIDTH * (share + sum(model.assisted) // ranks))
-    # Those of two waves, unless the server reads them where they are.
-    updates = share if is_inside else min(share, wave // _WIDTH)
-    largest = max(model.assisted)
-    found = {"directions and updates of Muon's matrices": max(wave, 2 * _WIDTH * largest) + updates * model.width,
+    total, largest = sum(model.assisted), max(model.assisted)
+    # Elements of a wave's matrices: of them all, of those that the rank owns, and of its parts.
+    counted = 2 / ranks if is_sharded else 1 + 1 / ranks
+    wave = max(largest, min(total, int(_WAVE_BYTES / _WIDTH / counted)))
+    owned = wave // ranks
+    mine, share = (owned, total // ranks) if is_sharded else (wave, total)
+    sent = 2 * (mine - mine // ranks) if is_sharded else mine - owned  # directions to owners, updates from them
+    # Updates of earlier waves: all, if the server reads them where they are, or else of one.
+    before = share - mine if is_inside else min(share - mine, mine)
+    found = {"directions and updates of Muon's matrices": max(_WIDTH * (owned + sent), mine * model.width) + before * model.width,
              'the iteration on a matrix': _ITERATION * _WIDTH * largest}
     if is_sharded:
-        found["gradients of Muon's matrices, until the step"] = share * model.width
+        found[_GRADIENTS] = share * model.width
     return found
 
 
@@ -188,7 +200,10 @@ def _whole(model: Model, job: Job) -> Iterable[Row]:
     yield from _muons(model, job)
     if job.ranks > 1:
         largest = max(model.server_units.values()) * model.width
-        yield Row('trainer', 'units pulled', 'memory', min(max(_IN_FLIGHT, largest), model.elements * model.width))
+        pulled = min(max(_IN_FLIGHT, largest), model.elements * model.width)
+        # Once the last matrix is computed.
+        later = 0 if job.on_card or not model.assisted else _ITERATION * _WIDTH * max(model.assisted)
+        yield Row('trainer', 'units pulled', 'memory', max(0, pulled - later))
     if not job.is_inside:
         yield from _shared(job)
 
@@ -197,7 +212,7 @@ def _shared(job: Job) -> Iterable[Row]:
     yield Row('trainer', 'memory shared with servers of this host', 'memory', _IN_FLIGHT * max(job.servers, 1))
 
 
-def in_use(model: Model, ranks: int) -> dict[str, int]:
+def in_use(model: Model, ranks: int, is_coded: bool = False) -> dict[str, int]:
     """Returns bytes where a rank of shard() computes, by what they are."""
     root = Unit('', 0, 0, ())
     others = []
@@ -208,18 +223,30 @@ def in_use(model: Model, ranks: int) -> dict[str, int]:
             root = unit
     # Between ranks a gather and a reduction of each size, of which there may be one unit alone.
     flats = collections.Counter(unit.elements for unit in others if ranks > 1)
-    found = {'the root, and its gradients': root.elements + root.trained,
-             'a unit, and its gradients': max((unit.elements + unit.trained for unit in others), default=0),
-             'gathers and reductions': root.elements + sum(size * min(2, count) for size, count in flats.items())}
-    return {what: elements * model.width for what, elements in found.items()}
+    gathers = (root.elements + sum(size * min(2, count) for size, count in flats.items())) * model.width
+    if is_coded:  # gathers and reductions are of other sizes
+        flat = root.elements + sum(flats)
+        gathers = _coded(flat) + flat * model.width
+    return {'the root, and its gradients': (root.elements + root.trained) * model.width,
+            'a unit, and its gradients': max((unit.elements + unit.trained for unit in others), default=0) * model.width,
+            _GATHERS: gathers}
 
 
-def _sharded(model: Model, job: Job) -> Iterable[Row]:
-    """A trainer of shard(), in a step."""
+def _coded(elements: int) -> int:
+    """Returns the bytes of elements in blocks of 8 bits."""
+    return -(-elements // BLOCK) * BLOCK_BYTES
+
+
+def _sharded(model: Model, job: Job, assists: bool = True) -> Iterable[Row]:
+    """A trainer of shard(), in a step. assists: while it computes Muon's updates; else in backward. A card's rows are of both: torch keeps
+    what was free."""
     where = 'card' if job.on_card else 'memory'
-    for what, size in in_use(model, job.ranks).items():
-        yield Row('trainer', what, where, size)
-    yield from _muons(model, job)
+    muons = list(_muons(model, job))
+    both = job.on_card or not muons
+    for what, size in in_use(model, job.ranks, job.is_coded).items():
+        if both or not assists or what == _GATHERS:
+            yield Row('trainer', what, where, size)
+    yield from (row for row in muons if both or assists or row.what == _GRADIENTS)
     yield Row('trainer', 'parts of units, pulled ahead or pushed', 'memory', _parts(model, job))
     if not job.is_inside:
         yield from _shared(job)
@@ -244,7 +271,8 @@ def _parts(model: Model, job: Job) -> int:
     """Buffers for this rank's parts. A buffer serves parts of one size, so there are as many as were in use at one time."""
     gathers: collections.Counter[int] = collections.Counter()
     for unit in model.units:
-        size = held(-(-unit.elements // job.ranks) * model.width, pinned=job.on_card)
+        elements = -(-unit.elements // job.ranks)
+        size = held(_coded(elements) if job.is_coded else elements * model.width, pinned=job.on_card)
         gathers[size] += 2 if unit.name else 1  # the root stays from forward to backward
     return sum(size * min(job.prefetch_bytes // size + 1, count) for size, count in gathers.items())
 
