@@ -104,9 +104,9 @@ def _cut(unit: Unit, tiles: Mapping[str, int]) -> list[Unit]:
             rest.append(layer)
             continue
         size = -(-layer.elements // count)
-        pieces += [Unit(f'{layer.name}.tiles.{i}', size, int(size * share), ()) for i in range(count)]
+        pieces += [Unit(f'{layer.name}.tiles.{i}', size, int(size * share), (), unit.is_expert) for i in range(count)]
     elements = sum(layer.elements for layer in rest)
-    return [Unit(unit.name, elements, int(elements * share), tuple(rest)), *pieces]
+    return [Unit(unit.name, elements, int(elements * share), tuple(rest), unit.is_expert), *pieces]
 
 
 def lines(asked: Mapping[str, Any], way: Way) -> str:

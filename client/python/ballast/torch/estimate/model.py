@@ -35,6 +35,7 @@ class Unit(NamedTuple):
     elements: int
     trained: int  # of these
     layers: tuple[Layer, ...]
+    is_expert: bool = False  # gathered once its router has chosen it
 
 
 class Model(NamedTuple):
@@ -153,7 +154,9 @@ def _units(model: torch.nn.Module) -> list[Unit]:
         unit = owner[parameter]
         layers.setdefault(unit, []).append(Layer(names[module], parameter.numel(), isinstance(module, torch.nn.Linear)))
         trained[unit] += parameter.numel() * parameter.requires_grad
-    return [Unit(unit, sum(layer.elements for layer in there), trained[unit], tuple(there)) for unit, there in layers.items()]
+    experts = {names[expert] for alike in blocks.experts(model) for expert in alike}
+    return [Unit(unit, sum(layer.elements for layer in there), trained[unit], tuple(there), unit in experts)
+            for unit, there in layers.items()]
 
 
 def _owned(model: torch.nn.Module) -> dict[torch.Tensor, torch.nn.Module]:

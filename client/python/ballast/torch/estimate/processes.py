@@ -273,7 +273,8 @@ def _parts(model: Model, job: Job) -> int:
     for unit in model.units:
         elements = -(-unit.elements // job.ranks)
         size = held(_coded(elements) if job.is_coded else elements * model.width, pinned=job.on_card)
-        gathers[size] += 2 if unit.name else 1  # the root stays from forward to backward
+        # The root stays from forward to backward. Experts are pulled ahead for backward alone.
+        gathers[size] += 2 if unit.name and not unit.is_expert else 1
     return sum(size * min(job.prefetch_bytes // size + 1, count) for size, count in gathers.items())
 
 

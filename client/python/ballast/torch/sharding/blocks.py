@@ -24,12 +24,12 @@ def chosen(model: nn.Module) -> list[nn.Module]:
     owners: collections.Counter[torch.Tensor] = collections.Counter(parameter for module in model.modules()
                                                                     for parameter in module._parameters.values() if parameter is not None)
     tiles = [tile for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles]
-    experts = [expert for alike in _experts(model) if all(_is_alone(expert, owners) for expert in alike) for expert in alike]
+    alone = [expert for alike in experts(model) if all(_is_alone(expert, owners) for expert in alike) for expert in alike]
     return list(dict.fromkeys([*(block for child in model.children() for block in _blocks(child, names, owners)),
-                               *(_members(model, owners) if _is_container(model) else ()), *experts, *tiles]))
+                               *(_members(model, owners) if _is_container(model) else ()), *alone, *tiles]))
 
 
-def _experts(model: nn.Module) -> list[list[nn.Module]]:
+def experts(model: nn.Module) -> list[list[nn.Module]]:
     """Returns the lists of experts in the model, of which a pass uses those that tokens reach: several alike modules in a ModuleList or
     ModuleDict whose name says 'expert', and not 'shared', since all tokens reach shared ones; and those of split_experts()."""
     found = []
@@ -45,7 +45,7 @@ def _experts(model: nn.Module) -> list[list[nn.Module]]:
 def mark_experts(model: nn.Module, units: list[Unit]) -> None:
     """Tells units that experts are, and which are in one list with them. units: of the whole model."""
     by_module = {module: unit for unit in units for module in unit.modules}
-    for alike in _experts(model):
+    for alike in experts(model):
         for unit in {by_module[inner] for expert in alike for inner in expert.modules() if inner in by_module}:
             unit.is_expert = True
         for unit in (its := [by_module[expert] for expert in alike if expert in by_module]):
