@@ -208,8 +208,8 @@ def _whole(model: Model, job: Job) -> Iterable[Row]:
         yield from _shared(job)
 
 
-def _shared(job: Job) -> Iterable[Row]:
-    yield Row('trainer', 'memory shared with servers of this host', 'memory', _IN_FLIGHT * max(job.servers, 1))
+def _shared(job: Job, on_their_way: int = _IN_FLIGHT) -> Iterable[Row]:
+    yield Row('trainer', 'memory shared with servers of this host', 'memory', on_their_way * max(job.servers, 1))
 
 
 def in_use(model: Model, ranks: int, is_coded: bool = False) -> dict[str, int]:
@@ -264,7 +264,7 @@ def _starting(model: Model, job: Job) -> Iterable[Row]:
     if not job.lends:
         yield Row('trainer', 'first values on their way', 'memory', min(_VALUES, model.trained * _VALUE_BYTES))
     if not job.is_inside:
-        yield from _shared(job)
+        yield from _shared(job, _VALUES)
 
 
 def _parts(model: Model, job: Job) -> int:
