@@ -15,14 +15,16 @@ namespace ballast::client {
 
 // `address`: "host:port". Connects lazily: a server that is down shows as UNAVAILABLE (SERVER_DOWN) on calls.
 std::unique_ptr<Transport> MakeGrpcTransport(const std::string& address);
-// Servers that are no members of a job with copies, and that a group which opens the job may make members.
+// Registered servers that are not members of a job with copies. A group that opens the job may make them members.
 enum class Spares { kConnect, kPassOver };
 
-// Makes a transport per server given by a user: addresses, or the URL of a registry
-// (etcd://host:port/prefix?servers=N), whose servers are waited for (client/discovery), those of `job` if it has a key
-// there (and `spares`), until `timeout` or until `interrupted` says so. `access`: files that show who calls, and who
-// the servers must be; they are read again when they change. INVALID_ARGUMENT (BAD_CONFIG) for a text that is neither,
-// for bad files, and for a token that would travel in the clear; with a URL also the errors of registry::AwaitServers.
+// Makes a transport for each server that a user names: by addresses, or by the URL of a registry
+// (etcd://host:port/prefix?servers=N). With a URL it waits for the registry's servers (client/discovery) until
+// `timeout`, or until `interrupted` returns true. If `job` has a key there, it waits for the job's servers only;
+// `spares` says whether it also connects to spares. `access`: files with this caller's identity and the expected
+// identity of the servers. They are read again when they change. INVALID_ARGUMENT (BAD_CONFIG) for a text that is
+// neither, for bad files, and for a token that would travel in the clear; with a URL also the errors of
+// registry::AwaitServers.
 absl::StatusOr<std::vector<std::unique_ptr<Transport>>> MakeGrpcTransports(
     const std::vector<std::string>& servers, const std::string& job, const model::Access& access = {},
     absl::Duration timeout = absl::Seconds(60), const std::function<bool()>& interrupted = nullptr,

@@ -14,7 +14,7 @@ struct SessionCore;
 
 class Loans {
  public:
-  // (c) True with one rank, and one server in this process that keeps no working copies. Then nobody copies elements:
+  // (c) True with one rank, and one server in this process that keeps no working copies. Then no elements are copied:
   // the step reads gradients and initial values from the trainer's memory, and writes parameters there. The trainer
   // keeps the memory, with gradients and values unchanged, until AwaitApplied or Drop has returned, or the session is
   // gone.

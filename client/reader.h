@@ -1,10 +1,10 @@
 // Reads a job's parameters while a group trains it: for evaluators and exporters. A reader never fences and never
-// writes, and needs the right `read` alone.
+// writes. It needs only the right `read`.
 //
-// Take pins the newest version on all servers, so that everything that is read is of one version, whatever the group
-// decides meanwhile. The group needs memory for what changes after that, until LetGo. So let go soon: a reader that
-// ends without it, or makes no call for 30 seconds, loses its version, and servers take pins of readers away first
-// where they need the memory (VERSION_GONE).
+// Take pins the newest version on all servers. So all reads are of one version, even if the group decides further
+// steps. Until LetGo the servers need memory for what changes after that, so let go soon. A reader that makes no call
+// for ReaderOptions::lease loses its version. If servers need the memory, they take away readers' pins first
+// (VERSION_GONE).
 //
 // Threads: one thread at a time per reader. Fork: not supported after Open.
 #pragma once
@@ -30,7 +30,7 @@ struct ReaderOptions {
   // How long servers may take for a call, how long Open waits for servers that are down, and Take for a version that
   // all servers show.
   absl::Duration timeout = absl::Seconds(120);
-  // How long servers keep the version taken for a reader that says nothing more; at most 10 minutes. Read renews it.
+  // How long servers keep the version for a reader that makes no more calls; at most 10 minutes. Read renews it.
   absl::Duration lease = absl::Seconds(30);
   model::Access access;                              // for Connect
   uint64_t inflight_bytes_max = uint64_t{64} << 20;  // of pulls
@@ -47,7 +47,7 @@ struct ReadableTensor {
 
 struct TakenVersion {
   int64_t version = -1;
-  uint64_t steps = 0;  // of the optimizer: the most that some tensor has had
+  uint64_t steps = 0;  // optimizer steps of the tensor that has had most
 };
 
 struct ReaderCore;
@@ -64,10 +64,10 @@ class Reader {
 
   // The newest version. Takes nothing.
   absl::StatusOr<int64_t> Newest();
-  // Takes the newest version in place of the one taken before, and follows the group if that has changed, also to other
-  // servers: a member that says nothing for 5 seconds is done without if others have its chunks. Errors:
+  // Takes the newest version in place of the one taken before. If the group has changed, follows it, also to other
+  // servers. If a member does not answer for 5 seconds and others have its chunks, goes on without that member. Errors:
   // JOB_MISSING; FAILED_PRECONDITION (BAD_REQUEST), the job has no values yet; STATE_LOST; OTHER_SERVER, UNSUPPORTED,
-  // VERSIONS_DIFFER, each naming the server; after `timeout` what stood in the way last.
+  // VERSIONS_DIFFER, each naming the server; after `timeout` the last error that stood in the way.
   absl::StatusOr<TakenVersion> Take();
   // The job's tensors as of the version taken, and the dtype of its working parameters. Valid until the next Take.
   const std::vector<ReadableTensor>& tensors() const;

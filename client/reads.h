@@ -62,16 +62,16 @@ class PendingPull {
 };
 
 // Working parameters of a unit, in place: memory of a server in this process, which wrote them there. Such a chunk's
-// next update waits until its leases are given back, so hold them no longer than a pass needs. Parts that no server in
-// this process has in its DRAM, and what exceeds inflight_bytes_max of leases or begins beside one older than
-// step_timeout, are copies. Nobody else can end a lease: it holds up the update also after another group's fence, and
-// gradients lent with Keep::kUntilApplied stay lent meanwhile.
+// next update waits until its leases are given back, so hold them no longer than a pass needs. Some parts are copies:
+// those that no server in this process has in its DRAM, those beyond inflight_bytes_max of leases, and those that begin
+// while another lease is older than step_timeout. Only its holder can end a lease. It holds up the update even after
+// another group's fence, and meanwhile gradients lent with Keep::kUntilApplied stay lent.
 class WorkingCopyLease {
  public:
   WorkingCopyLease(WorkingCopyLease&&) noexcept = default;
   WorkingCopyLease& operator=(WorkingCopyLease&&) = delete;
-  // Gives the lease back, with parts that are still on their way. Waits for nobody; frees the memory of a job that was
-  // dropped meanwhile. On any thread; in a forked child nothing happens, since the lease is the parent's.
+  // Gives the lease back, also parts that are still on their way. Does not wait. If the job was dropped meanwhile, this
+  // frees its memory. On any thread. Does nothing in a forked child, because the lease is the parent's.
   ~WorkingCopyLease();
   int64_t version() const;
   // Blocks until all parts have come: the ranges in order, each cut at chunks. They are readable, on any thread, until
@@ -98,8 +98,8 @@ class Reads {
   // (b) Starts pulling `runs` at version(), whichever ranks own them. Until its Await has returned, the pull may write
   // to their places.
   absl::StatusOr<PendingPull> StartPull(uint32_t unit, absl::Span<const PullRun> runs);
-  // As StartPull, but reads elements where a server in this process has them. UNAVAILABLE (BUSY) while parts of more
-  // than inflight_bytes_max are on their way whose leases were given back before Await.
+  // As StartPull, but reads elements where a server in this process has them. UNAVAILABLE (BUSY) while more than
+  // inflight_bytes_max are on their way for leases that were given back before Await.
   absl::StatusOr<WorkingCopyLease> StartLease(uint32_t unit, absl::Span<const UnitRange> ranges);
   // Reads a whole tensor, or `runs` of it, at `version`, which is the current or a pinned one. Widens working values to
   // fp32.

@@ -7,9 +7,9 @@
 //  (b) The trainer keeps its parameters (ZeRO-1/2/Offload): Push per unit as backward produces gradients, Step, then
 //      StartPull for the updated ranges. tensors.h does so for whole models.
 //
-// Pushed gradients are provisional until Step(): before it, ask for norms, choose a scale, or Drop(). If no rank pushes
-// a tensor, a step changes neither its state nor its step count. Servers keep state even for a tensor that nobody ever
-// pushes, unless TensorSpec::frozen says that they keep only its value.
+// Pushed gradients are provisional until Step(). Before it, you may ask for norms, choose a scale, or Drop(). If no
+// rank pushes a tensor, a step changes neither its state nor its step count. Servers keep state even for a tensor that
+// no rank ever pushes, unless TensorSpec::frozen says that they keep only its value.
 //
 // Threads: one thread at a time per session. Calls marked COLLECTIVE must be made by all ranks in the same order.
 // Errors: carry a reason (model::ReasonOf). STALE_EPOCH, RANK_MISSING and DATA_LOSS end the session: exit, and start
@@ -57,7 +57,7 @@ class Session : public Steps, public Reads, public Loans, public Versions {
   int64_t version() const;
   // OK, or the error that ended the session, which every call returns from then on.
   const absl::Status& ended() const;
-  // How often Drop was called since that step; ranks whose counts differ cannot make the next one.
+  // How often Drop was called since the last decided step. Ranks whose counts differ cannot make the next step.
   uint64_t attempt() const;
   // Whether some tensors have no values yet: the job is new, or tensors were registered and not initialised before a
   // restart. Initialise must come before the next step.
@@ -99,7 +99,7 @@ class Session : public Steps, public Reads, public Loans, public Versions {
   uint64_t inflight_bytes_max() const;
 
   // COLLECTIVE, between steps, with no push pending. Adds tensors by a fence: new units, or further tensors of known
-  // units. With Split::kPlaced a rank may have none to add. A tensor registered under an old name replaces the old
+  // units. With Split::kPlaced a rank may pass an empty list. A tensor registered under an old name replaces the old
   // tensor. Initialise must give values before the next step.
   absl::Status Register(const std::vector<TensorSpec>& tensors);
 

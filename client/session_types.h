@@ -18,7 +18,8 @@
 namespace ballast::client {
 
 using bf16 = uint16_t;  // bits of a bfloat16
-// Blocks, on any thread, beside other calls of the session; may outlive the session, whose end ends the wait.
+// Blocks. Any thread may call it, also during other calls of the session. It may outlive the session, whose end ends
+// the wait.
 using Waiter = std::function<void()>;
 
 // A tensor of the model. Tensors of one unit are gathered together (usually a layer).
@@ -30,15 +31,16 @@ struct TensorSpec {
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   // Dtype of the working parameters. Leave UNSPECIFIED to use the job's; any other dtype is refused (BAD_DTYPE).
   v1::Dtype dtype = v1::DTYPE_UNSPECIFIED;
-  // Servers keep the tensor's state, or values alone that no gradient changes. For a new job: a job keeps its own.
+  // Whether servers keep the tensor's state, or only values that no gradient changes. Used for a new job only, which
+  // keeps it.
   v1::Frozen frozen = v1::FROZEN_UNSPECIFIED;
-  // Who computes the tensor's updates (types.proto). For a new job, too.
+  // Who computes the tensor's updates (types.proto). Used for a new job only, too.
   v1::Assist assist = v1::ASSIST_UNSPECIFIED;
-  // The order of the elements on the servers, for a new job: as many equal blocks along a dimension, so that cuts of
-  // that dimension are few ranges. A job keeps its own.
+  // The order of the elements on the servers: equal blocks along one dimension, so that a cut of that dimension is few
+  // ranges. Used for a new job only, which keeps it.
   model::Parts parts;
-  // Split::kPlaced: the ranks that have the tensor as this rank has it, and how they cut it. The default: this rank
-  // alone has the whole of it. Ranks of other meshes may say more of the same tensor.
+  // Split::kPlaced: the mesh of ranks that share the tensor with this rank, and how they cut it. Default: only this
+  // rank has the tensor, whole. Ranks of other meshes may have the same tensor, too.
   std::optional<v1::MeshCuts> placement;
 };
 
@@ -77,33 +79,35 @@ struct SessionOptions {
   // `none`: the job's state is lost with a server that ends.
   v1::Durability durability = v1::DURABILITY_STEP;
   uint64_t pin_interval = 0;  // K of every-K, at least 1; 0 with another durability
-  // On how many servers each chunk is, with all its state: 1 to 4. More than one needs servers that etcd names, and
-  // durability `step` or `none`. 0: as the job has it, and 1 for a new job. A job keeps its number. A step needs all
-  // servers all the same, and goes on without some (failover_after).
+  // How many servers have each chunk, with all its state: 1 to 4. More than one needs servers that etcd names, and
+  // durability `step` or `none`. 0: as the job has it, and 1 for a new job. A job keeps its number unless an operator
+  // changes it (`ballastctl replicas`). A step still needs all servers; if one stays silent, the job goes on without it
+  // (failover_after).
   uint32_t replicas = 0;
-  // Of a job with copies: how long a server may be silent whose chunks are all on others too. Then training goes on
-  // without it: rank 0 changes the job's servers, the job forgets this one, and others copy what it had. A server that
-  // is registered and recovers is waited for. The same on all ranks.
+  // For a job with copies: how long a server may be silent if others have all its chunks. After that, training goes on
+  // without it: rank 0 changes the job's servers, and others copy what it had. The group waits for a server that is
+  // registered and recovers. The same on all ranks.
   absl::Duration failover_after = absl::Seconds(5);
   Split split = Split::kEven;  // the same on all ranks
   // How long servers may take for a call, or for a step once all ranks have come, updates included. PinDurably and
   // Restore write (Restore also reads) all state within this time. How long ranks wait for each other is the
   // collective's timeout.
   absl::Duration step_timeout = absl::Seconds(120);
-  // How long Open waits for servers that are down. A server at work on a large job's Open is waited for without
-  // limit. The collective's timeout must be longer, because the ranks other than 0 wait meanwhile.
+  // How long Open waits for servers that are down. It waits without limit for a server that is at work on a large job's
+  // Open. The collective's timeout must be longer, because the ranks other than 0 wait meanwhile.
   absl::Duration open_timeout = absl::Seconds(30);
-  // Files that show the servers who this is, and who they must be. For Connect; Open takes transports.
+  // Files with this rank's identity and the expected identity of the servers. For Connect only, since Open takes
+  // transports.
   model::Access access;
   // Bound on bytes of pushes in flight, and on bytes of pulls.
   uint64_t inflight_bytes_max = uint64_t{64} << 20;
-  // Called with a line that says what the session waits for, when a wait exceeds two seconds; and on rank 0 with one
-  // that says whether the job is new or continues, unless a caller that can tell more says so itself, and with lines
-  // about changes of the job's servers. On other threads than the caller's, too. May be empty.
+  // Called with a line that says what the session waits for, when a wait exceeds two seconds. On rank 0 it also gets
+  // lines about changes of the job's servers and, if says_whether_new, a line that says whether the job is new or
+  // continues. Called on any thread. May be empty.
   std::function<void(const std::string&)> progress;
   bool says_whether_new = true;
-  // Asked twice a second, on another thread, while servers are waited for. Returning true ends the session: the waiting
-  // call, or Open, returns CANCELLED, and the requested change may or may not have happened. May be empty.
+  // Called twice a second, on another thread, while the session waits for servers. Returning true ends the session: the
+  // waiting call, or Open, returns CANCELLED, and the requested change may or may not have happened. May be empty.
   std::function<bool()> interrupted;
 };
 
@@ -131,8 +135,9 @@ struct StepOptions {
   std::vector<GroupHyper> groups;  // group_count entries; the same on all ranks
   double gradient_scale = 1;       // pushed gradients are multiplied by this; the same on all ranks
   double max_norm = 0;             // clip the scaled global norm to this; 0 = no clipping
-  // This rank's data cursor and the like: comes back on resume. At most 64 KiB for all ranks together: 8 KiB a rank at
-  // 8 ranks, 128 bytes a rank at 512. Beyond, all ranks get INVALID_ARGUMENT (BAD_REQUEST) before anything is pushed.
+  // This rank's own bytes, such as its data cursor, which come back on resume. At most 64 KiB for all ranks together: 8
+  // KiB a rank at 8 ranks, 128 bytes a rank at 512. Above that, all ranks get INVALID_ARGUMENT (BAD_REQUEST) before
+  // anything is pushed.
   std::string blob;
 };
 
@@ -142,15 +147,14 @@ struct StepReport {
   double norm = 0;       // global norm of scaled gradients, before clipping
 };
 
-// A version that the servers keep, and which state it is: the number alone does not tell. A job that is dropped and
-// made again counts from 0, and a job that is trained on from an older copy of its servers' directories counts on from
-// there.
+// A version that the servers keep. The number alone does not identify its state: a job that is dropped and made again
+// counts from 0, and a job that goes on from an older copy of its servers' directories uses numbers again.
 struct KeptVersion {
   int64_t version = 0;
-  // The job's: a name that is dropped and made again has another. With several servers, each has a life of the job, and
-  // this is the XOR of them all. 0: not known.
+  // The job's life; a job that is dropped and made again has another. Each server gives the job a life, and this is the
+  // XOR of all. 0: not known.
   uint64_t life = 0;
-  // The epoch of the version's decision. No two groups share one. Counter 0: not known.
+  // The epoch in which the version was decided. No two groups share an epoch. Counter 0: not known.
   v1::Epoch decided_by = {};
 };
 
@@ -176,18 +180,18 @@ struct TensorState {
   std::string tensor;
   // At least this rank's part of the tensor. Borrowed until return.
   absl::Span<const float> values;
-  // The places of `values` in the tensor, by place in the tensor; none: `values` are the whole tensor, row-major.
+  // Where `values` lie in the tensor, in ascending order. Empty: `values` are the whole tensor, row-major.
   std::vector<model::BoxRun> runs;
   uint64_t steps = 0;  // number of updates that the tensor counts as having had
 };
 
 // How long pushed memory that has an owner stays with it.
 enum class Keep {
-  // Until the servers have copied it: the least memory for the trainer.
+  // Until the servers have copied it. This takes the least memory of the trainer.
   kUntilCopied,
-  // Until the step that takes it was applied or skipped, or until Drop. A server in this process then copies nothing of
-  // a chunk whose gradient lies in one run and is all this rank's, if the server has no GPU, and no log or spill takes
-  // the job's gradients. Other slices are copied all the same.
+  // Until the step that takes it was applied or skipped, or until Drop. A server in this process then does not copy a
+  // chunk's gradient that lies in one run and is all this rank's, if the server has no GPU and no log or spill takes
+  // the job's gradients. It copies other slices.
   kUntilApplied,
 };
 
@@ -197,17 +201,18 @@ struct UnitRange {
   uint64_t end = 0;
 };
 
-// Runs of a tensor with so few elements between them are read together: a call of its own costs more.
+// Runs of a tensor with at most this many elements between them are read together, because separate calls would cost
+// more.
 inline constexpr uint64_t kGapElementsMax = 8192;
 
-// Elements of a unit, and the place for them: as many elements of the job's working dtype. Of kE4m3Blocks the range
-// begins at a multiple of kernels::kE4m3Block, and whole blocks come.
+// Elements of a unit, and the place for them: as many elements of the job's working dtype. With kE4m3Blocks the range
+// begins at a multiple of kernels::kE4m3Block, and the pull brings whole blocks.
 struct PullRun {
   UnitRange range;
   absl::Span<std::byte> to;
 };
 
-// Elements of a unit, where they can be read: in the job's working dtype.
+// Elements of a unit and where to read them, in the job's working dtype.
 struct LeasedPart {
   UnitRange range;
   absl::Span<const std::byte> bytes;

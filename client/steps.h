@@ -21,15 +21,15 @@ class Steps {
  public:
   // COLLECTIVE. Transaction 0, or the values of newly registered tensors. Calls `fill` for every such tensor that this
   // rank owns a part of, with the part's first element (in the tensor) and the fp32 values to fill. `blob`: as in Step;
-  // empty: that of the last step again.
+  // if empty, the last step's blob again.
   absl::Status Initialise(
       absl::FunctionRef<void(absl::string_view tensor, uint64_t first, absl::Span<float> values)> fill,
       const std::string& blob = {});
 
   // Pushes this rank's part of the unit's gradient, already reduced over ranks: the owned ranges, concatenated. Copies
-  // the elements, and waits while too many bytes are in flight; with `admitted` it does not wait, but gives a function
-  // that does. A unit may be pushed once per attempt. `absent`: tensors of the unit without a gradient here; the
-  // elements given for them must be zero. Frozen tensors are always absent, whatever is given for them. The 16-bit
+  // the elements, and waits while too many bytes are in flight; with `admitted` it does not wait, but returns a
+  // function that does. A unit may be pushed once per attempt. `absent`: tensors of the unit without a gradient here;
+  // the elements given for them must be zero. Frozen tensors are always absent, whatever is given for them. The 16-bit
   // overload takes the raw bits of the job's 16-bit gradient dtype (bf16 or fp16). BAD_DTYPE: the overload's width is
   // not that of the job's gradient dtype.
   absl::Status Push(uint32_t unit, absl::Span<const bf16> gradient, absl::Span<const std::string> absent = {},
@@ -41,11 +41,11 @@ class Steps {
   // the session is gone. `owner` keeps the memory alive, so the caller need not, and `keep` says for how long.
   // kUntilCopied: the session drops `owner` as soon as the servers have the elements, and cannot send them again after
   // that. If a server loses them before the step is decided, the session ends (STATE_LOST).
-  // kUntilApplied: the session keeps `owner` until Step or Drop has returned OK, or the session is gone; a server in
-  // this process until it has applied the step, or knows that nobody can decide it. ReturnGradients does not end that:
-  // a later group may decide and apply a step whose outcome is not known. Nobody may write to the memory until `owner`
-  // is dropped. A server that finds a change fails the job, though it cannot find every one (model::LentGradients).
-  // `owner` is dropped on any thread: its destructor must neither block nor call the session.
+  // kUntilApplied: the session keeps `owner` until Step or Drop has returned OK, or the session is gone. A server in
+  // this process keeps it until it has applied the step, or knows that no group can decide the step. ReturnGradients
+  // does not end that: a later group may decide and apply a step whose outcome is not known. Do not write to the memory
+  // until `owner` is dropped. If a server finds a change, it fails the job, but it cannot find every change
+  // (model::LentGradients). `owner` is dropped on any thread: its destructor must neither block nor call the session.
   absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent = {},
                             const std::shared_ptr<const void>& owner = nullptr, Keep keep = Keep::kUntilCopied,
                             Waiter* admitted = nullptr);

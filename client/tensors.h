@@ -1,5 +1,5 @@
 // A model's tensors that stay in the trainer. Gradients are read from the trainer's own memory, and updated parameters
-// written to it, tensor by tensor (use (b) of session.h; use (c) where possible).
+// written to it, tensor by tensor (way (b) of session.h; way (c) of loans.h where possible).
 #pragma once
 
 #include <cstddef>
@@ -58,8 +58,8 @@ class Tensors {
                           const std::string& blob = {});
   // COLLECTIVE. Session::Step with the gradients given. Unless the step is skipped, parameters become the new
   // version's. An error before the seal reaches all ranks, and all drop their pushes: the step may be made again.
-  // `ready` may be empty. If parameters change, it is called for a unit's tensors as soon as they have their new
-  // values, with their indices (borrowed); the unit's gradients are not read any more then.
+  // `ready` may be empty. If parameters change, Step calls it as soon as a unit's tensors have their new values, with
+  // their indices (borrowed). From then on Step does not read the unit's gradients.
   using Ready = std::function<void(absl::Span<const size_t>)>;
   absl::StatusOr<TensorsReport> Step(absl::Span<const TensorMemory> memory, const StepOptions& options,
                                      const Ready& ready = {});
@@ -91,12 +91,12 @@ class Tensors {
   absl::Status Pull(absl::Span<const TensorMemory> memory, const Ready& ready = {});
   // Starts pulling some tensors, by index, at the session's version. `boxes`: the part of each tensor to pull; if
   // empty, this rank's parts. `to`: for each, memory for that part in the job's working dtype, borrowed until all
-  // returned pulls were awaited. Never blocks. Of kE4m3Blocks, PullBytes: all blocks that have elements of the part, so
-  // the part begins amid the first one, at its place in the tensor; UNIMPLEMENTED (UNSUPPORTED) for a part that is
-  // several runs of the tensor.
+  // returned pulls were awaited. Never blocks. With kE4m3Blocks the memory is for all blocks that have elements of the
+  // part (PullBytes), so the part may begin amid the first block. A part that is several runs of the tensor is then
+  // UNIMPLEMENTED (UNSUPPORTED).
   absl::StatusOr<std::vector<PendingPull>> StartPull(absl::Span<const size_t> which, absl::Span<std::byte* const> to,
                                                      absl::Span<const model::Box> boxes = {});
-  // Bytes that StartPull writes of this rank's part of tensor `index`.
+  // Bytes that StartPull writes for this rank's part of tensor `index`.
   uint64_t PullBytes(size_t index) const;
 
  private:

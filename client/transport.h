@@ -67,8 +67,8 @@ class Transport {
                       "server " + name() + " takes no operator's calls by this connection"));
   }
   // `payload` is borrowed until the callback. header.payload is empty. Without header.crc32c the transport computes it
-  // of the bytes that this call sends, and the server checks it. Within a process nobody needs it, and it stays absent:
-  // then a slice that is pushed again in its attempt counts as the same bytes.
+  // of the bytes that this call sends, and the server checks it. Within a process it may stay absent: then a slice that
+  // is pushed again in its attempt counts as the same bytes.
   virtual void Push(const v1::PushRequest& header, absl::Span<const std::byte> payload, absl::Time deadline,
                     Callback<v1::PushResponse>) = 0;
   // As Push, of a gradient that the trainer lends: a server in this process may go on reading it after the callback,
@@ -83,22 +83,22 @@ class Transport {
   virtual void Pull(const v1::PullRequest&, absl::Span<std::byte> to, absl::Time deadline,
                     std::function<void(absl::Status)>) = 0;
 
-  // As Pull, but the answer is where a server in this process has the bytes; nothing is leased where they have to be
+  // As Pull, but the answer says where a server in this process has the bytes. It is empty if the bytes have to be
   // copied. The chunk's next update waits for the lease, which must end before the transport.
   virtual void Lease(const v1::PullRequest&, absl::Time /*deadline*/, Callback<model::LeasedBytes> done) {
     done(model::LeasedBytes{});
   }
 
   // Runs work that ends in a push or a pull, as `ends_in` says: at once, or on a thread of the transport if the call
-  // itself copies the bytes. There pulls go before pushes, since somebody waits for a pull. All work ends before the
-  // destructor returns.
+  // itself copies the bytes. On that thread pulls go before pushes, because a caller waits for a pull. All work ends
+  // before the destructor returns.
   enum class Moves { kPull, kPush };
   virtual void Schedule(Moves /*ends_in*/, std::function<void()> work) { work(); }
 
   // Whether the registry says that the server recovers its jobs, and so will answer later.
   virtual bool recovers() const { return false; }
 
-  // Ends calls under way soon, with CANCELLED, if they wait for another process.
+  // Soon ends, with CANCELLED, the calls under way that wait for another process.
   virtual void Cancel() {}
 
   // True if this transport takes lent memory in place of pushes and pulls. Only a server in this process does

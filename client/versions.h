@@ -35,8 +35,8 @@ class Versions {
   // that some server lacks.
   absl::Status PinDurably();
   absl::Status UnpinDurably(int64_t version);
-  // Versions kept on the disk by all servers, ascending. Versions that servers pinned by themselves may go with any
-  // step.
+  // Versions kept on the disk by all servers, ascending. Any step may remove versions that servers pinned by
+  // themselves.
   absl::StatusOr<std::vector<KeptVersion>> DurablePins();
   // Called by any one rank. OK if all servers keep this version, and it has the state that `wanted` names; fields that
   // `wanted` leaves open are not compared. Errors: BAD_SPEC, the version belongs to another life of the job;

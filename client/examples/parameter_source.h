@@ -21,7 +21,7 @@ class ParameterSource {
   // The last finished step; 0 after the initial values.
   virtual int64_t version() const = 0;
 
-  // Where tensors lie. `unit` counts in the order of TensorsOf.
+  // Where tensors lie. `unit`: index as in TensorsOf (bytes_lm/model.h).
   virtual uint64_t unit_elements(uint32_t unit) const = 0;
   virtual absl::StatusOr<uint64_t> Locate(const std::string& tensor) const = 0;  // first element, in its unit
   // The ranges of a unit owned by each rank: a rank pushes the gradients of its ranges.
@@ -32,8 +32,8 @@ class ParameterSource {
   virtual void Prefetch(uint32_t unit) = 0;
   // COLLECTIVE. The unit's flat space, widened from the working dtype.
   virtual absl::Status Acquire(uint32_t unit, absl::Span<float> parameters) = 0;
-  // Pushes the own ranges of the unit's gradient, concatenated, summed over all micro-batches; rounds them to the
-  // gradient dtype. Once per unit and step. Copies.
+  // Pushes this rank's ranges of the unit's gradient. `gradient`: the ranges one after another, summed over all
+  // micro-batches. Copies it and rounds it to the gradient dtype. Call it once per unit and step.
   virtual absl::Status Push(uint32_t unit, absl::Span<const float> gradient) = 0;
   // COLLECTIVE. Ends the step; all units must have been pushed. `header` is the same on all ranks: groups,
   // gradient_scale, max_norm.

@@ -1,4 +1,4 @@
-// What a session asks for, against the job that there is.
+// Checks a session's options against the job that exists.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,9 @@ absl::Status JobExists(const std::string& job, int64_t version);
 absl::Status JobMissing(const std::string& job);
 // Whether a job at `base` (-1: it is new) may be opened with the session's `resume`. JOB_EXISTS, JOB_MISSING.
 absl::Status CheckResume(const SessionOptions& options, int64_t base);
-// The copies that a session asks for, against those of the job; `newest`: null if no server has it. A wish for another
-// number goes before the session's. FAILED_PRECONDITION (BAD_CONFIG, KEY_LOST); UNIMPLEMENTED (UNSUPPORTED).
+// Checks that the session's `replicas`, if it names a number, is the job's. `newest`: the job's newest Open; null if no
+// server has the job. If an operator wishes for a number (`wish`), the session's is ignored. FAILED_PRECONDITION
+// (BAD_CONFIG, KEY_LOST); UNIMPLEMENTED (UNSUPPORTED).
 absl::Status CheckCopies(const SessionOptions& options, const v1::OpenRequest* newest, const JobKey& key,
                          const v1::Wish& wish);
 // INVALID_ARGUMENT (BAD_SPEC): rank `rank` asks for `other`, and rank 0 for `first`.

@@ -1,4 +1,4 @@
-// The session's transactions: what ranks agree on, push, seal and decide.
+// Runs a session's transactions: ranks agree, push, seal and decide.
 #pragma once
 
 #include <string>
@@ -68,12 +68,13 @@ class Transactions {
   std::string sealed_blob_;
   double push_seconds_ = 0;
   double seal_seconds_ = 0;
-  // When the last step was decided, or the session opened, and the blocked seconds until then.
+  // The time of the last decision, at first of the session's opening, and the seconds that this rank had been blocked
+  // by then.
   struct {
     absl::Time at = absl::Now();
     double pull_seconds = 0, gather_seconds = 0, push_seconds = 0;
   } since_;
-  v1::TrainerTimes spent_;  // up to the exchange before the seal in the making
+  v1::TrainerTimes spent_;  // Spent() when the present transaction began
 };
 
 }  // namespace ballast::client

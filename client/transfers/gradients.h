@@ -1,10 +1,11 @@
-// The gradients that this rank has pushed for the step in the making. Every gradient stays here, or in the caller's
-// memory, until every server is prepared, so that a slice lost by a server can be sent again.
+// The gradients that this rank has pushed for the step in the making. This rank keeps each gradient until every server
+// is prepared, so that it can send a slice again that a server lost. The exception is memory given with its owner and
+// Keep::kUntilCopied: this rank lets it go as soon as the servers have it. If a server loses such a slice after that,
+// the step fails.
 //
-// Memory: one element of the gradient dtype per element that this rank owns of a pushed unit; allocated at a unit's
-// first push and kept. A borrowed slice that is spread over several runs is copied until the server has it. Memory
-// given with its owner is let go as soon as the servers have it: a slice that a server loses after that fails the step.
-// Lent memory (kUntilApplied) stays until Forget, also after Return; a server in this process may have it for longer.
+// Memory: Push copies into one buffer per unit, as large as this rank's part of the unit, and keeps the buffer from the
+// unit's first Push on. PushBorrowed copies only a slice that is spread over several runs, until the server has it.
+// Lent memory (kUntilApplied) stays until Forget, also after Return. A server in this process may keep it longer.
 // Threads: one.
 #pragma once
 
@@ -30,7 +31,7 @@ class Gradients {
   // The plan changed. REQUIRES: empty().
   void Resize();
 
-  // In the job's gradient dtype. Does not wait for room: Router::push_admissions.
+  // In the job's gradient dtype. Does not wait for room; the caller does, by Router::push_admissions.
   absl::Status Push(uint32_t unit, absl::Span<const std::byte> gradient, absl::Span<const std::string> absent);
   // `owner`: keeps the memory of `runs`; null where the caller does.
   absl::Status PushBorrowed(uint32_t unit, std::vector<GradientRun> runs, absl::Span<const std::string> absent,

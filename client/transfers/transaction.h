@@ -25,7 +25,7 @@ class Transaction {
   explicit Transaction(const Seat* seat) : seat_(seat), commits_(std::make_shared<Tally>()) {}
 
   // Seals this rank's `request` on all servers until all are prepared, and returns the decision, which is then final.
-  // Starts over where the job's servers change, unless the step was decided before.
+  // If the job's servers change before the step is decided, it seals again on the new servers.
   // Blocks until `deadline`. After an error the outcome is unknown. DEADLINE_EXCEEDED (RANK_MISSING) names ranks that
   // have not sealed, or the first slice that has not come. SERVER_DOWN: a server did not answer, or still waits for its
   // disk. Other errors: the servers', such as FAILED_PRECONDITION, and those of `resend`.
@@ -44,11 +44,12 @@ class Transaction {
 
   struct Sealing;
 
-  // One round: with the servers that the job has now. ABORTED (kRoutesChanged): it has others by now.
+  // One round: with the servers that the job has now. ABORTED (kRoutesChanged): the job's servers have changed
+  // meanwhile.
   absl::StatusOr<v1::Decision> SealOn(const std::shared_ptr<const Routes>& routes,
                                       const std::shared_ptr<const v1::SealRequest>& seal, absl::Time deadline,
                                       const Resend& resend);
-  // `server`: by place.
+  // `server`: index into the servers of `sealing.routes`.
   void Send(const Sealing& sealing, uint32_t server);
   absl::Status SendMissing(const v1::SealResponse::Pending& pending, const Sealing& sealing, uint32_t server,
                            const Resend& resend) const;
@@ -60,7 +61,7 @@ class Transaction {
   const Seat* seat_;
   std::shared_ptr<Tally> commits_;
   std::optional<v1::Decision> decision_;  // the last
-  // What servers are to hear of the copies that they have. No server is told of others' chunks.
+  // Differing copies that the next Commit reports, by server. A server hears only of chunks that it holds.
   std::map<const Transport*, std::vector<v1::DifferingCopies>> differing_;
 };
 

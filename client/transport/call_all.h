@@ -21,7 +21,7 @@
 namespace ballast::client {
 
 // Sends the same request to every server, or to the first `servers`. Returns all answers in order of servers, or the
-// first error. Starts over where the job's servers change.
+// first error. If the job's servers change meanwhile, it asks the new servers. AskAll does not.
 template <typename Request, typename Response>
 absl::StatusOr<std::vector<Response>> CallAll(Router* router, Router::Method<Request, Response> method,
                                               const std::string& what, const Request& request, absl::Time deadline,

@@ -11,11 +11,11 @@
 namespace ballast::python {
 
 // Runs `end` soon, with the interpreter's lock, on a thread of the module's own. Threads: any; never waits for Python.
-// The end of an object runs Python, which may collect garbage and so close a session, and a session joins its threads:
-// none of these may run it.
+// A session's own threads must not run `end`: it runs Python, whose garbage collector may close the session, and
+// closing waits for these threads.
 void EndLater(absl::AnyInvocable<void() &&> end);
 
-// `object`, until its last holder is gone.
+// Keeps `object` until its last holder lets go, then ends it by EndLater.
 template <typename T>
 std::shared_ptr<void> Kept(T object) {
   return {new T(std::move(object)), [](void* kept) { EndLater([kept] { delete static_cast<T*>(kept); }); }};

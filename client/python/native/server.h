@@ -17,15 +17,16 @@
 
 namespace ballast::python {
 
-// `directory` is created; budgets in bytes. `threads`: the number that compute an update.
+// `directory` is created; budgets in bytes. `threads`: how many threads compute an update, and how many read for each
+// job.
 class PythonServer {
  public:
   // working_copies: the server keeps parameters too, for a trainer without parameters. Otherwise sessions lend the
   // trainer's parameters to the server.
   PythonServer(const std::string& directory, uint64_t dram, uint64_t nvme, int threads, bool working_copies);
   ~PythonServer();
-  // Ends the server; further calls throw. The directory is free at return, or when the last session with this server
-  // closes; this object may live on.
+  // Ends the server; further calls throw. Another server may use the directory once Stop has returned and the last
+  // session with this server is closed. This object may live on.
   void Stop();
   // Names, sorted.
   std::vector<std::string> Jobs() const;
@@ -67,13 +68,13 @@ uint64_t StagingBytes(uint64_t dram);
 // The server and the estimate, as Python sees them.
 void BindServer(nanobind::module_& m);
 
-// A forked child has none of the parent's threads: it leaves alone what belongs to them.
+// A forked child lacks the parent's threads, so it must not end objects that belong to them: this leaks `shared`.
 template <typename T>
 void LeaveToParent(std::shared_ptr<T>* shared) {
   new std::shared_ptr<T>(std::move(*shared));
 }
-// The same for libraries, some of whose static destructors wait for threads: a forked child's exit() skips all handlers
-// that were registered before the fork.
+// Some libraries' static destructors wait for threads that a forked child lacks. After this call, exit() in a forked
+// child skips all handlers that were registered before the fork.
 void LetForkedChildrenExit();
 
 }  // namespace ballast::python
