@@ -1,4 +1,4 @@
-// A message that many callers get: held once, and serialised once. Such is the answer to a step's seals.
+// A message that goes to many callers, such as the answer to a step's seals. It is stored once and serialised once.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ class SharedMessage {
   explicit SharedMessage(Message message) : message_(std::move(message)) {}
   const Message& operator*() const { return message_; }
   const Message* operator->() const { return &message_; }
-  // The message as it goes over the wire; made by the first who asks.
+  // The message as it goes over the wire; made by the first call.
   const std::string& bytes() const {
     absl::call_once(serialised_, [this] { bytes_ = message_.SerializeAsString(); });
     return bytes_;
