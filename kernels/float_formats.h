@@ -13,8 +13,8 @@ namespace ballast::kernels {
 
 // kE4m3, kE5m2: OCP 8-bit Floating Point Specification 1.0 (2023); overflow of e4m3, which has no Inf, gives NaN, as in
 // torch.float8_e4m3fn.
-// kE4m3Blocks: blocks of kE4m3Block elements, each e4m3 codes and then an fp32 scale, which the codes' values are times
-// (kernels.h: FromF32). It has no bytes of an element; an array of it begins at a block.
+// kE4m3Blocks: blocks of kE4m3Block elements. Each block has e4m3 codes and then an fp32 scale; an element is its
+// code's value times the scale (kernels.h: FromF32). An element alone has no size in bytes; an array begins at a block.
 enum class Dtype : uint8_t { kF32, kBf16, kF16, kE4m3, kE5m2, kE4m3Blocks };
 
 inline constexpr uint64_t kE4m3Block = 256;
@@ -22,7 +22,7 @@ inline constexpr uint64_t kE4m3BlockBytes = kE4m3Block + sizeof(float);
 // The largest magnitude in a block becomes e4m3's largest.
 inline constexpr float kE4m3Largest = 448;
 
-// 0 for kE4m3Blocks, of which BytesOf tells.
+// 0 for kE4m3Blocks: see BytesOf.
 constexpr size_t ElementBytes(Dtype dtype) {
   switch (dtype) {
     case Dtype::kF32:
@@ -39,7 +39,8 @@ constexpr size_t ElementBytes(Dtype dtype) {
   return 0;
 }
 
-// Bytes of the first `n` elements of an array: of kE4m3Blocks whole blocks, as the last one has its scale behind it.
+// Bytes of the first `n` elements of an array. For kE4m3Blocks these are whole blocks, because a block's scale is
+// behind its codes.
 constexpr uint64_t BytesOf(Dtype dtype, uint64_t n) {
   if (dtype != Dtype::kE4m3Blocks) return n * ElementBytes(dtype);
   return (n + kE4m3Block - 1) / kE4m3Block * kE4m3BlockBytes;

@@ -1,10 +1,10 @@
 // The numeric kernels besides the optimizers (optimizer.h): functions over spans, no I/O, no gRPC, no allocation.
 //
 // Bit-exact everywhere: every CPU path (no vectors, AVX2, AVX-512; Highway picks one at run time) and CUDA give the
-// same bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding (float_formats.h), fp64 norms
-// over a fixed tree; a NaN that a sum or Dequantize stores as fp32 is always 0x7fc00000. Threads: any, in any
-// floating-point mode (ieee_mode.h); all functions are pure. Alignment: the element's own, 64 bytes is fastest. Spans
-// must not overlap, and hold equal counts.
+// same bits. Hence explicit FMA, IEEE divide and square root, no contraction, integer rounding (float_formats.h), and
+// fp64 norms over a fixed tree. A NaN that a sum or Dequantize stores as fp32 is always 0x7fc00000. Threads: any, in
+// any floating-point mode (ieee_mode.h); all functions are pure. Alignment: the element's own, 64 bytes is fastest.
+// Spans must not overlap, and hold equal counts.
 //
 // Typed by Dtype where several are taken: `from` and `to` then hold BytesOf(dtype, n). A dtype that a function does not
 // list ends the process. On GPUs: cuda/cuda_kernels.h has all of them but CRC32C.

@@ -1,7 +1,7 @@
 // The elementwise optimizers: one fused pass per chunk from reduced gradient to working parameters.
 //
 // Bit-exact everywhere: every CPU path (no vectors, AVX2, AVX-512; Highway picks one at run time) and CUDA give the
-// same bits: explicit FMA, IEEE divide and square root, no contraction, integer rounding; a NaN stored as fp32 is
+// same bits. Hence explicit FMA, IEEE divide and square root, no contraction, integer rounding. A NaN stored as fp32 is
 // always 0x7fc00000. Threads: any, in any floating-point mode (ieee_mode.h); no state is shared.
 #pragma once
 
@@ -78,7 +78,7 @@ std::string Unsupported(const OptimizerSpec& spec);
 // AdEMAMix {m, v, s}, schedule-free AdamW {w, v}.
 int MomentCount(const OptimizerSpec& spec);
 
-// Is moment `index` (below MomentCount) a sum, mean or maximum of squares, and so never negative?
+// Whether moment `index` (below MomentCount) is a sum, mean or maximum of squares, and so never negative.
 bool IsSecondMoment(const OptimizerSpec& spec, int index);
 
 // Bytes of `n` elements of one moment; MomentScaleBytes: bytes of its scales (0 unless kI8, kF8).
@@ -140,7 +140,7 @@ struct UpdateSpan {
   float* master = nullptr;                      // in place
   std::array<MomentSpan, kMomentsMax> moments;  // in place; entries beyond MomentCount are not read
   // Written. The CPU's kernels do not read the pointer where the master is lent (kLent), so it may be null there. The
-  // GPU's write it always, and know no lent masters.
+  // GPU's kernels always write it, and do not support lent masters.
   std::byte* working = nullptr;
 };
 

@@ -1,8 +1,9 @@
 // Threads that share large pieces of work with their callers: all jobs of a server use one pool, and so do benchmarks.
 //
-// Each thread has a queue of its own. The pieces of a batch go to the queues of neighbouring threads, from the batch's
-// home on, so that batches with the same home come to the same threads. A thread whose queue is empty takes pieces from
-// other queues. A queue serves callers in turn, a piece each, and a caller's batches in the order of their beginning.
+// Each thread has a queue of its own. A batch has a home: the queue of its first piece. The other pieces go to the next
+// queues, in order. So the same threads get batches with the same home. A thread whose queue is empty takes pieces from
+// other queues. A queue serves callers in turn, a piece each. It serves a caller's batches in the order in which they
+// began.
 #pragma once
 
 #include <atomic>
@@ -47,7 +48,8 @@ class ThreadPool {
   }
 
  protected:
-  // Any of the threads: a benchmark replaces the work by a wait, to have more threads than processors.
+  // Runs on any of the threads. Virtual for a benchmark, which waits instead of computing, so that it can use more
+  // threads than the machine has processors.
   virtual void Compute(absl::FunctionRef<void(uint64_t)> piece, uint64_t index) { piece(index); }
 
  private:
@@ -93,7 +95,7 @@ class ThreadPool {
 
 // Pieces 0 ... count - 1 of some work, each to be called once.
 struct ThreadPool::Batch {
-  // `home`: the queue of piece 0, modulo the number of queues.
+  // `first_queue`: the queue of piece 0, modulo the number of queues.
   Batch(uint64_t pieces, uint64_t first_queue, std::function<void(uint64_t)> work)
       : piece(std::move(work)), count(pieces), home(first_queue), left(pieces) {}
   const std::function<void(uint64_t)> piece;
@@ -121,7 +123,7 @@ class ThreadPool::Caller {
 
  private:
   friend class ThreadPool;
-  // Are there other threads to share pieces with?
+  // Whether there are other threads to share pieces with.
   bool shares() const { return pool_ != nullptr && pool_->threads() > 1; }
   bool IsDone(const Batch& batch);
   void Returned(Batch* batch);

@@ -24,7 +24,7 @@ HWY_INLINE typename L::F WidenBf16(typename L::U x) {
   return L::FromBits(L::template ShiftLeft<16>(x));
 }
 
-// Expects OneNan's output: 0x7fc00000, the only NaN left, rounds to itself.
+// The caller has applied L::OneNan. So the only NaN is 0x7fc00000, which this rounding leaves as it is.
 template <class L>
 HWY_INLINE typename L::U NarrowBf16OneNan(typename L::F x) {
   const typename L::U bits = L::Bits(x);
@@ -39,7 +39,7 @@ HWY_INLINE typename L::U NarrowBf16(typename L::F x) {
   return L::SelectLess(L::SetU(0x7f800000u), Magnitude<L>(bits), quiet, NarrowBf16OneNan<L>(x));
 }
 
-// Narrow and Widen of SmallFloat.
+// As SmallFloat::Narrow and SmallFloat::Widen, for a vector.
 template <class Format, class L>
 HWY_INLINE typename L::U NarrowMagnitude(typename L::U bits) {
   using U = typename L::U;
@@ -101,7 +101,8 @@ HWY_INLINE typename L::F LoadAs(const std::byte* from, size_t i) {
   if constexpr (kDtype == Dtype::kE5m2) return WidenE5m2<L>(L::Load8(bytes));
 }
 
-// kStream: bypass the caches, for data not read again soon; `to` is 64-byte aligned. kOneNan: OneNan has been applied.
+// stream: bypass the caches, for data that is not read again soon; `to` is 64-byte aligned. one_nan: the caller has
+// applied L::OneNan.
 struct StoreOptions {
   bool stream = false;
   bool one_nan = false;
@@ -147,8 +148,8 @@ inline bool Streams(const void* to, size_t bytes) {
   return bytes >= kStreamBytesMin && reinterpret_cast<uintptr_t>(to) % 64 == 0;
 }
 
-// A block's scale, for codes of x / scale with magnitudes up to `code_largest`, and its inverse. Inverse 0: the block
-// is stored as zeros.
+// A block's scale, for codes of x / scale with magnitudes up to `code_largest`, and its inverse. Inverse 0: all codes
+// are 0. The block then reads back as zeros, or as NaN if it had an Inf or a NaN.
 struct BlockScale {
   float scale, inverse;
 };
