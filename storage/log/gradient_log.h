@@ -1,18 +1,18 @@
 // The gradient log of one job: an append-only record on disk of everything newer than the chunks' state on disk. The
 // format is in log_format.h.
 //
-// The log uses segments of equal size in a ring. Create reserves all of them, so the log never waits for space. Each
-// segment is written in full once before its first use, because a first write into a fresh extent of a file system
-// costs two to three times a rewrite. Create writes the first segments; a separate thread (Start) writes the others
-// while the log is in use. If records reach a segment before this thread, they are only slower. Append only queues.
-// Pump encodes queued records into batches, submits the batches and the syncs that somebody asked for, and handles
-// completions. Pump runs on the log's own thread (Start), or on a test's thread.
+// The log uses segments of equal size in a ring. Create reserves all of them, so the log never waits for space.
+// Segments are filled with zeros before records come, because a first write into a fresh extent of a file system costs
+// two to three times a rewrite. Create fills the first segments. A separate thread (Start) fills the others while the
+// log is in use. A segment that records reach first works as well, but more slowly. Append only queues. Pump encodes
+// queued records into batches, submits the batches and the syncs that callers asked for, and handles completions. Pump
+// runs on the log's own thread (Start), or on a test's thread.
 //
-// A *transient* log need not outlive the process. Its file has no name. Create reserves it but does not write it, and
-// nobody syncs it: a complete write counts as durable.
+// A *transient* log need not outlive the process. Its file has no name. Create reserves its segments without filling
+// them. No thread syncs it: a complete write counts as durable.
 //
-// Bounds: segments; 64 requests in flight of at most 16 payloads a batch; the caller bounds queued records (each holds
-// the lease of its payload).
+// Bounds: the number of segments; 64 I/O requests in flight; 16 payloads in a batch. The caller bounds the queued
+// records, each of which holds the lease of its payload.
 #pragma once
 
 #include <atomic>
@@ -49,8 +49,8 @@ class GradientLog {
   // also of `interrupt`, the file is removed. RESOURCE_EXHAUSTED (DISK_FULL).
   static absl::StatusOr<std::unique_ptr<GradientLog>> Create(Disk* disk, const Options& options,
                                                              Interrupt interrupt = Uninterrupted);
-  // Opens the log of an earlier run and fills `scanned` with its content. Errors and `read_bytes`: ScanLog's. The first
-  // Append goes to a new segment: Roll first.
+  // Opens the log of an earlier run and fills `scanned` with its content. Errors and `read_bytes`: ScanLog's. Call Roll
+  // before the first Append: a recovered log goes on in a new segment.
   static absl::StatusOr<std::unique_ptr<GradientLog>> Recover(Disk* disk, const std::string& path, ScannedLog* scanned,
                                                               std::atomic<uint64_t>* read_bytes = nullptr);
   // Stops pumping, drops queued records, waits for requests in flight.
@@ -58,9 +58,9 @@ class GradientLog {
 
   // For a caller that calls Pump itself instead of Start.
   void set_progress(std::function<void()> progress) { queue_.set_progress(std::move(progress)); }
-  // From now on a thread pumps, and another writes segments ahead of their first use. The first calls `progress`, no
-  // lock held, when something became durable or failed. RESOURCE_EXHAUSTED (LIMIT) if the system makes no thread; the
-  // log then only waits for its end.
+  // From now on a thread pumps, and another writes segments ahead of their first use. The pumping thread calls
+  // `progress` without a lock whenever something became durable or failed. RESOURCE_EXHAUSTED (LIMIT) if the system
+  // makes no pumping thread; destroy the log then.
   absl::Status Start(std::function<void()> progress);
 
   const BlockFile& file() const { return *file_; }
@@ -83,7 +83,7 @@ class GradientLog {
   void Sync(uint64_t lsn) { queue_.Sync(lsn); }
   // All records up to this lsn are durable.
   uint64_t durable_lsn() const { return queue_.durable_lsn(); }
-  // The first error; after an error nothing becomes durable any more.
+  // The first error. After an error no further record becomes durable.
   absl::Status status() const { return queue_.status(); }
 
   // Payloads kept for transactions up to `step` are not needed any more. A segment becomes free at the next sync if all
@@ -92,7 +92,8 @@ class GradientLog {
   void Cut(int64_t step) { queue_.Cut(step); }
   // True if the segment in use has no room for the batch that announces a cut: then only Roll frees segments.
   bool cut_lacks_room() const { return queue_.cut_lacks_room(); }
-  // Everything appended so far is void for transactions beyond `step`: lowers a higher keep_for to `step`.
+  // No record so far is needed for a transaction after `step`: lowers a higher keep_for to `step`, so that a Cut up to
+  // `step` frees the segments.
   void Release(int64_t step) { queue_.Release(step); }
   // After Recover: the last transaction whose replay needs payloads of the segment. Until Keep, the whole segment
   // stays.

@@ -1,5 +1,5 @@
-// The choices of a plan. A further choice is a field here, a loop in Choices (candidates.h) and its effect in Arrange,
-// and what it costs in PredictStep.
+// The choices of a plan. To add a choice, add a field here, a loop in Choices (candidates.h), its effect in Arrange,
+// and its cost in PredictStep.
 #pragma once
 
 #include <string>
@@ -26,7 +26,7 @@ struct Choice {
   HbmUse hbm = HbmUse::kFull;
   int hbm_quarters = 4;     // of the HBM budget that is used
   bool reads_back = false;  // slices are read back even if they fit in DRAM
-  // Chunks with state in DRAM have no working copy beside it: pulls round the master, and more state fits.
+  // Chunks with state in DRAM have no working copy: pulls round the master, and more state fits.
   bool rounds_masters = false;
 
   bool operator==(const Choice&) const = default;

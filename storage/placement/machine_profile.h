@@ -33,8 +33,8 @@ struct MachineProfile {
   uint64_t disk_write_depth = 0;
   uint64_t disk_mixed_bytes_per_s = 0;
   uint64_t disk_mixed_depth = 0;
-  // Both at once, all threads with fp32 moments beside a mixture of reads and writes: where the disk needs processors,
-  // each is slower than alone. 0: not measured, and taken as fast as alone.
+  // Both at once: all threads with fp32 moments, during a mixture of reads and writes. If the disk needs processors,
+  // each is slower than alone. 0: not measured; predictions then take each as fast as alone.
   uint64_t update_f32_beside_disk_elements_per_s = 0;
   uint64_t disk_mixed_beside_update_bytes_per_s = 0;
   uint64_t disk_direct = 0;  // 1: past the page cache

@@ -62,8 +62,8 @@ struct PlanRequest {
   bool IsFrozen(size_t chunk) const { return !forms.empty() && storage::IsFrozen(forms[chunk]); }
   // Elements that steps update.
   uint64_t TrainedElements() const;
-  // If working copies of chunks on NVMe do not fit in DRAM, as many as do not fit are left out: pulls then round the
-  // masters, by way of this memory (zero: taken already). None: working copies must fit.
+  // If not all working copies of chunks on NVMe fit in DRAM, those that do not are left out. Pulls then round the
+  // masters, by way of this memory (zero: taken already). nullopt: working copies must fit.
   std::optional<PullMemory> pull;
   // DRAM for slices of the step in flight, which the job needs besides its chunks. Frozen chunks take none.
   uint64_t provisional_bytes_per_element = 4;
@@ -93,7 +93,7 @@ struct PlanRequest {
   // For the prediction: chunks of the job that are placed already and stay there.
   std::vector<PlacedChunk> placed;
   // If budgets change: where the chunks lie now, one entry per chunk. Working copies in HBM stay with their state, or
-  // leave with it; none comes to HBM, and a chunk without a copy gets none. Empty: the chunks are new.
+  // leave with it. No copy comes to HBM, and a chunk without a copy does not get one. Empty: the chunks are new.
   std::vector<ChunkPlacement> present;
   StepShape shape;  // how the server runs a step, for the prediction
 };

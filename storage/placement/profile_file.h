@@ -23,7 +23,7 @@ const std::vector<ProfileKey>& ProfileKeys();
 // YAML: a comment, then a line `key: value` for each field.
 std::string ShowProfile(const MachineProfile& profile);
 // Reads lines `key: value`, blank lines and comments, in any order. INVALID_ARGUMENT (BAD_CONFIG) with path and line
-// for unknown keys (with a list of the known keys), doubled keys and values that are no whole numbers; with the path
+// for unknown keys (with a list of the known keys), doubled keys and values that are not whole numbers; with the path
 // for missing keys.
 absl::StatusOr<MachineProfile> ParseProfile(absl::string_view text, const std::string& path);
 absl::StatusOr<MachineProfile> ReadProfile(const std::string& path);

@@ -20,7 +20,7 @@ struct JobHolding {
   bool durable = false;
   uint64_t staging_bytes_missing = 0;       // DRAM that the job takes once a chunk goes to NVMe
   uint64_t flush_buffer_bytes_missing = 0;  // the part of it that a durable job takes once a chunk goes to HBM
-  // Working copies in DRAM may go, by way of this memory for pulls (PlanRequest::pull). None: they stay.
+  // Working copies in DRAM may go, by way of this memory for pulls (PlanRequest::pull). nullopt: they stay.
   std::optional<PullMemory> pull;
   StepShape shape;
 };

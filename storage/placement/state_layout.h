@@ -21,10 +21,10 @@ inline constexpr int kStateArraysMax = 1 + kernels::kMomentsMax;
 // The layout of a job's chunks: a pure function of the job's optimizer, of whether chunks have working copies, and of
 // the chunk's form. Reads of working parameters of a chunk without a working copy round the master. A store
 // without any working copies writes the trainer's own parameters, where the trainer lends them. A frozen chunk has a
-// single array, kMaster: values in the working dtype, or quantized (kernels::Quantize), and no working copy beside it.
-// A chunk with a working copy may keep a remainder (OptimizerSpec::master): kMaster is then the masters' lower halves,
-// and where 8-bit formats have scales, the bitmap of carries (kernels::SplitF32). A chunk without a copy keeps fp32.
-// With lent masters kMaster is empty: each update names the trainer's memory, and nothing here reads masters.
+// single array, kMaster: values in the working dtype, or quantized (kernels::Quantize), and no working copy. A chunk
+// with a working copy may keep a remainder (OptimizerSpec::master): kMaster is then the masters' lower halves, and
+// where 8-bit formats have scales, the bitmap of carries (kernels::SplitF32). A chunk without a copy keeps fp32. With
+// lent masters kMaster is empty: each update names the trainer's memory, and nothing here reads masters.
 class StateLayout {
  public:
   StateLayout() : StateLayout(kernels::OptimizerSpec()) {}
@@ -89,10 +89,10 @@ class StateLayout {
   uint64_t ParameterBytes(uint64_t elements) const { return kernels::BytesOf(optimizer_.working, elements); }
   // True if the chunk has a working copy in addition to its state.
   bool working_copies() const { return has_working_copies_ && !IsFrozen(form_); }
-  // Is the master its working copy and a remainder?
+  // Whether the master is its working copy and a remainder.
   bool keeps_remainder() const { return working_copies() && optimizer_.master == kernels::MasterFormat::kRemainder; }
 
-  // Is the master in the trainer's memory alone? Such a layout has no working copies.
+  // Whether the master is only in the trainer's memory. Such a layout has no working copies.
   bool lends_master() const { return optimizer_.master == kernels::MasterFormat::kLent && !IsFrozen(form_); }
 
   static constexpr uint64_t kLabelBytes = 4096;

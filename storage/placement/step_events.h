@@ -1,10 +1,10 @@
 // A step as events on three resources: the worker that updates chunks one after the other, the disk's reads, and its
 // writes. Bytes flow at the measured speeds; nothing is done earlier than storage/store does it:
 // - Reads of state go ahead in the order of the update, 24 MiB of them together, while there is a free slot; a slot is
-//   free again once its new state is written. Reads of gradients go ahead beside them, with slots of their own.
+//   free again once its new state is written. Reads of gradients go ahead at the same time, with slots of their own.
 // - The worker waits for the reads of its chunk. Kernels, digests and the GPU's link keep it busy, one after the other.
-// - New state goes to the disk as soon as it is there, flushes of state in memory beside it, and so does the log, which
-//   has the whole step. State in HBM is flushed by the worker, which waits for the disk.
+// - New state goes to the disk as soon as it is computed. Flushes of state in memory and writes of the log go on at the
+//   same time; the log has the whole step. State in HBM is flushed by the worker, which waits for the disk.
 // - Where the worker and the disk disturb each other, both are slower while both have work.
 // - Reads share the disk's read speed, writes its write speed, in equal parts. Where both are under way, each has half
 //   of the speed measured for a mixture.

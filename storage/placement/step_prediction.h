@@ -1,7 +1,7 @@
 // Predicts from measured bandwidths how long a step over a job's chunks takes on this server: a pure function.
 // The transfers and kernels of a step are played through as events (step_events.h), in the order in which the store
 // does them: so a disk that waits for its turn counts, and a kernel that waits for the disk.
-// Not counted: time of trainers and network, pinned copies; a pull from a working copy.
+// Not counted: the time of trainers and network, pinned copies, and pulls from working copies.
 #pragma once
 
 #include <algorithm>
@@ -42,14 +42,14 @@ struct StepPrediction {
   double sync = 0;        // durable: syncs that somebody waits for
   double gpu_link = 0;    // gradients in, working copies out
   double total = 0;
-  // Not part of `total`: what pulls cost whose parameters are not in memory as such, over all passes. Reads of masters
-  // and of frozen chunks on NVMe, rounding of masters.
+  // Not part of `total`: over all passes, the extra cost of pulls of parameters that are not in memory as such. These
+  // are reads of masters and of frozen chunks on NVMe, and rounding of masters.
   double pulls = 0;
   std::vector<std::string> unmeasured;  // used by the plan, but without a figure in the profile: counted as 0 s
 
   // The resource that has most to do: "compute", "the disk" or "the GPU's link", for which the job's thread waits.
   const char* binds() const;
-  // Seconds for which that resource works, and, if there are, the syncs: no order of the same work is shorter.
+  // Seconds of that resource's work, plus the syncs. No order of the same work takes less.
   double bound() const { return std::max(compute + gpu_link, disk_least) + sync; }
 
   // A paragraph for people: the resource that bounds the step, and the time of the other resources.

@@ -20,7 +20,7 @@ struct TierBytes {
 
 struct ChunkPlacement {
   TierKind state = TierKind::kDram;
-  // HBM or DRAM. None: the chunk has no working copy, pulls round the master wherever the state lies.
+  // HBM or DRAM. nullopt: the chunk has no working copy, and pulls round the master wherever the state lies.
   std::optional<TierKind> working = TierKind::kDram;
 };
 

@@ -57,8 +57,8 @@ class DramTier {
   enum class Limit { kBudget, kBeyond };
   absl::StatusOr<DramBlock> Allocate(uint64_t bytes, absl::string_view what, Limit limit = Limit::kBudget,
                                      TierPart part = TierPart::kState);
-  // The same within the budget, for memory that its owner fills later: pages become resident and locked with their
-  // first use, or by Settle, on another thread, beside that. On a server with a GPU that is done already.
+  // The same within the budget, for memory that its owner fills later. Pages become resident and locked at their first
+  // use, or by Settle, which another thread may call meanwhile. On a server with a GPU they are so from the start.
   absl::StatusOr<DramBlock> AllocateToFill(uint64_t bytes, absl::string_view what);
   void Settle(DramBlock* block) const;
   // Memory as from Allocate, for a caller that has taken its budget already.

@@ -9,7 +9,7 @@
 //   promised, without a place    a number of bytes only  yes
 //
 // Invariant: every range in use has blocks, and free ranges have at least as many blocks as are promised. So promised
-// space has its blocks before it has its place, and nobody else is promised these blocks. A full disk refuses the
+// space has its blocks before it has its place, and these blocks are promised only once. A full disk refuses the
 // promise, never the place later (one exception below).
 //
 // Promised blocks may lie in fragments that are too small for an extent. The extent then gets blocks elsewhere, and as
@@ -22,7 +22,7 @@
 // Reserving blocks may wait for every transfer of the file that is in flight, so a promise does it without the caller's
 // lock, in three steps. StartPromise counts the bytes that unused blocks cover, and takes ranges for the rest out of
 // the free ranges. Reservation::Run gets the blocks of these ranges. FinishPromise makes them free again, and counts
-// the rest. In between, the ranges are neither free nor in use, so nobody else gives them away, discards them or cuts
+// the rest. In between, the ranges are neither free nor in use, so no other call gives them away, discards them or cuts
 // them off. Promises of several callers may be in the making at the same time.
 #pragma once
 
@@ -108,7 +108,8 @@ class FileSpace {
   void GiveBackRange(ByteRange range);
   void GiveBackUnused(uint64_t promised);
   // Cuts free space off the file's end, but keeps the blocks that are promised. While promises are in the making, the
-  // last of them does the cut: the cut would wait for their reservations, and everybody who needs the lock for the cut.
+  // last of them does the cut: the cut would wait for their reservations, and all callers that need the lock would wait
+  // for the cut.
   void GiveBackEnd();
   uint64_t Unused(uint64_t promised) const { return ready_.bytes() > promised ? ready_.bytes() - promised : 0; }
 

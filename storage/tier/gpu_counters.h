@@ -6,8 +6,9 @@
 
 namespace ballast::storage {
 
-// Threads: any. Counted when the work is queued, except for the waits. A GPU is asked for no times of its own: events
-// around each copy and kernel would cost more than a small kernel. So kernels and copies of an update share a wait.
+// Threads: any. Counted when the work is queued, except for the waits. The tier does not time single copies and
+// kernels, because events around each would cost more than a small kernel. So one figure has the waits for an update's
+// kernels and copies.
 struct GpuCounters {
   struct Copies {
     std::atomic<uint64_t> count{0};
@@ -15,8 +16,8 @@ struct GpuCounters {
   };
   Copies in, out;                    // from the host to the GPU, and back
   std::atomic<uint64_t> kernels{0};  // launches
-  // Threads that wait for queued work, and for what others queued before on the same stream: of updates, with their
-  // copies of gradients and working parameters; and of copies for pulls, pins and moves.
+  // Time that threads wait for the GPU, also for earlier work of others on the same stream. update_wait: for updates,
+  // with their copies of gradients and working parameters. copy_wait: for copies of pulls, pins and moves.
   std::atomic<int64_t> update_wait_nanoseconds{0};
   std::atomic<int64_t> copy_wait_nanoseconds{0};
 };

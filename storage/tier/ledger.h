@@ -81,7 +81,7 @@ class Ledger {
   // Bytes taken beyond a lowered budget stay taken until they are returned; meanwhile Take and Lease refuse. The shares
   // of NVMe keep their proportions.
   void SetBudget(const TierBytes& budget) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Removes the bytes of a share whose device is missing from the budget. REQUIRES: none of them is taken.
+  // A share's device is missing: removes the share's bytes from the budget. REQUIRES: none of them is taken.
   void DropShare(size_t share);
   TierBytes used() const;
   TierUsage usage() const;

@@ -99,8 +99,8 @@ class NvmeFile {
   const BlockFile& file() const { return *file_; }
 
   // Call at start. `kept`: the extents of this file whose content must stay. TakeKept hands them out, but refuses those
-  // that overlap, whose bytes stay all the same, and those outside the file. `unnamed_stays`: as in TiersOptions. Any
-  // refused extent has the same effect, since its entry is wrong and its state may lie where no entry says.
+  // outside the file and those that overlap; the bytes of the latter still stay. `unnamed_stays`: as in TiersOptions.
+  // Any refused extent has the same effect, because its entry is wrong and its state may lie where no entry says.
   // RESOURCE_EXHAUSTED (BUDGET) if the kept extents exceed the budget.
   absl::Status Keep(std::vector<ExtentPlace> kept, bool unnamed_stays);
   // Returns the space behind the last extent to the disk. Call only after all wanted state was found: state that no

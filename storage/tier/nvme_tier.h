@@ -42,7 +42,7 @@ class NvmeTier {
   // INTERNAL (IO) if the file's device is not there, with the path and what to do, DATA_LOSS (IO) if the file is there
   // without its first blocks; DATA_LOSS (IO) as NvmeFile::TakeKept.
   absl::StatusOr<NvmeExtent> TakeKept(uint64_t offset, NvmeFileId id = 0);
-  // Frees a kept extent that nobody takes. REQUIRES: no entry that a restart looks at names it. Errors: TakeKept's.
+  // Frees a kept extent that no job takes. REQUIRES: no entry that a restart looks at names it. Errors: TakeKept's.
   absl::Status FreeKept(uint64_t offset, NvmeFileId id = 0) { return TakeKept(offset, id).status(); }
   // OK, or why the file was not found at start.
   absl::Status CheckThere(NvmeFileId id) const;
@@ -50,13 +50,13 @@ class NvmeTier {
   // `bytes` are rounded up to 4096. RESOURCE_EXHAUSTED: (BUDGET), or (DISK_FULL) if the disks themselves are full.
   // Either call may wait for a disk, and holds up no other call while it reserves blocks.
   absl::StatusOr<NvmeExtent> Allocate(uint64_t bytes, absl::string_view what);
-  // As Allocate, for extents that are made later; until then the bytes are spare. `grain`: size of the extents, where
-  // they are alike: parts are multiples of it.
+  // As Allocate, for extents that are made later; until then the bytes are spare. `grain`: parts of the room are
+  // multiples of it; the size of the extents if all have the same.
   absl::StatusOr<NvmeRoom> Promise(uint64_t bytes, absl::string_view what, uint64_t grain = kGrainBytes);
   // Makes an extent of a part of `room`. REQUIRES: Holds(*room, bytes), a multiple of 4096. Errors:
   // NvmeFile::AllocateFrom's; then `room` is unchanged.
   absl::StatusOr<NvmeExtent> AllocateFrom(NvmeRoom* room, uint64_t bytes, absl::string_view what);
-  // Has the room a part for an extent of `bytes`, on a device that does not fail? On any, where all fail.
+  // Whether the room has a part for an extent of `bytes`, on a device that does not fail; if all fail, on any device.
   bool Holds(const NvmeRoom& room, uint64_t bytes) const;
   // Makes Holds(*room, bytes) true: reserves `bytes` in one file, and releases as many from the room's other parts.
   // REQUIRES: bytes <= room->bytes(). Errors: Promise's.
@@ -64,10 +64,10 @@ class NvmeTier {
   // Files that a room may have parts in.
   uint64_t file_count() const;
 
-  // REQUIRES, of both: CheckThere(id). `home`: to write anew what lies there.
+  // REQUIRES, for both: CheckThere(id). `home`: to rewrite what lies there.
   const BlockFile& file(NvmeFileId id = 0) const;
   NvmeFile* home(NvmeFileId id) { return FindFile(id); }
-  // As NvmeFile::Sync, for these files alone: another device's failure is no concern of theirs.
+  // As NvmeFile::Sync, for these files alone: another device's failure does not matter to them.
   absl::Status Sync(std::vector<NvmeFileId> ids);
 
  private:

@@ -55,7 +55,7 @@ struct KnownFiles {
 // elements with fp32 moments, their labels and the readers' buffer, with some room. At most 100 MiB: eight chunks.
 uint64_t DefaultStagingBytes(uint64_t dram_bytes);
 
-// A device goes on in a further file beyond: ext4 ends a file at 16 TiB.
+// A device begins a further file beyond this size, because ext4 limits a file to 16 TiB.
 inline constexpr uint64_t kNvmeFileBytesMax = uint64_t{8} << 40;
 
 struct TiersOptions {
