@@ -1,4 +1,4 @@
-// Counters of the process as a whole; the part of it that knows a figure updates it.
+// Counters of the whole process. The part that knows a figure writes it here.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// AdminService over a StateServer.
+// The gRPC service AdminService. A StateServer answers its calls.
 #pragma once
 
 #include "ballast/services/gateway/gate.h"

@@ -1,5 +1,5 @@
-// A job on a server: one method a verb of the API, or a part that has the verb. The job's parts do the work; this class
-// makes them in order, and is the host of the step machine, whose records the job's journal takes.
+// A job on a server. For each verb of the API it has a method, or a part with the verb. The parts do the work; this
+// class makes them in order. It is the host of the step machine, and the job's journal takes the machine's records.
 #pragma once
 
 #include <cstdint>
@@ -86,9 +86,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   std::optional<v1::Epoch> UnopenedPromise() const;
 
   // Before the first request. RESOURCE_EXHAUSTED (LIMIT) if the system makes no threads for this job.
-  // A job that answers dry runs alone has one.
+  // A job that only answers dry runs has one thread.
   absl::Status MakeThreads(bool dry_runs_alone = false);
-  // Refuses waiting and new requests with `status`, finishes the running update, drops the updates queued behind.
+  // Refuses waiting and new requests with `status`, finishes the running update, drops the updates queued behind it.
   // Blocks.
   void Stop(const absl::Status& status);
   // If UnopenedPromise() is `promised`: refuses requests with `status` from now on. Returns whether that is so. Call
@@ -98,8 +98,8 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   // forgotten the job.
   absl::Status RemoveJournal();
   void Discard();
-  // Has the worker read a piece of the job's states on the disk into `buffer` (job/scrub.h). `lease` lives until that
-  // is over.
+  // Has the worker read a piece of the job's states on the disk into `buffer` (job/scrub.h). `lease` lives until the
+  // read is over.
   void ScrubNext(absl::Span<std::byte> buffer, std::shared_ptr<void> lease);
   // End of the last complete pass of the scrub; InfinitePast before the first.
   absl::Time last_scrubbed() const;
@@ -119,7 +119,7 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void PinDue(int64_t version) override;
   void PinChanged(const v1::PinnedVersion& pin) override;
 
-  // Chunks may be missing, or may be imported from now on.
+  // Call when chunks may be missing, or may be imported from now on.
   void ResumeFilling() ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
   v1::StepInFlight DescribeStepInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(job_lock);
 

@@ -1,9 +1,9 @@
-// Keeps apart chunks that move between tiers and plans that need the space which a move gives back. A chunk that moves
-// has a place in two tiers.
+// Makes plans and moves take turns. A chunk that moves between tiers takes space in both, so a plan waits until no
+// chunk moves.
 //
-// A plan waits for the moves. Moves after a change of budgets (TryBegin) wait for nobody: a job's worker would wait
-// with the move, and the job's steps with the worker, for as long as another job's disk hangs. Only an Open that moves
-// its own job's chunks to make room waits for plans (Begin).
+// A move after a change of budgets (TryBegin) does not wait for plans. If it did, it would hold up the job's worker and
+// steps for as long as another job's disk hangs. Only an Open that moves its own job's chunks to make room waits for
+// plans (Begin).
 #pragma once
 
 #include <functional>
@@ -17,9 +17,9 @@ namespace ballast::services {
 // Threads: any.
 class MoveGate {
  public:
-  // True: a chunk of `mover` may move, until End; chunks of other movers may move beside it. False: plans keep moves
-  // out, and `admitted` runs once no plan does, on the thread of the last plan, no lock held. `admitted` must be short;
-  // another of the same mover takes its place.
+  // True: a chunk of `mover` may move until End; chunks of other movers may move at the same time. False: plans keep
+  // moves out. Once the last of them ends, its thread runs `admitted` without a lock. `admitted` must be short. A later
+  // `admitted` of the same mover replaces it.
   bool TryBegin(const void* mover, std::function<void()> admitted);
   // As TryBegin, but waits for the plans.
   void Begin();

@@ -1,5 +1,5 @@
 // A state server without a network: jobs, their step machines and chunks, and the threads that apply decided steps.
-// services/gateway puts the server on the wire; services/gateway puts it inside a trainer's process.
+// services/gateway puts the server on the wire, or into a trainer's process.
 #pragma once
 
 #include <cstdint>
@@ -63,18 +63,19 @@ struct StateServerOptions {
   // Profile that `ballastctl iotune` wrote, for predictions of a step's time. Empty: kMachineProfile in the data
   // directory, if present.
   std::string machine_profile;
-  // Bounds that the jobs share (SharedBound): a job alone may hold half of each. Requests that may wait at a time,
-  // their bytes (with payloads only while a push waits for its job's lock), and payloads of pushes that wait later,
-  // which are memory beyond every budget; beyond a bound requests are BUSY.
+  // Bounds that the jobs share (SharedBound); one job may hold half of each. They bound the requests that wait at a
+  // time, the bytes of these (with payloads only while a push waits for its job's lock), and the payloads of pushes
+  // that wait later. These payloads are memory beyond every budget. Requests beyond a bound are BUSY.
   uint64_t waiting_requests_max = 65536;
   uint64_t waiting_request_bytes_max = uint64_t{128} << 20;
   uint64_t waiting_push_bytes_max = uint64_t{128} << 20;
   // Answers to pulls that have not been sent; beyond the bound pulls wait. Clients bound theirs to 64 MiB.
   uint64_t answer_bytes_max = uint64_t{128} << 20;
   std::string page;  // host:port of this server's status page, told to trainers and through them to peers; empty: none
-  // Asked between pieces of the work while the server starts, on several threads: an error ends Start, which returns
-  // the error, and the next start finds the jobs as this start did. Long work of a job and pulls from the disk ask too,
-  // as long as the server lives: an error refuses the pull, or ends the work and fails the job until a restart.
+  // Called between pieces of the work while the server starts, on several threads. An error ends Start, which returns
+  // the error, and the next start finds the jobs as this start did. As long as the server lives, long work of a job and
+  // pulls from the disk call it, too. An error then refuses the pull, or ends the work and fails the job until a
+  // restart.
   std::function<absl::Status()> interrupt;
   // As MayGrow (job_state/surroundings.h). `taken` tells what the server's jobs take at this moment: names and tiers
   // alone. Empty: jobs grow as the budgets allow.
@@ -84,10 +85,11 @@ struct StateServerOptions {
   // Called by Start once the server knows its id and Member.disk, before its jobs come back: an error ends Start, which
   // returns the error. May be empty.
   std::function<absl::Status(const std::string& server_id, uint64_t disk)> named;
-  // Start returns once the server knows its jobs: they come back on a thread, in the order of their names, and each is
-  // served from then on. Calls of a job that is not back yet, and of new jobs until all are, are UNAVAILABLE (BUSY).
+  // If true, Start returns once the server knows its jobs. They come back on a thread, in the order of their names, and
+  // the server serves each job once it is back. Calls of a job that is not back yet, and of new jobs until all are, are
+  // UNAVAILABLE (BUSY).
   bool serve_while_recovering = false;
-  RecoveryProgress* progress = nullptr;  // borrowed; told how far Start is; null: nobody asks
+  RecoveryProgress* progress = nullptr;  // borrowed; Start says here how far it is; may be null
   Foundation* foundation = nullptr;      // null: this machine
 };
 
@@ -124,8 +126,8 @@ class StateServer {
   // which is not touched; DATA_LOSS (IO) if the directory has logs or extents, but no catalog.
   static absl::StatusOr<std::unique_ptr<StateServer>> Start(const StateServerOptions& options);
   ~StateServer();  // as Stop
-  // Waits until the jobs are back, or refused. Else why the rest of the start failed, with Start's errors: end the
-  // server then.
+  // Waits until every job is back, or refused. An error says why the rest of the start failed, with Start's errors; end
+  // the server then.
   absl::Status AwaitRecovered();
 
   // Fails waiting and new requests with UNAVAILABLE (SERVER_DOWN), and finishes the step being applied. Blocks.
@@ -135,8 +137,8 @@ class StateServer {
   void GetJob(const v1::GetJobRequest&, Reply<v1::GetJobResponse>);
   void Fence(const v1::FenceRequest&, const CallLimit& limit, Reply<v1::FenceResponse>);
   void Open(const v1::OpenRequest&, const CallLimit& limit, Reply<v1::OpenResponse>);
-  // Answers an Open that the caller refuses, as Open answers after an error: the job of a group that gives up is
-  // forgotten first.
+  // For an Open that the caller refuses: answers `refusal`, as Open answers an error. If the group gives up, the server
+  // forgets its job first.
   void RefuseOpen(const v1::OpenRequest&, const absl::Status& refusal, Reply<v1::OpenResponse>);
   void Norm(const v1::NormRequest&, Reply<v1::NormResponse>);
   // All ranks get the same message.
@@ -145,23 +147,23 @@ class StateServer {
   void Pin(const v1::PinRequest&, const CallLimit& limit, Reply<v1::PinResponse>);
   void Unpin(const v1::UnpinRequest&, Reply<v1::UnpinResponse>, std::shared_ptr<Caller> caller = nullptr);
   // `payload` is borrowed until the reply. With kNone the header has no CRC32C: a slice that the attempt has is then
-  // taken to be the same. `lent`, from a trainer in this process: keeps the payload, of one piece, which the server
-  // then reads in place of a copy until the step is applied, if the slice is a gradient that needs no log, has its
-  // chunk alone, and the server has no GPU.
+  // taken to be the same. `lent`, from a trainer in this process, keeps the payload, which is one piece. If the slice
+  // is a gradient that needs no log and has its chunk alone, and the server has no GPU, the server makes no copy: it
+  // reads the payload until the step is applied.
   void Push(const v1::PushRequest& header, PushedBytes payload, const CallLimit& limit, Reply<v1::PushResponse> reply,
             Checksum checksum = Checksum::kCrc32c, std::shared_ptr<model::LentGradients> lent = nullptr);
-  // Once the version is there, and room for the answer, `allocate` is called, at most once, and not at all on most
-  // errors. The reply carries the CRC32C of the bytes, or 0.
+  // The server calls `allocate` once the version and room for the answer are there: at most once, and not at all on
+  // most errors. The reply carries the CRC32C of the bytes, or 0.
   void Pull(const v1::PullRequest&, const CallLimit& limit, Allocate allocate, Reply<uint32_t> reply,
             Checksum checksum = Checksum::kCrc32c);
-  // For a trainer in this process: as Pull, but the answer is the place of the bytes, which their chunk's next update
-  // then waits to change. Nothing is leased, and a pull copies the bytes, unless they are the current version's working
-  // parameters and lie in DRAM.
+  // For a trainer in this process: as Pull, but the answer says where the bytes lie, and their chunk's next update
+  // waits for the lease. The answer is empty, and the bytes must be pulled, unless they are the current version's
+  // working parameters and lie in DRAM.
   void Lease(const v1::PullRequest&, const CallLimit& limit, Reply<model::LeasedBytes> reply);
   // For another server of the job, which copies the chunk: its state between two steps, at version `least` or later.
   // Waits for that version, for room for the answer and for the job's worker. NOT_FOUND (UNKNOWN_JOB): no job of this
   // name and life; FAILED_PRECONDITION: (NOT_OPEN) this server lacks the chunk, (BEHIND) it has opened another spec;
-  // INVALID_ARGUMENT (BAD_REQUEST): the chunk does not lie here; DATA_LOSS (CHECKSUM): nor does its state any more.
+  // INVALID_ARGUMENT (BAD_REQUEST): the chunk does not lie here; DATA_LOSS (CHECKSUM): its state here is damaged.
   void Export(const v1::ExportRequest&, const CallLimit& limit, Reply<ExportedChunk> reply);
   // Page-locked memory for answers to pulls. Empty if the server has no GPU: any memory is then as good.
   absl::StatusOr<storage::Arena> MapAnswers(uint64_t bytes) const;
@@ -192,7 +194,8 @@ class StateServer {
   void GetSteps(const v1::GetStepsRequest&, Reply<v1::GetStepsResponse>);
   void DropJob(const v1::DropJobRequest&, Reply<v1::DropJobResponse>, const CallLimit& limit = absl::InfiniteFuture());
   // Sets budgets until the server ends; chunks of its jobs follow between steps. RESOURCE_EXHAUSTED (BUDGET), with
-  // numbers, if a budget is below what cannot move, as is what a drop under way still holds: nothing has changed then.
+  // numbers, if a budget is below the bytes that cannot move, among them those that a drop under way still holds. Then
+  // nothing has changed.
   void SetBudget(const v1::SetBudgetRequest&, Reply<v1::SetBudgetResponse>,
                  const CallLimit& limit = absl::InfiniteFuture());
 
@@ -200,7 +203,7 @@ class StateServer {
   uint64_t disk() const;              // Member.disk
   storage::TierBytes budget() const;  // now
   const ServerCounters& counters() const;
-  // For metrics, beside Status() and counters().
+  // For metrics, in addition to Status() and counters().
   ServerFigures Figures() const;
   // Whether the catalog can be read and still takes writes, each within `patience`; waits for the disk at worst.
   absl::Status TryCatalog(absl::Duration patience) const;

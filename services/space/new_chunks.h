@@ -16,8 +16,8 @@ namespace ballast::services {
 // Indices of the chunks that the plan gives to `server_id`.
 std::vector<uint64_t> ChunksOf(const model::EpochPlan& plan, absl::string_view server_id);
 
-// Bytes of memory for an element of a slice: the gradient and 2 bytes beside it. A transaction of values alone, 4
-// bytes, always fits.
+// Bytes of memory per element of a slice: the gradient's and 2 more, but at least 4, so that a transaction of fp32
+// values fits.
 uint64_t SliceBytesPerElement(const kernels::OptimizerSpec& optimizer);
 
 // The largest slices of a job: whole chunks, aligned as the disk wants them.
@@ -42,12 +42,12 @@ struct NewChunks {
     }
   };
   Logged all;  // by chunk, also of the existing chunks
-  // By slice: those that will, or may, be read back; sizes the spill of a job without a log.
+  // Elements of the slices that may be read back, by slice. They size the spill of a job without a log.
   Logged spilt;
-  uint64_t shared_elements = 0;  // of `elements`, trained, in chunks of more than one slice
+  uint64_t shared_elements = 0;  // trained elements in chunks that have several slices
   uint64_t snapshot_bytes = 0;   // SnapshotBytesMax with the new chunks
-  uint64_t log_steps = 0;        // of gradients, that a log holds
-  uint64_t log_steps_max = 0;    // as many once it has become longer
+  uint64_t log_steps = 0;        // steps of gradients that a new log holds
+  uint64_t log_steps_max = 0;    // the most steps that it may grow to hold
 
   void AddSpilt(const model::EpochPlan& plan, uint64_t chunk);
   // Memory for slices, if they are read back from the log.
@@ -57,9 +57,9 @@ struct NewChunks {
   // A sentence for people: the disk that the log of these chunks takes.
   std::string ExplainLog() const;
   bool logged() const { return spec.durability() == v1::DURABILITY_STEP; }
-  // Values of a frozen chunk come once, and need no memory beside the chunk's where there is a log.
+  // Whether a frozen chunk's values go through the log. They come once, and then need no memory besides the chunk's.
   bool LogsValues(storage::StateForm of) const { return logged() && storage::IsFrozen(of); }
-  // Does the job leave state on the disk for a restart?
+  // Whether the job leaves state on the disk for a restart.
   bool durable() const { return logged() || spec.durability() == v1::DURABILITY_EVERY_K; }
 };
 

@@ -60,12 +60,12 @@ class StepJournal {
   virtual ~StepJournal() = default;
   // Adds to the end of the log, volatile until synced. Returns its sequence number (increasing, from 1).
   virtual uint64_t Append(const StepRecord& record) = 0;
-  // Starts to make all records up to `lsn` durable. Reports no completion from inside: StepMachine::Synced is called
-  // later.
+  // Starts to make all records up to `lsn` durable. Does not report completion itself: the caller calls
+  // StepMachine::Synced later.
   virtual void Sync(uint64_t lsn) = 0;
 };
 
-// What an Open changes beside the plan.
+// What an Open changes besides the plan.
 struct OpenChange {
   // Slices and attempts of step base + 1 stay (rule 26). Otherwise all provisional slices are void.
   bool keeps_slices = false;
@@ -91,12 +91,13 @@ class StepHost {
   virtual bool ChangesChunks() const { return false; }
   // Can this host keep slices over an Open? If not, every Open voids them.
   virtual bool KeepsSlices() const { return false; }
-  // The Open of another table is durable: what this server had before it of chunks that the plan does not give to it
-  // any more may go, and of all chunks if the Open forgets. From here on unfilled chunks may be imported. Only for
-  // hosts that change chunks. Not in a replay: after the last record the host frees what the plan does not give to this
-  // server, and states of unfilled chunks that MarkFilled refuses.
+  // The Open of another table is durable. The host may now free what it had of chunks that the plan no longer gives to
+  // this server, or of all chunks if the Open forgets. From here on unfilled chunks may be imported. Only for hosts
+  // that change chunks. Not called in a replay: after the last record the host frees what the plan does not give to
+  // this server, and states of unfilled chunks that MarkFilled refuses.
   virtual void TableDurable() {}
-  // Adds what the host tells rank 0 beside the prepared record of `step`, the step in flight: no rule depends on it.
+  // Adds what the host tells rank 0 along with the prepared record of `step`, the step in flight. No rule depends on
+  // it.
   virtual void AddDigests(int64_t step, v1::SealResponse* answer) {}
   // Pin `version`, the last version that Apply was called for (DURABILITY_EVERY_K). Comes after PinChanged for the pins
   // that are not needed any more.
@@ -122,13 +123,13 @@ class StepMachine {
   // After the last record: forgets a slice of the undecided step because its bytes are lost. The rank that pushed the
   // slice is asked for it again. Not for slices of a prepared step.
   void Lose(const v1::PushRequest& header);
-  // Does this slice count as received, in its attempt, for the step in flight? An Open voids slices, or keeps them.
+  // Whether this slice counts as received, in its attempt, for the step in flight. An Open voids slices, or keeps them.
   bool Holds(const v1::PushRequest& header) const;
   // A snapshot for the log to begin with from here on. Not from within methods of StepJournal and StepHost.
   v1::LogSnapshot Snapshot() const;
 
   v1::GetJobResponse Describe() const;
-  // As Describe, without `open`, which may have 4 MiB: plan() has it, and whoever answers copies it outside the lock.
+  // As Describe, without `open`, which may have 4 MiB: plan() has it, and the caller copies it outside the lock.
   v1::GetJobResponse DescribeProgress() const;
   // The answer's job is without `open`.
   Outcome<v1::FenceResponse> Fence(const v1::FenceRequest& request);
@@ -136,7 +137,7 @@ class StepMachine {
   Outcome<v1::OpenResponse> Open(const v1::OpenRequest& request,
                                  std::shared_ptr<const model::EpochPlan> plan = nullptr);
 
-  // Would this Open have the server begin at its base, and forget what it has of the job (rule 25)?
+  // Whether this Open has the server begin at its base, and forget what it has of the job (rule 25).
   bool Forgets(const v1::OpenRequest& request) const;
 
   // Rule 3 in two halves, so that the payload is copied outside the lock. Admit checks everything but the bytes:
@@ -152,8 +153,8 @@ class StepMachine {
   absl::Status EndPush(const v1::PushRequest& header, const absl::Status& received, PushedSlice* bytes = nullptr);
 
   absl::StatusOr<v1::NormResponse> Norm(const v1::NormRequest& request);
-  // Null: not prepared, or not durably; a seal that waits and is Filed() may drop header and blobs, and be evaluated
-  // again without them. Answers of a step are few messages, shared by all who seal.
+  // Null if the step is not prepared, or not durably. A waiting seal that is Filed() may drop header and blobs, and be
+  // evaluated again without them. A step has few answer messages, which its ranks share.
   absl::StatusOr<model::SealAnswer> Seal(const v1::SealRequest& request);
   bool Filed(const v1::SealRequest& request) const;
   // Seal's answer for a caller that waits no longer: kPending with the missing slices and unsealed ranks, of which it
@@ -165,7 +166,7 @@ class StepMachine {
   // first Open.
   uint32_t unsealed_count() const;
   std::vector<uint32_t> UnsealedRanks(size_t max) const;
-  // The step in flight is prepared here, durably or not yet; durably.
+  // Whether the step in flight is prepared here, durably or not yet; whether durably.
   bool prepared() const;
   bool prepared_durably() const;
   absl::StatusOr<v1::CommitResponse> Commit(const v1::CommitRequest& request);
@@ -182,12 +183,12 @@ class StepMachine {
   // import may have. Slices, coverage and norms pass over them. A step that is prepared without all slices of such a
   // chunk raises its least version.
   const std::map<uint64_t, int64_t>& unfilled() const;
-  // Differs whenever other chunks are unfilled, unless MarkFilled alone made the difference.
+  // Changes whenever the set of unfilled chunks changes, except by MarkFilled alone.
   uint64_t unfilled_changes() const;
-  // Does another server hold the chunk, by the table of the open epoch? And this one?
+  // Whether another server holds the chunk, by the table of the open epoch; whether this server does.
   bool HasOtherHolder(uint64_t chunk) const;
   bool IsHolder(uint64_t chunk) const;
-  // Rule 33: what this server has of the chunk is damaged, and counts no more, for good. From here on the chunk is
+  // Rule 33: this server's state of the chunk is damaged and no longer counts, for good. From here on the chunk is
   // unfilled. `version`: the last step that it had, or that was passed over. A restarted server calls this, after the
   // last Replay, for each chunk that the log calls filled and of which its disk has no state that counts.
   // REQUIRES: HasOtherHolder.

@@ -29,9 +29,9 @@ struct RebuildResult {
 };
 // If Verify finds catalog entries of durable jobs unusable, remakes them from the labels in the NVMe tier's files and
 // from the logs. Writes nothing unless it can make the entries of all such jobs, and these do not contradict each
-// other. Deletes no log and no extent, and moves a catalog aside that cannot be opened. It writes all entries in one
-// batch, so an interrupted rebuild has written all or none, and you may repeat it. Errors: as Verify, and those of
-// writing a catalog.
+// other. It deletes no log and no extent. If the catalog cannot be opened, it moves the catalog aside. It writes all
+// entries in one batch, so an interrupted rebuild has written all or none, and you may repeat it. Errors: as Verify,
+// and those of writing a catalog.
 absl::StatusOr<RebuildResult> Rebuild(const std::string& directory, const SayProgress& say,
                                       const std::vector<std::string>& nvme = {});
 
