@@ -39,6 +39,10 @@ class Exchangeable {
     function_.swap(function);
     return *this;
   }
+  template <typename... Arguments>
+  auto operator()(Arguments&&... arguments) const {
+    return (*function())(std::forward<Arguments>(arguments)...);
+  }
   std::shared_ptr<std::function<Signature>> function() const {
     absl::MutexLock lock(&mu_);
     return function_;
