@@ -21,7 +21,7 @@ CCACHE = list(filter(None, [shutil.which('ccache')]))
 # Of paths within the build folder: the folders above may have any name.
 FOLDERS = re.compile(r'(?:storage|services|client|kernels|proto/base|proto/model)/CMakeFiles/|(?:storage|services|client)/\w+/CMakeFiles/')
 SKIPPED = re.compile(r'tests/|client/(?:python|examples)/')  # the preset's; nanobind's and BLAS' headers
-GCC_ONLY = ('-Wno-restrict', '-Wno-subobject-linkage')
+GCC_ONLY = ('-Wno-restrict', '-Wno-subobject-linkage', '--param=ggc-')
 CHECK = ['-fsyntax-only', '-Wthread-safety', '-Werror', '-O0']
 PLANTED = '''#include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -45,7 +45,7 @@ def library_units(build):
 
 def command(entry):
     """Without the source."""
-    words = [word for word in shlex.split(entry['command']) if not word.endswith('ccache') and word not in GCC_ONLY]
+    words = [word for word in shlex.split(entry['command']) if not word.endswith('ccache') and not word.startswith(GCC_ONLY)]
     at = words.index('-o')
     words = words[1:at] + words[at + 2:]
     assert words[-2] == '-c', words

@@ -122,7 +122,7 @@ def commands():
     """{command: its long options} of ballastctl, from its own help."""
     found, name = {}, None
     for line in output(CTL, '--help-all').split('Subcommands:')[1].splitlines():
-        if re.match(r'[a-z]+$', line):
+        if re.match(r'[a-z-]+$', line):
             name = line
             found[name] = set()
         elif match := re.match(r' {4}(--[a-z-]+)', line):
@@ -136,7 +136,7 @@ def test_readme():
     section = (ROOT / 'services/tools/README.md').read_text().split('## Commands\n')[1].split('\n## ')[0]
     entries = {}
     for entry in re.split(r'\n- ', '\n' + section.split('\n\n|')[0])[1:]:
-        entries[re.match(r'`ballastctl ([a-z]+)', entry).group(1)] = long_options(entry.split('\n\n')[0])
+        entries[re.match(r'`ballastctl ([a-z-]+)', entry).group(1)] = long_options(entry.split('\n\n')[0])
     there = commands()
     common = long_options(section.split('\n- ')[0])
     for command in entries:
