@@ -1,5 +1,6 @@
 """overlap=model: a step beside the training loop changes nothing but when things happen."""
 import copy
+import gc
 import os
 import pickle
 import signal
@@ -7,10 +8,12 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from main_thread import waits_in, when
 from own_process import run
 from scripts import assert_close, batches, both, loss_of, mlp, train
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ballast
 import ballast.torch as bt
@@ -263,6 +266,69 @@ def test_a_block_waits_for_the_experts_whose_weights_it_reads(job):
             losses.append(loss.item())
         results.append(losses)
     assert results[1] == pytest.approx(results[0], rel=1e-4)
+
+
+class Reached(nn.Module):
+    """A container whose parts the loop calls."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.other = part, nn.Linear(4, 4)
+
+
+def wrapper_within(**more):
+    net = DistributedDataParallel(mlp(), gradient_as_bucket_view=True, **more)
+    return Reached(net), net
+
+
+def wrapper_outside(**more):
+    model = Reached(mlp())
+    return model, DistributedDataParallel(model.part, gradient_as_bucket_view=True, **more)
+
+
+def wrapper_around(**more):
+    net = DistributedDataParallel(mlp(), gradient_as_bucket_view=True, **more)
+    return net.module, net
+
+
+def landed_at_the_first_layer(model, net, job, hidden=False):
+    """By parameter of net, whether it has landed when the first layer runs. hidden: gc tells of no module that was there."""
+    backward(net)
+    optimizer = bt.AdamW(model.parameters(), overlap=model, **job)
+    optimizer.resume()
+    seen, before = [], [p._version for p in net.parameters()]
+    net.module[0].register_forward_pre_hook(lambda *_: seen.append([p._version for p in net.parameters()]))
+    if hidden:
+        gc.freeze()
+    try:
+        optimizer.step()
+        net(torch.zeros(1, 16))
+        optimizer.close()
+    finally:
+        gc.unfreeze()
+    assert all(p._version > was for p, was in zip(net.parameters(), before))
+    return [p._version == at for p, at in zip(net.parameters(), *seen)]
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures('one_rank')
+@pytest.mark.parametrize('hidden', [False, True])
+@pytest.mark.parametrize('made', [wrapper_within, wrapper_outside, wrapper_around])
+def test_a_pass_of_ddp_with_views_and_unused_parameters_waits_for_all(made, hidden, job):
+    """Its backward pass writes to all gradients."""
+    assert landed_at_the_first_layer(*made(find_unused_parameters=True), job, hidden) == [True] * 6
+
+
+@pytest.mark.usefixtures('one_rank')
+@pytest.mark.parametrize('made', [wrapper_within, wrapper_outside, wrapper_around])
+def test_a_pass_of_ddp_with_views_alone_waits_for_its_block(made, job):
+    assert landed_at_the_first_layer(*made(), job) == [True] * 2 + [False] * 4
 
 
 def test_a_gradient_changed_amid_the_step_is_an_error(job):

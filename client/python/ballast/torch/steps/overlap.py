@@ -20,6 +20,7 @@ from ballast.torch.modes import plainly
 from ballast.torch.steps.step import Step
 from ballast.torch.tensors.kinds import is_sharded
 from ballast.torch.tensors.members import Member, StateMember
+from ballast.torch.tensors.remote import remote_of
 
 _GRACE_SECONDS = 2.0
 
@@ -78,9 +79,8 @@ class Overlap(Feature):
     def start(self, step: Step) -> None:
         """Begins a step. The caller has called before_step() and wait()."""
         if self._needs_of != step.members:
-            self._needs, self._needs_of = _needs(self._model, step.members), list(step.members)
-            if _backward_writes_to_all(step.members):
-                self._needs[self._model] = set(range(len(step.members)))
+            together = _written_together(self._model, step.members)
+            self._needs, self._needs_of = _needs(self._model, step.members, together), list(step.members)
         if self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(1, 'ballast-step')
             atexit.register(_end_of_process, weakref.ref(self))
@@ -188,9 +188,10 @@ def _end_of_process(overlap: weakref.ref[Overlap]) -> None:
         there.wait()
 
 
-def _needs(model: torch.nn.Module, members: Sequence[Member]) -> dict[torch.nn.Module, set[int]]:
+def _needs(model: torch.nn.Module, members: Sequence[Member], together: Sequence[set[int]]) -> dict[torch.nn.Module, set[int]]:
     """Returns for each module the members that its forward may read, by index. A module within a unit may read all of the unit. Any other
-    may read its own parameters, and those of children that have no forward."""
+    may read its own parameters, and those of children that have no forward. together: a module that has one member of such a set needs all
+    of it, since the loop may call any module."""
     index = {id(member.parameter): i for i, member in enumerate(members)}
     units: dict[str, set[int]] = {}
     for i, member in enumerate(members):
@@ -209,12 +210,30 @@ def _needs(model: torch.nn.Module, members: Sequence[Member]) -> dict[torch.nn.M
         everything = {index[id(parameter)] for parameter in module.parameters() if id(parameter) in index}
         within = {block_of(members[i].name) for i in everything}
         needs[module] = set(units[within.pop()]) if len(within) == 1 else own(module)
+        needs[module].update(*(each for each in together if not each.isdisjoint(everything)))
     return needs
 
 
-def _backward_writes_to_all(members: Sequence[Member]) -> bool:
-    """DDP's backward passes write to gradients that the step under way reads, even if no forward pass has waited for their parameters."""
+def _written_together(model: torch.nn.Module, members: Sequence[Member]) -> list[set[int]]:
+    """Returns sets of members, by index. A backward pass of DDP may write to all gradients of a set, though no forward pass has waited for
+    their parameters: the step under way would read what it writes."""
     if not dist.is_available() or not dist.is_initialized():
+        return []
+    owners = [member.of.parameter if isinstance(member, StateMember) else member.parameter for member in members]
+    unknown, found = set(range(len(members))), []
+    for wrapper in ddp_wrappers(owners, model):
+        wrapped = set(map(id, wrapper.parameters()))
+        within = {i for i, owner in enumerate(owners) if id(owner) in wrapped}
+        unknown -= within
+        if wrapper.gradient_as_bucket_view and (wrapper.find_unused_parameters or wrapper.static_graph):
+            found.append(within)
+    # gc.freeze() hides wrappers. Gradients of theirs may lie in buckets, where most share their memory.
+    if any(_is_in_larger_memory(owners[i].grad) for i in unknown):
+        found.append(unknown)
+    return found
+
+
+def _is_in_larger_memory(gradient: torch.Tensor | None) -> bool:
+    if gradient is None or remote_of(gradient) is not None:
         return False
-    return any(wrapper.gradient_as_bucket_view and (wrapper.find_unused_parameters or wrapper.static_graph)
-               for wrapper in ddp_wrappers(member.parameter for member in members))
+    return gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size()
