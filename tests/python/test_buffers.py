@@ -141,6 +141,40 @@ def test_constants_and_models_of_others_are_not_named(durable):
     assert other is not None
 
 
+def test_statistics_of_a_layer_in_eval_are_not_named(durable):
+    """Though its weight and bias are trained."""
+    assert told_by_runs(durable, lambda: Norms().eval(), Norms.named_parameters) == [[]] * 4
+
+
+def test_statistics_of_a_layer_that_trains_after_the_resume_are_named_then(durable):
+    class Late(Norms):
+        def forward(self, x):
+            self.train()
+            return super().forward(x)
+    said = told_by_runs(durable, lambda: Late().eval(), Norms.named_parameters)
+    assert said[:3] == [[], [], []]
+    assert f'{", ".join(STATISTICS)} began as' in said[3][0]
+
+
+def test_buffers_that_come_and_go_are_not_named(durable):
+    """One that a forward pass drops, one that it makes, and one of a lazy layer that nothing calls."""
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.passes = nn.Linear(4, 4), 0
+            for name in ('dropped', 'made'):
+                self.register_buffer(name, torch.ones(4))
+            self.register_buffer('never', nn.UninitializedBuffer())
+            self.made = self.made.to('meta')
+
+        def forward(self, x):
+            self.passes += 1
+            if self.passes == 2:
+                self.dropped, self.made = None, torch.ones(4)
+            return self.linear(x)
+    assert told_by_runs(durable, Lazy, Lazy.named_parameters) == [[]] * 4
+
+
 def test_a_proxy_is_not_asked_what_it_is(durable):
     """Objects that stand for others, as of lazy imports: the look for modules leaves them alone."""
     class Proxy:

@@ -29,19 +29,19 @@ class _Buffer:
 
     @property
     def is_statistic(self) -> bool:
-        """Training changes it for sure. A frozen layer that was put to eval() keeps its statistics."""
+        """Training changes it for sure. A layer that was put to eval() keeps its statistics."""
         module = self._module()
-        return isinstance(module, _NormBase) and (module.training or any(each.requires_grad for each in module.parameters(recurse=False)))
+        return isinstance(module, _NormBase) and module.training
 
     def digest(self) -> int | None:
         """None: nobody can tell."""
         module = self._module()
         buffer = None if module is None else module._buffers.get(self._leaf)
-        if buffer is None or buffer.numel() * buffer.element_size() > _COMPARED_BYTES:
+        if buffer is None:
             return None
         try:
-            return digest_of(buffer)
-        except (RuntimeError, NotImplementedError):  # it has no memory of its own, as on the meta device
+            return None if buffer.numel() * buffer.element_size() > _COMPARED_BYTES else digest_of(buffer)
+        except (RuntimeError, TypeError, ValueError):  # it has no memory of its own, as on the meta device or in a lazy layer
             return None
 
 
@@ -85,7 +85,8 @@ class Buffers:
         if before is None:
             self._digests = digests
             return
-        changed = [buffer.name for buffer, was, now in zip(self._watched, before, digests) if was != now]
+        changed = [buffer.name for buffer, was, now in zip(self._watched, before, digests)
+                   if None not in (was, now) and was != now]
         self._watched, self._digests = [], None
         if changed:
             warn(f"job '{self._job}' went on after {self._steps} steps, and training changes buffers of the model that no server keeps: "
