@@ -30,7 +30,7 @@ class Joins:
             config = getattr(there(), '_join_config', None)
             if config is not None and config.enable and not config.throw_on_early_termination:
                 self._warned = True
-                warn('this loop runs within join() of DistributedDataParallel. A rank that runs out of batches makes no step(), and the '
-                     'others get RANK_MISSING after step_timeout. Give all ranks the same number of batches, or use '
-                     'join(throw_on_early_termination=True), which ends the loop on all ranks at once')
+                warn('this loop runs, or an earlier one ran, within join() of DistributedDataParallel. There a rank that runs out of '
+                     'batches makes no step(), and the others get RANK_MISSING after step_timeout. Give all ranks the same number of '
+                     'batches, or use join(throw_on_early_termination=True), which ends the loop on all ranks at once')
                 return
