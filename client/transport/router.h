@@ -271,7 +271,10 @@ class Router {
   // Whether the pull can be answered by another holder of the chunk, though its server has lost or not kept the
   // version.
   bool MayGoToNextHolder(const Operation& op, absl::string_view reason) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void TakeNextHolder(Operation* op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The holder of the pull's chunk that comes after its server.
+  Transport* NextHolder(const Operation& op) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // How to go on with an operation instead of `next`: with a pull whose server does not answer, at another holder.
+  Next TryAnotherHolder(Operation* op, Next next) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Goes on with an operation whose server left, or whose refusal was of an older epoch.
   void Reroute(const OperationPtr& op);
   void AwaitRoutes(const OperationPtr& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -18,8 +18,11 @@ bool IsRetryable(const absl::Status& status) { return absl::IsUnavailable(status
 absl::Status Router::CheckHolders(const Operation& op, const absl::Status& status) const {
   if (follows_ != Follows::kAnyGroup || op.direction != kPulls || !op.source.has_value()) return absl::OkStatus();
   if (routes_->open().table().replicas() < 2) return absl::OkStatus();  // the group waits for its servers, too
+  const absl::Span<const uint32_t> holders = routes_->plan->holders_of(op.source->chunk);
+  // What is known of the others may be old: each is asked.
+  if (static_cast<size_t>(op.tries) < holders.size()) return absl::OkStatus();
   std::vector<std::string> silent;
-  for (const uint32_t holder : routes_->plan->holders_of(op.source->chunk)) {
+  for (const uint32_t holder : holders) {
     const Transport* const server = routes_->servers[holder];
     if (!IsSilent(server)) return absl::OkStatus();
     silent.push_back(absl::StrCat("'", routes_->plan->members()[static_cast<int>(holder)].server_id(), "'"));
@@ -95,15 +98,25 @@ bool Router::MayGoToNextHolder(const Operation& op, absl::string_view reason) co
   return reason == model::kVersionGone && op.other_holders + 1 < holders;
 }
 
-void Router::TakeNextHolder(Operation* op) {
-  const absl::Span<const uint32_t> holders = routes_->plan->holders_of(op->source->chunk);
+Transport* Router::NextHolder(const Operation& op) const {
+  const absl::Span<const uint32_t> holders = routes_->plan->holders_of(op.source->chunk);
   const auto now = std::find_if(holders.begin(), holders.end(), [&](uint32_t holder) {
     mutex_.AssertHeld();
-    return routes_->servers[holder] == op->server;
+    return routes_->servers[holder] == op.server;
   });
   const bool last = now == holders.end() || now + 1 == holders.end();
-  op->server = routes_->servers[last ? holders.front() : *(now + 1)];
-  ++op->other_holders;
+  return routes_->servers[last ? holders.front() : *(now + 1)];
+}
+
+Router::Next Router::TryAnotherHolder(Operation* op, Next next) {
+  const bool again = next == Next::kRetry || next == Next::kSendCommit;
+  if (!again || op->direction != kPulls || !op->source.has_value() || !FailedLast(op->server)) return next;
+  Transport* const other = HolderFor(*op->source);
+  if (follows_ == Follows::kAnyGroup && FailedLast(other)) {
+    op->server = NextHolder(*op);  // in turn, since only calls find out for a reader that one is back
+    return next;
+  }
+  return other == op->server ? next : Next::kReroute;
 }
 
 absl::Duration Router::Backoff(const Operation& op) {
@@ -126,11 +139,7 @@ void Router::OnAnswer(const OperationPtr& op, absl::Status status) {
       status = std::move(silence);
       next = Next::kDone;
     }
-    const bool again = next == Next::kRetry || next == Next::kSendCommit;
-    if (again && op->direction == kPulls && op->source.has_value() && FailedLast(op->server) &&
-        HolderFor(*op->source) != op->server) {
-      next = Next::kReroute;
-    }
+    next = TryAnotherHolder(op.get(), next);
     if (next == Next::kAwaitRoutes) {
       op->last = status;
       AwaitRoutes(op);
@@ -177,7 +186,10 @@ void Router::Repair(const OperationPtr& op, Next how) {
       how = Next::kReroute;
       if (routes_ == nullptr) stopped = absl::CancelledError("the session uses this server no longer");
     }
-    if (how == Next::kNextHolder) TakeNextHolder(op.get());
+    if (how == Next::kNextHolder) {
+      op->server = NextHolder(*op);
+      ++op->other_holders;
+    }
     if (how == Next::kSendOpen) open = open_;
     if (how == Next::kSendCommit) commit = commit_;
   }

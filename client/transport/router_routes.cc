@@ -50,6 +50,11 @@ bool IsOf(const Transport& transport, const v1::Member& member) {
   return transport.registered_as() == model::TargetOf(member.server_id(), member.disk());
 }
 
+// A job that was dropped and made again under the name is another one. It may have no table, and any epoch.
+bool IsOfJob(const v1::OpenRequest& open, const v1::OpenRequest& known) {
+  return open.has_table() && open.table().life() == known.table().life();
+}
+
 }  // namespace
 
 void Router::SetRoutes(std::shared_ptr<const model::EpochPlan> plan, absl::Duration failover_after, Follows follows) {
@@ -219,7 +224,9 @@ void Router::LookForRoutes() {
       return true;
     });
     const size_t servers = now < expected_until_ ? 0 : routes_->servers.size();
-    for (size_t i = 0; i < servers && (asked == nullptr || IsSilent(asked)); ++i) {
+    // Of a reader's servers nobody else finds out that one is back.
+    const bool asks_silent = follows_ == Follows::kAnyGroup;
+    for (size_t i = 0; i < servers && (asked == nullptr || (IsSilent(asked) && !asks_silent)); ++i) {
       asked = routes_->servers[looked_at_++ % servers];
     }
     looking_ = asked != nullptr;
@@ -258,10 +265,14 @@ void Router::OnLook(Transport* asked, model::SteadyTime sent, const absl::Status
     return;
   }
   const bool later = model::Compare(answer->promised(), now.epoch()) > 0;
-  if (later && (follows_ == Follows::kAnyGroup || now.IsOwn(answer->promised_group()))) return;
-  if (later) return Supersede();
+  if (later && follows_ == Follows::kOwnGroup) {
+    if (!now.IsOwn(answer->promised_group())) Supersede();
+    return;
+  }
   std::erase_if(refused_, [&](Refused& one) {
     mutex_.AssertHeld();
+    // The Open that is to come may name another holder, but none that copies a version of the past.
+    if (later && model::ReasonOf(one.op->last) != model::kVersionGone) return false;
     if (--one.looks_left > 0) return false;
     // A server that has nothing of the job any more is left out like one that is down.
     const bool down = silence_.IsReplaceable(one.op->server) && model::IsWithoutJob(one.op->last);
@@ -276,8 +287,10 @@ void Router::OnLook(Transport* asked, model::SteadyTime sent, const absl::Status
 // Servers that answer refuse calls themselves, for which nobody brings other routes now.
 void Router::Supersede() {
   superseded_ = model::Error(absl::StatusCode::kFailedPrecondition, model::kStaleEpoch,
-                             "another group has opened the job since; end this one, and open the job again with "
-                             "resume=auto");
+                             follows_ == Follows::kAnyGroup
+                                 ? "the job was dropped and made again since; read again"
+                                 : "another group has opened the job since; end this one, and open the job again with "
+                                   "resume=auto");
   for (Refused& one : std::exchange(refused_, {})) {
     timers_.emplace(absl::Now(), [this, op = std::move(one.op)] { Finish(op, op->last); });
   }
@@ -292,7 +305,8 @@ void Router::FetchOpen(Transport* asked) {
     if (!stopped_.ok() || !answer.ok()) return;
     const bool later = model::Compare(answer->open().epoch(), routes_->epoch()) > 0;
     if (!later) return;
-    if (follows_ == Follows::kOwnGroup && answer->open().group() != routes_->open().group()) return Supersede();
+    const bool is_own = follows_ == Follows::kAnyGroup || answer->open().group() == routes_->open().group();
+    if (!is_own || !IsOfJob(answer->open(), routes_->open())) return Supersede();
     timers_.emplace(absl::Now(), [this, open = std::move(*answer->mutable_open())] { Follow(open); });
   });
 }
@@ -344,7 +358,7 @@ absl::Status Router::Continue(const v1::OpenRequest& open) {
     const size_t left_before = left_.size();
     servers_ = TakeMembers(open.table(), std::move(made));
     for (size_t i = left_before; i < left_.size(); ++i) left.push_back(left_[i].get());
-    open_ = plan.shared_open();
+    if (follows_ == Follows::kOwnGroup) open_ = plan.shared_open();  // a reader opens nothing
     Install(std::make_shared<const model::EpochPlan>(std::move(plan)));
     // What rests before its next try may be at a server that left.
     std::multimap<absl::Time, std::function<void()>> rested;

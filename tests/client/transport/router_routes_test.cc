@@ -118,6 +118,24 @@ class RouterRoutesTest : public ::testing::Test {
         chunk, header, payload_, Soon(), [tally](const absl::Status& s) { tally->Finish(s); }, nullptr);
     return tally;
   }
+  // Of a reader, of chunk 0, with all the time in the world.
+  absl::Status PullPatiently() {
+    const auto tally = std::make_shared<Tally>();
+    tally->Start();
+    router().Pull(Router::Source{0, 0}, v1::PullRequest(), absl::MakeSpan(to_), absl::Now() + absl::Hours(1),
+                  [tally](const absl::Status& s) { tally->Finish(s); });
+    EXPECT_TRUE(tally->WaitUntil(Soon())) << "it waits for ever";
+    return tally->Wait();
+  }
+  void FollowAnyGroup(absl::Duration failover_after) {
+    router().SetRoutes(router().routes()->plan, failover_after, Router::Follows::kAnyGroup);
+  }
+  static absl::Status Down() {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  }
+  static absl::Status Gone(const v1::PullRequest&, absl::Span<std::byte>) {
+    return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone, "past");
+  }
   absl::Status Pull(uint64_t chunk) {
     v1::PullRequest request;
     request.set_job("job");
@@ -391,9 +409,7 @@ TEST_F(RouterRoutesTest, ACallForAnOlderEpochsServersIsNotSent) {
 // Another group has opened the job on s2. A pull of a rank is refused at once; one of a reader goes there.
 TEST_F(RouterRoutesTest, AReaderFollowsWhicheverGroupHasTheJob) {
   for (const size_t i : {0, 1}) {
-    servers_[i].on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) {
-      return model::Error(absl::StatusCode::kFailedPrecondition, model::kVersionGone, "past");
-    };
+    servers_[i].on_pull = Gone;
     servers_[i].on_get_job = [this](const v1::GetJobRequest& request) -> absl::StatusOr<v1::GetJobResponse> {
       v1::GetJobResponse job = Opened();
       job.mutable_opened()->set_counter(4);
@@ -405,19 +421,98 @@ TEST_F(RouterRoutesTest, AReaderFollowsWhicheverGroupHasTheJob) {
       return job;
     };
   }
-  const auto pull = [this] {
-    const auto tally = std::make_shared<Tally>();
-    tally->Start();
-    router().Pull(Router::Source{0, 0}, v1::PullRequest(), absl::MakeSpan(to_), absl::Now() + absl::Hours(1),
-                  [tally](const absl::Status& s) { tally->Finish(s); });
-    EXPECT_TRUE(tally->WaitUntil(Soon())) << "it waits for ever";
-    return tally->Wait();
-  };
-  EXPECT_EQ(model::ReasonOf(pull()), model::kVersionGone);
+  EXPECT_EQ(model::ReasonOf(PullPatiently()), model::kVersionGone);
   EXPECT_EQ(made_.size(), 0u);
-  router().SetRoutes(router().routes()->plan, absl::Seconds(1), Router::Follows::kAnyGroup);
-  EXPECT_EQ(pull(), absl::OkStatus());
+  FollowAnyGroup(absl::Seconds(1));
+  EXPECT_EQ(PullPatiently(), absl::OkStatus());
   EXPECT_EQ(made_.at("s2")->pulled().size(), 1u);
+}
+
+// Somebody dropped the job and made it again, with one copy and no table, or with another life.
+TEST_F(RouterRoutesTest, AReaderDoesNotFollowAnotherJobOfTheName) {
+  v1::OpenRequest without_table = Open(4, {"s0", "s1"}, {}), other_life = Open(4, {"s0"}, {{{0}, {}}, {{0}, {}}});
+  without_table.clear_table();
+  other_life.mutable_table()->set_life(78);
+  for (const v1::OpenRequest& open : {without_table, other_life}) {
+    for (const size_t i : {0, 1}) {
+      servers_[i].on_pull = Gone;
+      servers_[i].on_get_job = [open](const v1::GetJobRequest& request) {
+        v1::GetJobResponse job = Opened();
+        *job.mutable_opened() = *job.mutable_promised() = open.epoch();
+        if (!request.without_open()) *job.mutable_open() = open;
+        return absl::StatusOr<v1::GetJobResponse>(job);
+      };
+    }
+    FollowAnyGroup(absl::Seconds(1));
+    EXPECT_EQ(model::ReasonOf(PullPatiently()), model::kVersionGone);
+    EXPECT_EQ(router().routes()->epoch().counter(), 3);
+    EXPECT_EQ(router().server_count(), 2);
+  }
+}
+
+TEST_F(RouterRoutesTest, AVersionThatIsGoneIsNotAwaitedWhileAnotherGroupOpensTheJob) {
+  FollowAnyGroup(absl::Seconds(1));
+  for (const size_t i : {0, 1}) {
+    servers_[i].on_pull = Gone;
+    servers_[i].on_get_job = [](const v1::GetJobRequest&) {
+      v1::GetJobResponse job = Opened();
+      job.mutable_promised()->set_counter(4);
+      job.set_promised_group("group 2");
+      return absl::StatusOr<v1::GetJobResponse>(job);
+    };
+  }
+  EXPECT_EQ(model::ReasonOf(PullPatiently()), model::kVersionGone);
+}
+
+TEST_F(RouterRoutesTest, AReaderOpensNoJob) {
+  FollowAnyGroup(absl::Seconds(1));
+  Continue(4, {"s0", "s1"}, {{{0, 1}, {}}, {{0, 1}, {}}});
+  std::atomic<int> opens = 0;
+  for (const size_t i : {0, 1}) {
+    servers_[i].on_open = [&](const v1::OpenRequest&) {
+      ++opens;
+      return absl::StatusOr<v1::OpenResponse>(v1::OpenResponse());
+    };
+    servers_[i].on_pull = [&](const v1::PullRequest&, absl::Span<std::byte>) {
+      if (opens > 0) return absl::OkStatus();
+      return model::Error(absl::StatusCode::kFailedPrecondition, model::kNotOpen, "not open");
+    };
+  }
+  EXPECT_EQ(model::ReasonOf(PullPatiently()), model::kNotOpen);
+  EXPECT_EQ(opens, 0);
+}
+
+// No look may find it, since it is back before one is due.
+TEST_F(RouterRoutesTest, AReaderTriesHoldersInTurnWhileAllFail) {
+  FollowAnyGroup(absl::Milliseconds(300));
+  FakeServer* const source = &servers_[router().routes()->plan->SourceFor(0, 0)];
+  FakeServer* const other = source == &servers_[0] ? &servers_[1] : &servers_[0];
+  for (FakeServer* const server : {source, other}) {
+    server->on_get_job = [](const v1::GetJobRequest&) -> absl::StatusOr<v1::GetJobResponse> { return Down(); };
+  }
+  source->on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) { return Down(); };
+  other->on_pull = [calls = 0](const v1::PullRequest&, absl::Span<std::byte>) mutable {
+    return ++calls == 1 ? Down() : absl::OkStatus();
+  };
+  EXPECT_EQ(PullPatiently(), absl::OkStatus());
+  // Both have been silent for long, and one is back.
+  other->on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) { return Down(); };
+  EXPECT_TRUE(absl::IsAborted(PullPatiently()));
+  other->on_pull = nullptr;
+  EXPECT_EQ(PullPatiently(), absl::OkStatus());
+}
+
+TEST_F(RouterRoutesTest, AReadersLooksFindThatAServerIsBack) {
+  FollowAnyGroup(absl::Milliseconds(300));
+  FakeServer* const source = &servers_[router().routes()->plan->SourceFor(0, 0)];
+  source->on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) { return Down(); };
+  source->on_get_job = [](const v1::GetJobRequest&) -> absl::StatusOr<v1::GetJobResponse> { return Down(); };
+  EXPECT_EQ(PullPatiently(), absl::OkStatus());
+  while (router().Silent().empty()) absl::SleepFor(absl::Milliseconds(10));
+  source->on_get_job = [](const v1::GetJobRequest&) { return absl::StatusOr<v1::GetJobResponse>(Opened()); };
+  const absl::Time end = Soon();
+  while (!router().Silent().empty() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(10));
+  EXPECT_THAT(router().Silent(), IsEmpty());
 }
 
 // Its other holder was lost before.
