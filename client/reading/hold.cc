@@ -1,5 +1,6 @@
 #include "ballast/client/reading/hold.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
@@ -12,6 +13,8 @@ namespace {
 
 // How long a reader waits for servers to hear that it lets go. They find out by themselves when the lease ends.
 constexpr absl::Duration kLetGoTimeout = absl::Seconds(2);
+// How long reading stands still for a renewal. A server that takes longer answers while pulls go on.
+constexpr absl::Duration kRenewPatience = absl::Seconds(1);
 
 }  // namespace
 
@@ -24,23 +27,33 @@ absl::StatusOr<v1::PinResponse> Hold::Take(int64_t version, absl::Time deadline)
   return pinned;
 }
 
-absl::StatusOr<v1::PinResponse> Hold::Pin(absl::Time deadline) {
+v1::PinRequest Hold::Request() const {
   v1::PinRequest request;
   request.set_job(job_);
   request.set_version(version_);
   request.set_holder(holder_);
   request.set_lease_ms(static_cast<uint32_t>(absl::ToInt64Milliseconds(lease_)));
+  return request;
+}
+
+absl::StatusOr<v1::PinResponse> Hold::Pin(absl::Time deadline) {
   renewed_ = model::SteadyTime::Now();
   BALLAST_ASSIGN_OR_RETURN(
       auto answers, (CallAll<v1::PinRequest, v1::PinResponse>(
-                        router_, &Transport::Pin, absl::StrCat("Pin of version ", version_), request, deadline)));
+                        router_, &Transport::Pin, absl::StrCat("Pin of version ", version_), Request(), deadline)));
   return std::move(answers.front());
 }
 
 absl::Status Hold::RenewIfDue() {
   if (version_ < 0 || model::SteadyTime::Now() - renewed_ < renew_after()) return absl::OkStatus();
+  renewed_ = model::SteadyTime::Now();
   // The next one comes in time for those that answer, though another server is down.
-  return Pin(absl::Now() + renew_after()).status();
+  const auto asked = AskAll<v1::PinRequest, v1::PinResponse>(
+      router_, &Transport::Pin, absl::StrCat("Pin of version ", version_), Request(), absl::Now() + renew_after());
+  for (const auto& answer : asked->Await(absl::Now() + std::min(renew_after(), kRenewPatience))) {
+    if (answer.has_value() && !answer->ok()) return answer->status();
+  }
+  return absl::OkStatus();
 }
 
 void Hold::LetGo() {

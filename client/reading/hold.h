@@ -24,13 +24,14 @@ class Hold {
   absl::StatusOr<v1::PinResponse> Take(int64_t version, absl::Time deadline);
   // How long a lease may have run before a new one is due.
   absl::Duration renew_after() const { return lease_ / 3; }
-  // Asks for a new lease if one is due. An error: some server does not hold the version any
-  // more.
+  // Asks for a new lease if one is due. Blocks for a second at most. An error: some server does not hold the version
+  // any more.
   absl::Status RenewIfDue();
   void LetGo();
   int64_t version() const { return version_; }  // -1: none
 
  private:
+  v1::PinRequest Request() const;
   absl::StatusOr<v1::PinResponse> Pin(absl::Time deadline);
 
   Router* const router_;

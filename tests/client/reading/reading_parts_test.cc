@@ -103,6 +103,21 @@ TEST_F(HoldTest, ALeaseThatRunsOutIsRenewed) {
   EXPECT_EQ(model::ReasonOf(hold.RenewIfDue()), model::kVersionGone);
 }
 
+// The reader goes on before the next renewal is due: else it would do nothing but wait for the server.
+TEST_F(HoldTest, AServerThatIsDownHoldsUpNoReading) {
+  Hold hold(servers_.router.get(), "job", absl::Seconds(9));
+  ASSERT_TRUE(hold.Take(8, absl::InfiniteFuture()).ok());
+  servers_[1].on_pin = [](const v1::PinRequest&) -> absl::StatusOr<v1::PinResponse> {
+    return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, "connection refused");
+  };
+  absl::SleepFor(hold.renew_after() + absl::Milliseconds(50));
+  EXPECT_EQ(pins_.size(), 2);
+  (void)hold.RenewIfDue();
+  EXPECT_EQ(pins_.size(), 3);
+  (void)hold.RenewIfDue();
+  EXPECT_EQ(pins_.size(), 3) << "the next is due already";
+}
+
 // Notes how long the last Pin may take.
 class TimedPins final : public ForwardingTransport {
  public:
