@@ -111,8 +111,8 @@ std::vector<std::string> ChooseServers(const v1::Table& table, const v1::Wish& w
 
 namespace {
 
-// How many servers the job wants beside those that it has, or was told to take: as many may have been lost, and the
-// table has forgotten them.
+// How many servers the job wants beside those that it has, or was told to take: as many may have been lost. The table
+// has forgotten their names.
 size_t LostMembers(const v1::Table& table, const v1::Wish& wish) {
   size_t known = 0;
   for (const v1::Member& member : table.members()) known += IsWanted(table, wish, member.server_id());
@@ -120,12 +120,16 @@ size_t LostMembers(const v1::Table& table, const v1::Wish& wish) {
   return std::max<size_t>(WantedServers(table, wish), known) - known;
 }
 
-// `lost`: of how many such servers nobody has spoken yet.
-absl::Status CheckIsOrWasIn(const v1::Table& table, const v1::Wish& wish, const std::string& server, size_t* lost) {
-  if (*lost == 0 || IsWanted(table, wish, server) || Contains(wish.not_(), server)) {
-    return CheckIsIn(table, wish, server);
+// `unnamed`: how many such servers nobody has named yet.
+absl::Status CheckIsOrWasIn(const v1::Table& table, const v1::Wish& wish, const std::string& server, Lost lost,
+                            size_t* unnamed) {
+  const absl::Status is_in = CheckIsIn(table, wish, server);
+  if (is_in.ok() || *unnamed == 0 || Contains(wish.not_(), server)) return is_in;
+  if (lost == Lost::kNone) {
+    return Annotate(is_in, absl::StrCat("the job lacks ", *unnamed, " server(s), whose ids nobody keeps: if '", server,
+                                        "' is one, and lost for good, add --lost"));
   }
-  --*lost;
+  --*unnamed;
   return absl::OkStatus();
 }
 
@@ -141,16 +145,17 @@ absl::StatusOr<v1::Wish> WishToAdd(const v1::Table& table, v1::Wish wish, absl::
   return wish;
 }
 
-absl::StatusOr<v1::Wish> WishToDrain(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers) {
+absl::StatusOr<v1::Wish> WishToDrain(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers,
+                                     Lost lost) {
   const uint32_t before = WantedServers(table, wish), copies = WantedCopies(table, wish);
   if (before < copies + servers.size()) {
     return Bad(absl::StrCat("the job wants ", copies, " copies of each chunk on ", before, " server(s), and without ",
                             servers.size(), " of them there is no server for each copy: add one first, replace one, ",
                             "or ask for fewer copies (`ballastctl replicas`)"));
   }
-  size_t lost = LostMembers(table, wish);
+  size_t unnamed = LostMembers(table, wish);
   for (const std::string& server : servers) {
-    BALLAST_RETURN_IF_ERROR(CheckIsOrWasIn(table, wish, server, &lost));
+    BALLAST_RETURN_IF_ERROR(CheckIsOrWasIn(table, wish, server, lost, &unnamed));
     Exclude(server, &wish);
   }
   wish.set_count(before - static_cast<uint32_t>(servers.size()));
@@ -158,9 +163,9 @@ absl::StatusOr<v1::Wish> WishToDrain(const v1::Table& table, v1::Wish wish, absl
 }
 
 absl::StatusOr<v1::Wish> WishToReplace(const v1::Table& table, v1::Wish wish, const std::string& old_server,
-                                       const std::string& by) {
-  size_t lost = LostMembers(table, wish);
-  BALLAST_RETURN_IF_ERROR(CheckIsOrWasIn(table, wish, old_server, &lost));
+                                       const std::string& by, Lost lost) {
+  size_t unnamed = LostMembers(table, wish);
+  BALLAST_RETURN_IF_ERROR(CheckIsOrWasIn(table, wish, old_server, lost, &unnamed));
   BALLAST_RETURN_IF_ERROR(CheckIsNotIn(table, wish, by));
   wish.set_count(WantedServers(table, wish));
   Exclude(old_server, &wish);

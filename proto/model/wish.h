@@ -24,14 +24,19 @@ uint32_t WantedCopies(const v1::Table& table, const v1::Wish& wish);
 std::vector<std::string> ChooseServers(const v1::Table& table, const v1::Wish& wish,
                                        absl::Span<const std::string> members, std::vector<std::string> others);
 
+// Whether an operator says that the job went on without a server that is named. Then its id cannot be checked: the
+// table keeps none of lost servers.
+enum class Lost { kNone, kSome };
+
 // The wish after what an operator asks for, which comes on top of the wish so far. INVALID_ARGUMENT (BAD_CONFIG) if it
 // makes no sense for the job as `table` and the wish so far have it: a server that is there already, or is not; fewer
-// servers than copies; copies above kReplicasMax. A server that is not there may be drained or replaced while the job
-// lacks servers: it was lost, and shall not come back.
+// servers than copies; copies above kReplicasMax. With kSome, a server that is not there may be drained or replaced
+// while the job lacks servers. It shall not come back.
 absl::StatusOr<v1::Wish> WishToAdd(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers);
-absl::StatusOr<v1::Wish> WishToDrain(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers);
+absl::StatusOr<v1::Wish> WishToDrain(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers,
+                                     Lost lost = Lost::kNone);
 absl::StatusOr<v1::Wish> WishToReplace(const v1::Table& table, v1::Wish wish, const std::string& old_server,
-                                       const std::string& by);
+                                       const std::string& by, Lost lost = Lost::kNone);
 // `servers` shall be left out at once, as if they did not answer. Also refused if a chunk would be on no other member.
 absl::StatusOr<v1::Wish> WishToRemove(const v1::Table& table, v1::Wish wish, absl::Span<const std::string> servers);
 absl::StatusOr<v1::Wish> WishForCopies(const v1::Table& table, v1::Wish wish, uint32_t replicas);

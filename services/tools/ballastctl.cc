@@ -221,6 +221,9 @@ std::vector<CLI::App*> AddWishes(CLI::App& app, WishCommand* to) {
   }
   replace->add_option("--server", to->named, "id of the server that shall go")->required()->expected(1);
   replace->add_option("--by", to->by, "id of the server that shall come")->required();
+  for (CLI::App* const made : {drain, replace}) {
+    made->add_flag("--lost", to->lost, "the job went on without a server that is named: it is lost for good");
+  }
   replicas->add_option("--copies", to->replicas, "copies of each chunk")->required()->check(CLI::Range(1, 4));
   return {add, drain, remove, replace, replicas};
 }

@@ -48,15 +48,16 @@ int Complain(const WishCommand& command, const absl::Status& status, int code) {
 }
 
 absl::StatusOr<v1::Wish> NextWish(const WishCommand& command, const v1::Table& table, const v1::Wish& so_far) {
+  const model::Lost lost = command.lost ? model::Lost::kSome : model::Lost::kNone;
   switch (command.kind) {
     case WishCommand::Kind::kAdd:
       return model::WishToAdd(table, so_far, command.named);
     case WishCommand::Kind::kDrain:
-      return model::WishToDrain(table, so_far, command.named);
+      return model::WishToDrain(table, so_far, command.named, lost);
     case WishCommand::Kind::kRemove:
       return model::WishToRemove(table, so_far, command.named);
     case WishCommand::Kind::kReplace:
-      return model::WishToReplace(table, so_far, command.named.front(), command.by);
+      return model::WishToReplace(table, so_far, command.named.front(), command.by, lost);
     case WishCommand::Kind::kReplicas:
       break;
   }
@@ -77,6 +78,17 @@ absl::Status CheckRegistered(const WishCommand& command, const Entries& entries)
                         absl::StrCat("server '", server, "' is not registered; registered are ",
                                      entries.empty() ? "none" : absl::StrJoin(entries, ", ", name),
                                      ". Start it with this `discovery`. Nothing was changed"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckLostAreAway(const WishCommand& command, const Entries& entries) {
+  for (const v1::ServerEntry& entry : entries) {
+    const bool named = std::find(command.named.begin(), command.named.end(), entry.server_id()) != command.named.end();
+    if (!command.lost || !named) continue;
+    return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
+                        absl::StrCat("--lost: server '", entry.server_id(), "' is not lost, but registered at ",
+                                     entry.address(), ". Nothing was changed"));
   }
   return absl::OkStatus();
 }
@@ -250,6 +262,7 @@ absl::Status Run(const WishCommand& command, registry::Registry* registry) {
   const absl::Status newest = CheckKeyIsNewest(command.job, key.value, entries, command.asking, registry);
   if (!newest.ok()) return model::Annotate(newest, "Nothing was changed");
   BALLAST_RETURN_IF_ERROR(CheckRegistered(command, entries));
+  BALLAST_RETURN_IF_ERROR(CheckLostAreAway(command, entries));
   const v1::Table& table = key.value.table();
   BALLAST_ASSIGN_OR_RETURN(const v1::Wish wish, Write(command, table, registry, deadline));
   std::printf("job '%s' shall have %s\n", command.job.c_str(), model::ShowWish(table, wish).c_str());

@@ -16,6 +16,7 @@ struct WishCommand {
   std::string job;
   std::vector<std::string> named;  // to add, to drain, to remove, or the server to replace
   std::string by;                  // in its place
+  bool lost = false;               // the job went on without some of those to drain or replace
   bool now = false;                // to remove: always
   uint32_t replicas = 0;
   Asking asking;

@@ -350,6 +350,7 @@ def test_wishes_that_are_refused(etcd, folder, bits):
     assert "server 'x' is not registered" in refused('replace', '--server', 'a', '--by', 'x')
     assert "the job has server 'a' already" in refused('add', '--server', 'a')
     assert "does not have server 'x'; it has, or shall have, 'a', 'b', 'c'" in refused('drain', '--server', 'x')
+    assert "--lost: server 'b' is not lost, but registered at" in refused('drain', '--lost', '--server', 'b')
     assert '2 copies of each chunk on 3 server(s), and without 2 of them there is no server' in refused('drain', '--server', 'a,b')
     assert 'got 4, and the job wants 3 server(s)' in refused('replicas', '--copies', '4')
     assert 'shards would be lost: no other server holds them' in refused('remove', '--now', '--server', 'a,b')

@@ -77,19 +77,27 @@ TEST(Wish, ADrainedServerIsNotChosenAgain) {
 // c was lost, and the group goes on without it.
 TEST(Wish, ALostServerIsTakenAway) {
   const v1::Table table = TableOf({"a", "b"}, 3);
-  const v1::Wish drained = Take(WishToDrain(table, v1::Wish(), {"c"}));
+  for (const absl::Status& refused :
+       {WishToDrain(table, v1::Wish(), {"typo"}).status(), WishToReplace(table, v1::Wish(), "typo", "e").status()}) {
+    EXPECT_EQ(ReasonOf(refused), kBadConfig);
+    EXPECT_THAT(std::string(refused.message()),
+                AllOf(HasSubstr("does not have server 'typo'; it has, or shall have, 'a', 'b'; nothing was changed"),
+                      HasSubstr("if 'typo' is one, and lost for good, add --lost")));
+  }
+  const v1::Wish drained = Take(WishToDrain(table, v1::Wish(), {"c"}, Lost::kSome));
   EXPECT_EQ(ShowWish(table, drained), "2 server(s), without 'c', 2 copies of each chunk");
   EXPECT_THAT(ChooseServers(table, drained, {"a", "b"}, {"c", "d"}), ElementsAre("a", "b"));
-  const v1::Wish replaced = Take(WishToReplace(table, v1::Wish(), "c", "e"));
+  const v1::Wish replaced = Take(WishToReplace(table, v1::Wish(), "c", "e", Lost::kSome));
   EXPECT_THAT(ChooseServers(table, replaced, {"a", "b"}, {"c", "d", "e"}), ElementsAre("a", "b", "e"));
   // Nobody else was lost.
   const v1::Table larger = TableOf({"a", "b", "d"}, 4);
-  EXPECT_EQ(ReasonOf(WishToDrain(larger, v1::Wish(), {"c", "x"}).status()), kBadConfig);
-  const v1::Wish once = Take(WishToDrain(larger, v1::Wish(), {"c"}));
-  EXPECT_EQ(ReasonOf(WishToDrain(larger, once, {"c"}).status()), kBadConfig);
-  EXPECT_EQ(ReasonOf(WishToDrain(larger, once, {"x"}).status()), kBadConfig);
+  EXPECT_EQ(ReasonOf(WishToDrain(larger, v1::Wish(), {"c", "x"}, Lost::kSome).status()), kBadConfig);
+  const v1::Wish once = Take(WishToDrain(larger, v1::Wish(), {"c"}, Lost::kSome));
+  EXPECT_EQ(ReasonOf(WishToDrain(larger, once, {"c"}, Lost::kSome).status()), kBadConfig);
+  EXPECT_EQ(ReasonOf(WishToDrain(larger, once, {"x"}, Lost::kSome).status()), kBadConfig);
   const v1::Wish more = Take(WishToAdd(TableOf({"a", "b", "c"}, 3), v1::Wish(), {"e"}));
-  EXPECT_EQ(ReasonOf(WishToDrain(TableOf({"a", "b", "c"}, 3), more, {"x"}).status()), kBadConfig) << "e is to come";
+  EXPECT_EQ(ReasonOf(WishToDrain(TableOf({"a", "b", "c"}, 3), more, {"x"}, Lost::kSome).status()), kBadConfig)
+      << "e is to come";
 }
 
 TEST(Wish, ReplacesAServerThatMayBeLost) {
