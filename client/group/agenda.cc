@@ -1,10 +1,38 @@
 #include "ballast/client/group/agenda.h"
 
 #include <algorithm>
+#include <map>
 
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "ballast/client/group/absentees.h"
+#include "ballast/proto/base/status.h"
 
 namespace ballast::client {
+namespace {
+
+// "1.5s,", "(16"
+bool IsQuantity(absl::string_view word) {
+  const auto is_mark = [](char c) { return absl::StrContains("(),.;:", c); };
+  while (!word.empty() && is_mark(word.front())) word.remove_prefix(1);
+  while (!word.empty() && is_mark(word.back())) word.remove_suffix(1);
+  double number = 0;
+  absl::Duration duration;
+  return absl::SimpleAtod(word, &number) || absl::ParseDuration(word, &duration);
+}
+
+std::string CauseOf(const absl::Status& failed) {
+  std::string cause = absl::StrCat(static_cast<int>(failed.code()), " ", model::ReasonOf(failed));
+  for (const absl::string_view word : absl::StrSplit(failed.message(), ' ')) {
+    if (!IsQuantity(word)) absl::StrAppend(&cause, " ", word);
+  }
+  return cause;
+}
+
+}  // namespace
 
 bool Agenda::IsDue(const Signs& signs, model::SteadyTime now) const {
   if (now < retry_) return false;
@@ -30,11 +58,12 @@ void Agenda::End(const Outcome& outcome, const std::string& asked, model::Steady
   reconsider_ = now + kReconsiderInterval;
 }
 
-bool FailureLines::IsDue(const std::string& cause, bool training_waits, model::SteadyTime now) {
-  const absl::Duration pause = cause == cause_ && !training_waits ? kSameInterval : kWaitingInterval;
-  if (now - told_ < pause) return false;
-  cause_ = cause;
-  told_ = now;
+bool FailureLines::IsDue(const absl::Status& failed, bool training_waits, model::SteadyTime now) {
+  if (now - last_ < kWaitingInterval) return false;
+  std::erase_if(told_, [&](const auto& one) { return now - one.second >= kSameInterval; });
+  const bool is_new = told_.try_emplace(CauseOf(failed), now).second;
+  if (!is_new && !training_waits) return false;
+  last_ = now;
   return true;
 }
 

@@ -1,8 +1,10 @@
 // When rank 0's keeper tries to change the servers of a job, and when it says that it cannot.
 #pragma once
 
+#include <map>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "ballast/proto/base/steady_time.h"
 
@@ -50,16 +52,19 @@ class Agenda {
 // Changes that fail again and again: when to say so.
 class FailureLines {
  public:
-  // While training waits for the change, a line shows that something goes on; else each cause is told once, and then
-  // rarely: such as an etcd that has an older state than the job.
+  // While training waits for the change, a line shows that something goes on. Else each cause is told once, and then
+  // rarely: such as an etcd that has an older state than the job. Causes whose messages differ in numbers and durations
+  // alone are one.
   static constexpr absl::Duration kWaitingInterval = absl::Seconds(2), kSameInterval = absl::Minutes(10);
 
-  // Whether a line is due. `cause`: what failed, alike each time.
-  bool IsDue(const std::string& cause, bool training_waits, model::SteadyTime now);
+  // Whether a line is due.
+  bool IsDue(const absl::Status& failed, bool training_waits, model::SteadyTime now);
+  // What fails from now on is news.
+  void Succeed() { told_.clear(); }
 
  private:
-  std::string cause_;
-  model::SteadyTime told_;
+  std::map<std::string, model::SteadyTime> told_;  // by cause
+  model::SteadyTime last_;
 };
 
 }  // namespace ballast::client

@@ -331,10 +331,12 @@ void Change::DropLeft(const v1::Table& next) {
   for (uint32_t i = first; i < count; ++i) {
     const absl::Status& status = answers[i - first]->status();
     if (status.ok() || absl::IsNotFound(status)) continue;
-    if (absl::IsCancelled(status)) continue;  // training waits for the next change, which tells the server again
+    // If training waits for another change, that one tells the server again. There may be none.
+    const std::string why = absl::IsCancelled(status) ? "It was not awaited, and the job's next change tells it again"
+                                                      : std::string(status.message());
     Report(absl::StrCat("server '", servers[i].server_id(), "' is no member any more and keeps what it had of the ",
                         "job. `ballastctl drop --job ", options_.job, " --servers ", servers[i].address(),
-                        "` frees it. (", status.message(), ")"));
+                        "` frees it. (", why, ")"));
   }
 }
 

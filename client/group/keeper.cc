@@ -173,6 +173,7 @@ void Keeper::Run() {
       if (!IsOver(sight)) Tell(changed.status(), sight);
       continue;
     }
+    failures_.Succeed();
     // They are registered for a while yet, and it is known that they do not answer.
     for (const Router::SilentServer& server : sight.silent) {
       (void)absentees_.Failed(server.member, /*wished=*/false, model::SteadyTime::Now());
@@ -186,18 +187,20 @@ void Keeper::Run() {
 // Beside the router's lines: while a call waits, these would leave no room for the reason.
 void Keeper::Tell(const absl::Status& failed, const Sight& sight) {
   const model::SteadyTime now = model::SteadyTime::Now();
-  const std::string cause = absl::StrCat(static_cast<int>(failed.code()), " ", model::ReasonOf(failed));
-  if (!options_.progress || !failures_.IsDue(cause, !sight.silent.empty(), now)) return;
+  const bool unfinished = IsUnfinished();  // training waits, as it does for a silent server
+  if (!options_.progress || !failures_.IsDue(failed, unfinished || !sight.silent.empty(), now)) return;
   std::vector<std::string> silent, times;
   for (const Router::SilentServer& server : sight.silent) {
     silent.push_back(absl::StrCat("'", server.member.server_id(), "'"));
     times.push_back(absl::StrCat(absl::ToInt64Seconds(now - server.since), " s"));
   }
-  options_.progress(absl::StrCat("job '", options_.job, "' ",
-                                 silent.empty() ? "cannot change its servers yet"
-                                                : absl::StrCat("cannot go on without ", absl::StrJoin(silent, ", "),
-                                                               " yet (no answer for ", absl::StrJoin(times, ", "), ")"),
-                                 ": ", failed.message()));
+  std::string what =
+      unfinished ? "cannot go on until a change of its servers is made" : "cannot change its servers yet";
+  if (!silent.empty()) {
+    what = absl::StrCat("cannot go on without ", absl::StrJoin(silent, ", "), " yet (no answer for ",
+                        absl::StrJoin(times, ", "), ")");
+  }
+  options_.progress(absl::StrCat("job '", options_.job, "' ", what, ": ", failed.message()));
 }
 
 void Keeper::LookAround(Sight* sight) const {

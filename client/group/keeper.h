@@ -94,7 +94,7 @@ class Keeper {
   // Whoever did not answer rests, and a line says that the change did without it.
   void NoteAbsent(const Candidates& candidates, const client::Change& change, const Members& members);
   // Says why a change failed, if that is due.
-  void Tell(const absl::Status& failed, const Sight& sight);
+  void Tell(const absl::Status& failed, const Sight& sight) ABSL_EXCLUSIVE_LOCKS_REQUIRED(changing_);
 
   const SessionOptions options_;
   Router* const router_;

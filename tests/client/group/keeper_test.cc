@@ -87,7 +87,8 @@ class KeeperTest : public testing::Test {
     v1::Epoch promised;
     bool dead = false;
     bool dies_at_open = false;
-    uint64_t busy_in = 0;         // opens nothing in the epoch with this number
+    bool busy = false;            // opens nothing
+    uint64_t busy_in = 0;         // as busy, in the epoch with this number
     absl::Duration slow;          // to say who it is
     std::set<std::string> hangs;  // calls on connections that are made from now on
   };
@@ -138,7 +139,7 @@ class KeeperTest : public testing::Test {
       self.dead = self.dead || (self.dies_at_open && !open.dry_run());
       if (self.dead) return Dead();
       if (open.dry_run()) return v1::OpenResponse();
-      if (open.epoch().counter() == self.busy_in) {
+      if (self.busy || open.epoch().counter() == self.busy_in) {
         return model::Error(absl::StatusCode::kUnavailable, model::kBusy, "is busy");
       }
       self.open = open;
@@ -290,6 +291,20 @@ TEST_F(KeeperTest, WhoLeftHoldsUpNoFailover) {
   const absl::Time end = absl::Now() + absl::Seconds(20);
   while (has_s3() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(10));
   EXPECT_FALSE(has_s3()) << Lines();
+  keeper_.reset();
+  EXPECT_THAT(Lines(), HasSubstr("server 's2' is no member any more and keeps what it had of the job. `ballastctl drop "
+                                 "--job job --servers s2` frees it. (It was not awaited, "));
+}
+
+// Servers have promised the next epoch, and refuse calls of this one.
+TEST_F(KeeperTest, AChangeThatIsBegunAndNotMadeIsToldAsWhatTrainingWaitsFor) {
+  for (int i = 0; i < 4; ++i) Set(i, [](Server* server) { server->busy = true; });
+  Wish(model::WishToAdd(servers_[0].open.table(), v1::Wish(), {"s3"}));
+  Start();
+  AwaitLine("job 'job' cannot go on until a change of its servers is made: ");
+  EXPECT_THAT(Lines(), testing::Not(HasSubstr("cannot change its servers yet")));
+  for (int i = 0; i < 4; ++i) Set(i, [](Server* server) { server->busy = false; });
+  AwaitServers({"s0", "s1", "s2", "s3"});
 }
 
 TEST(AbsenteesTest, EachRestIsLongerUntilTheServerAnswers) {
@@ -390,15 +405,38 @@ TEST(AgendaTest, WhatFailsIsTriedAgainWithMorePatience) {
 }
 
 // etcd had an older state than the job, and each two seconds a line said so.
+absl::Status Down(const std::string& message) {
+  return model::Error(absl::StatusCode::kUnavailable, model::kServerDown, message);
+}
+
 TEST(FailureLinesTest, ACauseIsToldOnceUnlessTrainingWaits) {
   const model::SteadyTime now = model::SteadyTime::Now();
+  const absl::Status lost = model::Error(absl::StatusCode::kFailedPrecondition, model::kKeyLost, "no key");
+  const absl::Status down = Down("'a' did not answer");
   FailureLines lines;
-  EXPECT_TRUE(lines.IsDue("KEY_LOST", false, now));
-  EXPECT_FALSE(lines.IsDue("KEY_LOST", false, now + absl::Minutes(9)));
-  EXPECT_TRUE(lines.IsDue("KEY_LOST", false, now + absl::Minutes(10)));
-  EXPECT_FALSE(lines.IsDue("NO_RIGHT", false, now + absl::Minutes(10) + absl::Seconds(1)));
-  EXPECT_TRUE(lines.IsDue("NO_RIGHT", false, now + absl::Minutes(10) + absl::Seconds(2)));
-  EXPECT_TRUE(lines.IsDue("NO_RIGHT", true, now + absl::Minutes(10) + absl::Seconds(4)));
+  EXPECT_TRUE(lines.IsDue(lost, false, now));
+  EXPECT_FALSE(lines.IsDue(lost, false, now + absl::Minutes(9)));
+  EXPECT_TRUE(lines.IsDue(lost, false, now + absl::Minutes(10)));
+  EXPECT_FALSE(lines.IsDue(down, false, now + absl::Minutes(10) + absl::Seconds(1)));
+  EXPECT_TRUE(lines.IsDue(down, false, now + absl::Minutes(10) + absl::Seconds(2)));
+  EXPECT_TRUE(lines.IsDue(down, true, now + absl::Minutes(10) + absl::Seconds(4)));
+}
+
+TEST(FailureLinesTest, EachCauseIsToldOnceAndAgainAfterASuccess) {
+  model::SteadyTime now = model::SteadyTime::Now();
+  FailureLines lines;
+  const auto is_due = [&](const std::string& message) {
+    now = now + FailureLines::kWaitingInterval;
+    return lines.IsDue(Down(message), false, now);
+  };
+  EXPECT_TRUE(is_due("'a-1' did not answer within 1s, and is waited for"));
+  EXPECT_FALSE(is_due("'a-1' did not answer within 16s, and is waited for")) << "with more patience";
+  EXPECT_TRUE(is_due("'a-2' did not answer within 16s, and is waited for"));
+  EXPECT_TRUE(is_due("etcd: no answer within 999ms and 3 tries."));
+  EXPECT_FALSE(is_due("etcd: no answer within 1.5s and 4 tries."));
+  EXPECT_FALSE(is_due("'a-1' did not answer within 2s, and is waited for")) << "causes that alternate";
+  lines.Succeed();
+  EXPECT_TRUE(is_due("'a-1' did not answer within 1s, and is waited for"));
 }
 
 }  // namespace
