@@ -124,8 +124,7 @@ class RouterRoutesTest : public ::testing::Test {
     tally->Start();
     router().Pull(Router::Source{0, 0}, v1::PullRequest(), absl::MakeSpan(to_), absl::Now() + absl::Hours(1),
                   [tally](const absl::Status& s) { tally->Finish(s); });
-    EXPECT_TRUE(tally->WaitUntil(Soon())) << "it waits for ever";
-    return tally->Wait();
+    return tally->WaitUntil(Soon()) ? tally->Wait() : absl::DeadlineExceededError("it waits for ever");
   }
   void FollowAnyGroup(absl::Duration failover_after) {
     router().SetRoutes(router().routes()->plan, failover_after, Router::Follows::kAnyGroup);
