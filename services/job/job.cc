@@ -126,12 +126,13 @@ bool Job::Unopened() const {
          !parts_->openings.busy();
 }
 
-std::optional<v1::Epoch> Job::UnopenedPromise() const {
+std::optional<v1::Epoch> Job::UnopenedPromise(bool* locked) const {
   std::optional<v1::Epoch> promised;
-  (void)parts_->core.TryLook([&] {
+  const bool looked = parts_->core.TryLook([&] {
     parts_->core.mu.AssertHeld();
     if (Unopened()) promised = parts_->core.machine->promised();
   });
+  if (locked != nullptr) *locked = !looked;
   return promised;
 }
 

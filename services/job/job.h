@@ -81,9 +81,9 @@ class Job : public std::enable_shared_from_this<Job>, private StepHost {
   void MoveTo(const storage::Plan& plan, v1::JobMoves* answer);
   // Blocks while the job's lock is taken.
   v1::Epoch promised() const;
-  // The newest promise if no epoch was opened since the server's start, and nobody is about to open one. Absent as well
-  // if the job's lock stays taken: somebody is at work on the job.
-  std::optional<v1::Epoch> UnopenedPromise() const;
+  // The newest promise if no epoch was opened since the server's start, and nobody is about to open one. Absent as
+  // well, with `*locked` true, if the job's lock stays taken: somebody is at work on the job.
+  std::optional<v1::Epoch> UnopenedPromise(bool* locked = nullptr) const;
 
   // Before the first request. RESOURCE_EXHAUSTED (LIMIT) if the system makes no threads for this job.
   // A job that only answers dry runs has one thread.

@@ -175,19 +175,26 @@ bool StateServer::Impl::Forget(const std::string& name, const v1::Epoch& promise
   return Erase(name, std::move(entry)).ok();
 }
 
-void StateServer::Impl::ForgetOldest() {
+bool StateServer::Impl::ForgetOldest() {
   std::map<uint64_t, std::pair<std::string, std::shared_ptr<Job>>> by_age;
   {
     absl::MutexLock lock(&mu);
-    if (!full()) return;
+    if (!full()) return false;
     for (const auto& [name, entry] : jobs) {
       if (entry.job != nullptr) by_age[entry.made] = {name, entry.job};
     }
   }
+  bool may_later = false;
   for (const auto& [made, job] : by_age) {
-    const std::optional<v1::Epoch> promised = job.second->UnopenedPromise();
-    if (promised.has_value() && Forget(job.first, *promised)) return;
+    bool locked = false;
+    const std::optional<v1::Epoch> promised = job.second->UnopenedPromise(&locked);
+    if (promised.has_value() && Forget(job.first, *promised)) return false;
+    if (!locked) continue;
+    // A job at work keeps its lock, too.
+    const absl::StatusOr<JobEntry> stored = ReadJobEntry(*catalog, job.first);
+    may_later = may_later || (stored.ok() && !stored->opened());
   }
+  return may_later;
 }
 
 std::vector<v1::TierStatus> StateServer::Impl::TierStatuses(const std::vector<v1::JobStatus>& job_statuses) const {

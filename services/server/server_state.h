@@ -136,8 +136,9 @@ struct StateServer::Impl {
   bool Forget(const std::string& name, const v1::Epoch& promised);
   // Could Forget find such a job? Asks neither disk nor catalog.
   bool MayForget(const std::string& name, const v1::Epoch& promised) const;
-  // On a full server: forgets the job that was made first, of those that were never opened.
-  void ForgetOldest();
+  // On a full server: forgets the job that was made first, of those that were never opened. True if it forgets none,
+  // and one whose lock is taken may be such a job: a later try tells.
+  bool ForgetOldest();
   // Wraps `reply`: after a final error, the job of a group that gives up is forgotten first.
   template <typename Response>
   Reply<Response> ForgetAfterError(const std::string& name, const v1::Epoch& promised, Reply<Response> reply) {

@@ -268,8 +268,12 @@ void StateServer::Fence(const v1::FenceRequest& request, const CallLimit& limit,
   if (model::ReasonOf(job.status()) != model::kBudget) return fence(job);
   if (const absl::Status ready = impl_->forgetting->Prepare(); !ready.ok()) return reply(ready);
   impl_->forgetting->Post([impl = impl_.get(), name = request.job(), fence] {
-    impl->ForgetOldest();
-    fence(impl->FindOrMake(name));
+    const bool may_later = impl->ForgetOldest();
+    const auto made = impl->FindOrMake(name);
+    if (!may_later || model::ReasonOf(made.status()) != model::kBudget) return fence(made);
+    fence(model::Error(absl::StatusCode::kUnavailable, model::kBusy,
+                       absl::StrCat("server '", impl->server_id, "' holds ", kJobsMax,
+                                    " jobs, and the one that may be forgotten is busy; send the request again")));
   });
 }
 

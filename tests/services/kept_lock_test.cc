@@ -204,6 +204,24 @@ TEST_F(KeptLock, KeepsNoOtherJobFromBeingMade) {
   EXPECT_FALSE(got.Wait()->exists());
 }
 
+// That one job may be forgotten is not known while its lock is kept; which jobs were opened, the catalog knows.
+TEST_F(KeptLock, AFullServerIsBusyWhileTheOneJobThatMayYieldIsLocked) {
+  for (int i = 0; i < 254; ++i) {
+    TrainerGroup opened({server.get()}, MakeSpec(absl::StrCat("opened", i), {{"small", "u", 256, 0}}), 1);
+    ASSERT_EQ(opened.Start(), absl::OkStatus()) << i;
+  }
+  ASSERT_EQ(FenceNew("fenced").Wait().status(), absl::OkStatus());
+  AwaitIdle(server.get(), "job");
+  KeepLock("fenced");
+  Answer<v1::FenceResponse> more = FenceNew("more");
+  EXPECT_EQ(model::ReasonOf(more.Wait().status()), model::kBusy) << more.Wait().status();
+  EXPECT_TRUE(absl::IsUnavailable(more.Wait().status()));
+  machine.Open();
+  keeper.join();
+  EXPECT_EQ(fenced.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(FenceNew("more").Wait().status(), absl::OkStatus());
+}
+
 TEST_F(KeptLock, KeepsNoRefusalOfAnOpen) {
   ASSERT_EQ(FenceNew("fenced").Wait().status(), absl::OkStatus());
   AwaitIdle(server.get(), "job");
