@@ -216,8 +216,9 @@ absl::StatusOr<std::vector<v1::EtcdKeyValue>> Etcd::List(const std::string& fold
   BALLAST_ASSIGN_OR_RETURN(auto response, Call<v1::EtcdRangeResponse>(kRange, request, deadline));
   if (response.more()) {
     return model::Error(absl::StatusCode::kInvalidArgument, model::kBadConfig,
-                        absl::StrCat(FormatRegistryUrl(url_), " has more than ", count_max,
-                                     " servers; give each set of servers a prefix of its own"));
+                        absl::StrCat(FormatRegistryUrl(url_), " has more than ", count_max, " keys in ", folder,
+                                     "; remove those of servers and data directories that are gone (`etcdctl del`), or "
+                                     "give each set of servers a prefix of its own"));
   }
   return std::vector<v1::EtcdKeyValue>(std::make_move_iterator(response.mutable_kvs()->begin()),
                                        std::make_move_iterator(response.mutable_kvs()->end()));
