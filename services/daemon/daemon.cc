@@ -13,6 +13,7 @@
 #include "ballast/proto/base/address.h"
 #include "ballast/proto/base/status.h"
 #include "ballast/proto/model/protocol.h"
+#include "ballast/services/counters/counters.h"
 #include "ballast/services/daemon/disk_room.h"
 #include "ballast/services/daemon/memory_room.h"
 
@@ -78,6 +79,18 @@ v1::ServerEntry EntryOf(const std::string& id, uint64_t disk, const std::string&
   entry.set_dram_bytes(budget.dram);
   entry.set_nvme_bytes(budget.nvme);
   return entry;
+}
+
+// Another number after each call that may have left something in the data directory: to be on the safe side also after
+// one that was refused.
+uint64_t ChangesOf(const StateServer& server) {
+  uint64_t changes = 0;
+  for (const Call call :
+       {Call::kFence, Call::kOpen, Call::kSeal, Call::kCommit, Call::kPin, Call::kUnpin, Call::kDropJob}) {
+    const storage::DurationHistogram& answered = server.counters().calls[static_cast<size_t>(call)];
+    for (size_t i = 0; i <= answered.bounds_seconds().size(); ++i) changes += answered.count(i);
+  }
+  return changes;
 }
 
 // Where the port is known before the start, trainers find the server, and wait for it, while its jobs come back.
@@ -167,8 +180,8 @@ std::optional<NotServing> Daemon::OpenHttp() {
 
 std::optional<NotServing> Daemon::ConnectRegistry() {
   if (config_.discovery.empty()) return std::nullopt;
-  registration_ =
-      std::make_unique<Registration>(*registry::ParseRegistryUrl(config_.discovery), config_.server.data_directory);
+  registration_ = std::make_unique<Registration>(*registry::ParseRegistryUrl(config_.discovery),
+                                                 config_.server.data_directory, Registration::Times());
   const absl::Status made = registration_->made();
   if (!made.ok()) return NotServing{made, ExitOf(made)};
   return std::nullopt;
@@ -230,7 +243,10 @@ std::optional<NotServing> Daemon::Announce() {
   const auto entry = [server = server_.get(), address] {
     return EntryOf(server->server_id(), server->disk(), address, v1::SERVER_STATE_SERVING, server->budget());
   };
-  registration_->Announce(entry(), [entry](v1::ServerEntry* now) { *now = entry(); });
+  registration_->Announce(entry(), [entry, server = server_.get()](v1::ServerEntry* now) {
+    *now = entry();
+    return ChangesOf(*server);
+  });
   const absl::Status named = registration_->AwaitName(Signalled);
   if (named.ok()) return std::nullopt;
   return NotServing{named, ExitOfStart(named)};
@@ -242,6 +258,8 @@ Daemon::~Daemon() {
     http_->Withdraw();
     http_->AwaitAnswers();
   }
+  check_.reset();
+  rpc_.reset();
   registration_.reset();
 }
 
@@ -252,9 +270,10 @@ void Daemon::Reload() {
 
 void Daemon::Stop() {
   http_->Withdraw();
-  registration_.reset();
   check_.reset();
   rpc_->Stop(kGrace);
+  // The last mark comes after the last change. No other copy may have the name until then.
+  registration_.reset();
 }
 
 }  // namespace ballast::services

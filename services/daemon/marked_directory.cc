@@ -23,9 +23,10 @@ uint64_t Draw() {
 void WarnOfLostMark(const v1::ServerEntry& entry, uint64_t own, uint64_t etcds) {
   if (own <= etcds + 1) return;
   spdlog::warn(
-      "etcd has mark {} of data directory number {}, whose own is {}: etcd lost its data or came back from a backup. "
-      "If "
-      "there are copies of the directory, see to it that this one served last as '{}'",
+      "etcd has mark {} of data directory number {}, whose own is {}: etcd lost its data or came back from a backup, "
+      "or "
+      "`discovery` names another etcd or prefix than before. If there are copies of the directory, see to it that this "
+      "one served last as '{}'",
       etcds, model::ShowDisk(entry.disk()), own, entry.server_id());
 }
 
@@ -46,19 +47,35 @@ v1::DirectoryMark NextMark(const v1::DirectoryMark& own, const std::optional<v1:
   return next;
 }
 
-v1::DirectoryMark MarkedDirectory::Read(uint64_t disk) const {
+absl::StatusOr<v1::DirectoryMark> MarkedDirectory::Read(uint64_t disk) const {
   v1::DirectoryMark none, mark;
   none.set_disk(disk);
   const absl::StatusOr<std::string> text = storage::ReadSmallFile(absl::StrCat(path_, "/", kMarkFile));
-  if (!text.ok() || !google::protobuf::util::JsonStringToMessage(*text, &mark).ok()) return none;
+  if (absl::IsNotFound(text.status())) return none;
+  BALLAST_RETURN_IF_ERROR(text.status());
+  if (!google::protobuf::util::JsonStringToMessage(*text, &mark).ok()) return none;
   return mark.disk() == disk ? mark : none;
 }
 
-absl::StatusOr<bool> MarkedDirectory::RaiseOnce(const v1::ServerEntry& entry, absl::Time deadline) {
-  BALLAST_ASSIGN_OR_RETURN(const auto found, registry_->FindMark(entry.server_id(), entry.disk(), deadline));
+absl::StatusOr<MarkedDirectory::Marks> MarkedDirectory::Look(const v1::ServerEntry& entry, absl::Time deadline) const {
+  Marks marks;
+  // etcd's first: the file may rise meanwhile, and rises before etcd's.
+  BALLAST_ASSIGN_OR_RETURN(marks.etcds, registry_->FindMark(entry.server_id(), entry.disk(), deadline));
+  BALLAST_ASSIGN_OR_RETURN(marks.own, Read(entry.disk()));
+  if (marks.etcds.has_value() && !IsNewestCopy(marks.own, marks.etcds->value)) {
+    return OlderCopy(entry, marks.own, marks.etcds->value);
+  }
+  return marks;
+}
+
+absl::Status MarkedDirectory::Check(const v1::ServerEntry& entry, absl::Time deadline) const {
+  return Look(entry, deadline).status();
+}
+
+absl::StatusOr<bool> MarkedDirectory::RaiseOnce(const v1::ServerEntry& entry, absl::Duration call_timeout) {
+  BALLAST_ASSIGN_OR_RETURN(const Marks marks, Look(entry, absl::Now() + call_timeout));
+  const auto& [own, found] = marks;
   const std::optional<v1::DirectoryMark> etcds = found.has_value() ? std::optional(found->value) : std::nullopt;
-  const v1::DirectoryMark own = Read(entry.disk());
-  if (!IsNewestCopy(own, etcds)) return OlderCopy(entry, own, *etcds);
   WarnOfLostMark(entry, own.count(), found.has_value() ? found->value.count() : 0);
   v1::DirectoryMark next = NextMark(own, etcds, Draw());
   const bool raised = next.count() > own.count();
@@ -70,17 +87,18 @@ absl::StatusOr<bool> MarkedDirectory::RaiseOnce(const v1::ServerEntry& entry, ab
     BALLAST_RETURN_IF_ERROR(storage::WriteSmallFile(absl::StrCat(path_, "/", kMarkFile), json));
   }
   BALLAST_ASSIGN_OR_RETURN(
-      const bool put, registry_->PutMark(entry.server_id(), next, found.has_value() ? found->revision : 0, deadline));
+      const bool put,
+      registry_->PutMark(entry.server_id(), next, found.has_value() ? found->revision : 0, absl::Now() + call_timeout));
   if (put) return raised;
   return model::Error(
       absl::StatusCode::kAborted, model::kBusy,
       absl::StrCat("the key ", registry_->MarkKeyName(entry.server_id(), entry.disk()), " changed meanwhile"));
 }
 
-absl::Status MarkedDirectory::Raise(const v1::ServerEntry& entry, absl::Time deadline) {
-  BALLAST_ASSIGN_OR_RETURN(const bool raised, RaiseOnce(entry, deadline));
+absl::Status MarkedDirectory::Raise(const v1::ServerEntry& entry, absl::Duration call_timeout) {
+  BALLAST_ASSIGN_OR_RETURN(const bool raised, RaiseOnce(entry, call_timeout));
   if (raised) return absl::OkStatus();
-  return RaiseOnce(entry, deadline).status();
+  return RaiseOnce(entry, call_timeout).status();
 }
 
 absl::Status MarkedDirectory::OlderCopy(const v1::ServerEntry& entry, const v1::DirectoryMark& own,

@@ -28,23 +28,31 @@ bool IsNewestCopy(const v1::DirectoryMark& own, const std::optional<v1::Director
 // `draw`, which is random. REQUIRES: IsNewestCopy.
 v1::DirectoryMark NextMark(const v1::DirectoryMark& own, const std::optional<v1::DirectoryMark>& etcds, uint64_t draw);
 
-// Threads: one at a time.
+// Threads: any for Check, one at a time for Raise.
 class MarkedDirectory {
  public:
   // Borrows `registry`.
   MarkedDirectory(std::string path, registry::Registry* registry) : path_(std::move(path)), registry_(registry) {}
 
-  // Raises the mark of this directory, which serves as `entry` says. FAILED_PRECONDITION (BAD_CONFIG), with both marks
-  // and what to do, if another copy served since this one was made. ABORTED (BUSY) if etcd's mark changed meanwhile:
-  // the next try tells. INTERNAL (IO) or (DISK_FULL) if the file cannot be written; also errors of Registry. REQUIRES:
-  // the caller has the directory's lock.
-  absl::Status Raise(const v1::ServerEntry& entry, absl::Time deadline);
+  // FAILED_PRECONDITION (BAD_CONFIG), with both marks and what to do, if another copy served since this one was made.
+  // Any other error says nothing of that: of Registry, or IoError's of the file.
+  absl::Status Check(const v1::ServerEntry& entry, absl::Time deadline) const;
+  // Raises the mark of this directory, which serves as `entry` says. Each call to etcd takes `call_timeout` at most;
+  // the disk has no bound. Errors of Check; ABORTED (BUSY) if etcd's mark changed meanwhile: the next try tells.
+  // REQUIRES: the caller has the directory's lock.
+  absl::Status Raise(const v1::ServerEntry& entry, absl::Duration call_timeout);
 
  private:
-  // An unreadable file, and one of another number, count as none: its directory is not known to be the newest.
-  v1::DirectoryMark Read(uint64_t disk) const;
+  struct Marks {
+    v1::DirectoryMark own;
+    std::optional<registry::Registry::Found<v1::DirectoryMark>> etcds;
+  };
+  // Errors of Check.
+  absl::StatusOr<Marks> Look(const v1::ServerEntry& entry, absl::Time deadline) const;
+  // Without the file, or with one that is no mark or has another number: none, which is older than any.
+  absl::StatusOr<v1::DirectoryMark> Read(uint64_t disk) const;
   // False: only a mark that had not got to etcd is there now.
-  absl::StatusOr<bool> RaiseOnce(const v1::ServerEntry& entry, absl::Time deadline);
+  absl::StatusOr<bool> RaiseOnce(const v1::ServerEntry& entry, absl::Duration call_timeout);
   absl::Status OlderCopy(const v1::ServerEntry& entry, const v1::DirectoryMark& own,
                          const v1::DirectoryMark& etcds) const;
 

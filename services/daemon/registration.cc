@@ -17,15 +17,16 @@ namespace {
 
 constexpr absl::Duration kCallTimeout = absl::Seconds(2);
 constexpr absl::Duration kFarewellTimeout = absl::Seconds(1);
+constexpr absl::Duration kFarewellMark = absl::Seconds(2);
 // The entry of a server that is over goes within a lease, give or take what etcd rounds.
 constexpr double kLeasesUntilAlive = 1.5;
-// A copy that was made since the last mark looks like its original. Each mark is a write of etcd.
-constexpr int kLeasesUntilMarked = 3;
 
 }  // namespace
 
-Registration::Registration(const registry::RegistryUrl& url, const std::string& directory, absl::Duration lease)
-    : registry_(url), lease_time_(lease), marked_(directory, &registry_) {
+Registration::Registration(const registry::RegistryUrl& url, const std::string& directory, const Times& times)
+    : registry_(url), lease_time_(times.lease), marked_(directory, &registry_), marker_(&marked_, times.mark) {
+  made_ = marker_.made();
+  if (!made_.ok()) return;
   absl::StatusOr<std::thread> thread = model::MakeThread([this] { Run(); });
   made_ = thread.status();
   if (thread.ok()) thread_ = *std::move(thread);
@@ -46,11 +47,13 @@ void Registration::Announce(v1::ServerEntry entry, Fill fill) {
     entry_ = std::move(entry);
     fill_ = std::move(fill);
     wanted_ = true;
+    // What a beat that failed settled, the next one settles anew.
+    if (!got_name_) named_.reset();
   }
   changed_.notify_all();
 }
 
-absl::Status Registration::Beat(const v1::ServerEntry& entry) {
+absl::Status Registration::Beat(const v1::ServerEntry& entry, uint64_t changes) {
   const auto deadline = [] { return absl::Now() + kCallTimeout; };
   if (lease_ != 0) {
     const absl::Status kept = registry_.etcd().KeepAlive(lease_, deadline());
@@ -69,7 +72,8 @@ absl::Status Registration::Beat(const v1::ServerEntry& entry) {
   }
   holder_ = 0;
   const bool written = holder.has_value() && holder->lease == lease_;
-  if (!written) BALLAST_RETURN_IF_ERROR(RaiseMark(entry, kCallTimeout));
+  if (marker_.TakeOlder()) checked_ = false;
+  if (!written || !checked_) BALLAST_RETURN_IF_ERROR(CheckCopy(entry, written));
   if (!written || !google::protobuf::util::MessageDifferencer::Equals(entry, written_)) {
     BALLAST_ASSIGN_OR_RETURN(const bool put,
                              registry_.Put(entry, lease_, holder.has_value() ? holder->revision : 0, deadline()));
@@ -80,15 +84,23 @@ absl::Status Registration::Beat(const v1::ServerEntry& entry) {
     written_ = entry;
     written_lease_ = lease_;
   }
-  const bool due =
-      std::chrono::steady_clock::now() - marked_at_ > absl::ToChronoMilliseconds(kLeasesUntilMarked * lease_time_);
-  return due ? RaiseMark(entry, kCallTimeout) : absl::OkStatus();
+  if (checked_) marker_.Ask(entry, changes, written ? Marker::When::kIfDue : Marker::When::kNow);
+  return absl::OkStatus();
 }
 
-absl::Status Registration::RaiseMark(const v1::ServerEntry& entry, absl::Duration timeout) {
-  const auto now = std::chrono::steady_clock::now();
-  BALLAST_RETURN_IF_ERROR(marked_.Raise(entry, absl::Now() + timeout));
-  marked_at_ = now;
+absl::Status Registration::CheckCopy(const v1::ServerEntry& entry, bool written) {
+  const absl::Status checked = marked_.Check(entry, absl::Now() + kCallTimeout);
+  checked_ = checked.ok();
+  if (absl::IsFailedPrecondition(checked)) {
+    if (written && registry_.etcd().Revoke(lease_, absl::Now() + kCallTimeout).ok()) lease_ = 0;
+    return checked;
+  }
+  if (!written && absl::IsUnavailable(checked)) return checked;
+  if (!checked_ && !std::exchange(told_doubt_, true)) {
+    spdlog::warn("'{}' registers though nothing tells whether its data directory is the newest copy; asks again: {}",
+                 entry.server_id(), std::string(checked.message()));
+  }
+  told_doubt_ = !checked_;
   return absl::OkStatus();
 }
 
@@ -130,9 +142,11 @@ void Registration::Settle(const absl::Status& beaten) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     held_ = held;
-    const bool settled = !named_.has_value() && (held ? outlasts : !absl::IsAborted(beaten));
+    got_name_ = got_name_ || beaten.ok();
+    // After an Announce the next beat tells.
+    const bool settled = !named_.has_value() && !wanted_ && (held ? outlasts : !absl::IsAborted(beaten));
     // A registry that does not answer, or refuses, keeps no server from serving.
-    if (settled) named_ = held || older ? beaten : absl::OkStatus();
+    if (settled || older || beaten.ok()) named_ = held || older ? beaten : absl::OkStatus();
   }
   changed_.notify_all();
 }
@@ -146,6 +160,7 @@ absl::Status Registration::AwaitName(const std::function<absl::Status()>& interr
 }
 
 void Registration::Run() {
+  uint64_t changes = 0;
   for (;;) {
     v1::ServerEntry entry;
     {
@@ -155,15 +170,21 @@ void Registration::Run() {
       if (stopping_) break;
       wanted_ = false;
       entry = entry_;
-      if (fill_) fill_(&entry);
+      // Without `fill` there may be changes at any time.
+      changes = fill_ ? fill_(&entry) : changes + 1;
     }
     if (entry.server_id().empty()) continue;
-    const absl::Status beaten = Beat(entry);
+    const absl::Status beaten = Beat(entry, changes);
     Tell(beaten);
     Settle(beaten);
   }
   const bool registered = written_lease_ != 0 && written_lease_ == lease_ && holder_ == 0;
-  if (registered) (void)RaiseMark(written_, kFarewellTimeout);
+  if (registered && checked_) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    v1::ServerEntry entry = entry_;
+    marker_.Ask(written_, fill_ ? fill_(&entry) : changes + 1, Marker::When::kIfChanged);
+  }
+  marker_.Await(kFarewellMark);
   if (lease_ != 0) (void)registry_.etcd().Revoke(lease_, absl::Now() + kFarewellTimeout);
 }
 

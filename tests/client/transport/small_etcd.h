@@ -1,4 +1,4 @@
-// An etcd of a test's own, which loses answers and has other writers.
+// An etcd of a test's own, which loses answers, refuses or is silent, and has other writers.
 #pragma once
 
 #include <grpcpp/generic/async_generic_service.h>
@@ -7,6 +7,7 @@
 #include <grpcpp/server_builder.h>
 
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <string>
@@ -21,7 +22,7 @@
 
 namespace ballast::client {
 
-// Ranges, and transactions that compare one key's mod_revision.
+// Ranges, transactions that compare one key's mod_revision, and leases, which end by Revoke alone.
 class SmallEtcd final : public grpc::CallbackGenericService {
  public:
   SmallEtcd() {
@@ -46,6 +47,27 @@ class SmallEtcd final : public grpc::CallbackGenericService {
     absl::MutexLock lock(&mutex_);
     values_[key] = {std::move(bytes), ++revision_};
   }
+  // Every call is UNAVAILABLE.
+  void SetSilent(bool silent) {
+    absl::MutexLock lock(&mutex_);
+    silent_ = silent;
+  }
+  // Reads and transactions of keys that contain `part` are refused.
+  void Refuse(std::string part) {
+    absl::MutexLock lock(&mutex_);
+    refused_ = std::move(part);
+  }
+  // Empty: absent.
+  std::string Get(const std::string& key) const {
+    absl::MutexLock lock(&mutex_);
+    const auto found = values_.find(key);
+    return found == values_.end() ? "" : found->second.bytes;
+  }
+  int64_t kept_leases() const {
+    absl::MutexLock lock(&mutex_);
+    return kept_leases_;
+  }
+  const std::string& url() const { return url_; }
   // Called before the next transaction.
   void BeforeTheNext(std::function<void()> what) {
     absl::MutexLock lock(&mutex_);
@@ -60,6 +82,7 @@ class SmallEtcd final : public grpc::CallbackGenericService {
   struct Value {
     std::string bytes;
     int64_t revision = 0;
+    int64_t lease = 0;
   };
 
   class Answer final : public grpc::ServerGenericBidiReactor {
@@ -71,9 +94,7 @@ class SmallEtcd final : public grpc::CallbackGenericService {
       (void)question_.DumpToSingleSlice(&question);
       const std::string bytes(reinterpret_cast<const char*>(question.begin()), question.size());
       std::string answer;
-      if (!etcd_->Carry(method_, bytes, &answer)) {
-        return Finish(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the answer is lost"));
-      }
+      if (const grpc::Status status = etcd_->Carry(method_, bytes, &answer); !status.ok()) return Finish(status);
       const grpc::Slice slice(answer);
       answer_ = grpc::ByteBuffer(&slice, 1);
       StartWriteAndFinish(&answer_, grpc::WriteOptions(), grpc::Status::OK);
@@ -86,12 +107,17 @@ class SmallEtcd final : public grpc::CallbackGenericService {
     grpc::ByteBuffer question_, answer_;
   };
 
-  // False: the answer is lost.
-  bool Carry(const std::string& method, const std::string& question, std::string* answer) {
+  grpc::Status Carry(const std::string& method, const std::string& question, std::string* answer) {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (silent_) return grpc::Status(grpc::StatusCode::UNAVAILABLE, "silent");
+    }
+    if (absl::StrContains(method, "/Lease")) return CarryLease(method, question, answer);
     if (absl::EndsWith(method, "/Range")) {
       v1::EtcdRangeRequest range;
       (void)range.ParseFromString(question);
       absl::MutexLock lock(&mutex_);
+      if (IsRefused(range.key())) return Denied();
       v1::EtcdRangeResponse response;
       const std::string end = range.range_end().empty() ? range.key() + '\0' : range.range_end();
       for (auto value = values_.lower_bound(range.key()); value != values_.end() && value->first < end; ++value) {
@@ -99,9 +125,10 @@ class SmallEtcd final : public grpc::CallbackGenericService {
         pair->set_key(value->first);
         pair->set_value(value->second.bytes);
         pair->set_mod_revision(value->second.revision);
+        pair->set_lease(value->second.lease);
       }
       *answer = response.SerializeAsString();
-      return true;
+      return grpc::Status::OK;
     }
     std::function<void()> before;
     {
@@ -112,23 +139,57 @@ class SmallEtcd final : public grpc::CallbackGenericService {
     v1::EtcdTxnRequest txn;
     (void)txn.ParseFromString(question);
     absl::MutexLock lock(&mutex_);
+    if (IsRefused(txn.compare(0).key())) return Denied();
     Value& value = values_[txn.compare(0).key()];
     v1::EtcdTxnResponse response;
     response.set_succeeded(value.revision == txn.compare(0).mod_revision());
-    if (response.succeeded() && txn.success(0).has_put()) value = {txn.success(0).put().value(), ++revision_};
+    if (response.succeeded() && txn.success(0).has_put()) {
+      value = {txn.success(0).put().value(), ++revision_, txn.success(0).put().lease()};
+    }
     if (value.revision == 0 || (response.succeeded() && txn.success(0).has_delete_range())) {
       values_.erase(txn.compare(0).key());
     }
     *answer = response.SerializeAsString();
-    return !std::exchange(lose_, false);
+    if (!std::exchange(lose_, false)) return grpc::Status::OK;
+    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "the answer is lost");
   }
+
+  grpc::Status CarryLease(const std::string& method, const std::string& question, std::string* answer) {
+    absl::MutexLock lock(&mutex_);
+    if (absl::EndsWith(method, "/LeaseGrant")) {
+      v1::EtcdLeaseGrantResponse response;
+      response.set_id(++leases_);
+      *answer = response.SerializeAsString();
+    } else if (absl::EndsWith(method, "/LeaseKeepAlive")) {
+      v1::EtcdLeaseKeepAliveResponse response;
+      response.set_ttl_seconds(10);
+      ++kept_leases_;
+      *answer = response.SerializeAsString();
+    } else {
+      v1::EtcdLeaseRevokeRequest revoke;
+      (void)revoke.ParseFromString(question);
+      for (auto value = values_.begin(); value != values_.end();) {
+        value = value->second.lease == revoke.id() ? values_.erase(value) : std::next(value);
+      }
+    }
+    return grpc::Status::OK;
+  }
+
+  bool IsRefused(const std::string& key) const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return !refused_.empty() && absl::StrContains(key, refused_);
+  }
+  static grpc::Status Denied() { return grpc::Status(grpc::StatusCode::PERMISSION_DENIED, "permission denied"); }
 
   std::string url_;
   std::unique_ptr<grpc::Server> server_;
-  absl::Mutex mutex_;
+  mutable absl::Mutex mutex_;
   std::map<std::string, Value> values_ ABSL_GUARDED_BY(mutex_);
   int64_t revision_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t leases_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t kept_leases_ ABSL_GUARDED_BY(mutex_) = 0;
   bool lose_ ABSL_GUARDED_BY(mutex_) = false;
+  bool silent_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string refused_ ABSL_GUARDED_BY(mutex_);  // empty: nothing is
   std::function<void()> before_ ABSL_GUARDED_BY(mutex_);
 };
 
