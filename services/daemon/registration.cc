@@ -54,16 +54,8 @@ void Registration::Announce(v1::ServerEntry entry, Fill fill) {
 }
 
 absl::Status Registration::Beat(const v1::ServerEntry& entry, uint64_t changes) {
-  const auto deadline = [] { return absl::Now() + kCallTimeout; };
-  if (lease_ != 0) {
-    const absl::Status kept = registry_.etcd().KeepAlive(lease_, deadline());
-    if (absl::IsNotFound(kept)) lease_ = 0;
-    if (!kept.ok() && lease_ != 0) return kept;
-  }
-  if (lease_ == 0) {
-    BALLAST_ASSIGN_OR_RETURN(lease_, registry_.etcd().Grant(lease_time_, deadline()));
-  }
-  BALLAST_ASSIGN_OR_RETURN(const auto holder, registry_.Find(entry.server_id(), deadline()));
+  BALLAST_RETURN_IF_ERROR(KeepLease());
+  BALLAST_ASSIGN_OR_RETURN(const auto holder, registry_.Find(entry.server_id(), absl::Now() + kCallTimeout));
   if (holder.has_value() && holder->lease != lease_ && holder->lease != written_lease_) {
     // The run before this one, whose lease lasts a while longer: two cannot listen at one address.
     const bool before =
@@ -75,16 +67,30 @@ absl::Status Registration::Beat(const v1::ServerEntry& entry, uint64_t changes) 
   if (marker_.TakeOlder()) checked_ = false;
   if (!written || !checked_) BALLAST_RETURN_IF_ERROR(CheckCopy(entry, written));
   if (!written || !google::protobuf::util::MessageDifferencer::Equals(entry, written_)) {
-    BALLAST_ASSIGN_OR_RETURN(const bool put,
-                             registry_.Put(entry, lease_, holder.has_value() ? holder->revision : 0, deadline()));
-    if (!put) {
-      return model::Error(absl::StatusCode::kAborted, model::kBusy,
-                          absl::StrCat("the entry of '", entry.server_id(), "' changed meanwhile"));
-    }
-    written_ = entry;
-    written_lease_ = lease_;
+    BALLAST_RETURN_IF_ERROR(WriteEntry(entry, holder.has_value() ? holder->revision : 0));
   }
   if (checked_) marker_.Ask(entry, changes, written ? Marker::When::kIfDue : Marker::When::kNow);
+  return absl::OkStatus();
+}
+
+absl::Status Registration::KeepLease() {
+  if (lease_ != 0) {
+    const absl::Status kept = registry_.etcd().KeepAlive(lease_, absl::Now() + kCallTimeout);
+    if (!absl::IsNotFound(kept)) return kept;
+    lease_ = 0;
+  }
+  BALLAST_ASSIGN_OR_RETURN(lease_, registry_.etcd().Grant(lease_time_, absl::Now() + kCallTimeout));
+  return absl::OkStatus();
+}
+
+absl::Status Registration::WriteEntry(const v1::ServerEntry& entry, int64_t revision) {
+  BALLAST_ASSIGN_OR_RETURN(const bool put, registry_.Put(entry, lease_, revision, absl::Now() + kCallTimeout));
+  if (!put) {
+    return model::Error(absl::StatusCode::kAborted, model::kBusy,
+                        absl::StrCat("the entry of '", entry.server_id(), "' changed meanwhile"));
+  }
+  written_ = entry;
+  written_lease_ = lease_;
   return absl::OkStatus();
 }
 

@@ -46,13 +46,17 @@ class Registration {
   // Blocks until this server has its name in the registry, or the registry does not answer. ALREADY_EXISTS
   // (BAD_CONFIG), with both servers, if the name is that of another living server: its entry outlasts a lease.
   // FAILED_PRECONDITION (BAD_CONFIG) for an older copy of the data directory, also if the registry tells so only after
-  // an earlier AwaitName returned. Also returns errors of `interrupt` (may
-  // be empty), which is asked meanwhile. REQUIRES: Announce.
+  // an earlier AwaitName returned. Also returns errors of `interrupt` (may be empty), which is asked meanwhile.
+  // REQUIRES: Announce.
   absl::Status AwaitName(const std::function<absl::Status()>& interrupt);
 
  private:
   void Run();
   absl::Status Beat(const v1::ServerEntry& entry, uint64_t changes);
+  // Renews the lease, or takes a new one.
+  absl::Status KeepLease();
+  // If the entry's revision is `revision` (0: there is none).
+  absl::Status WriteEntry(const v1::ServerEntry& entry, int64_t revision);
   // FAILED_PRECONDITION: etcd's mark shows an older copy, and there is no entry of it now. OK if etcd or the file does
   // not tell, unless the entry is to be written and etcd does not answer.
   absl::Status CheckCopy(const v1::ServerEntry& entry, bool written);
