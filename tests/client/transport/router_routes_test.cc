@@ -507,9 +507,10 @@ TEST_F(RouterRoutesTest, AReadersLooksFindThatAServerIsBack) {
   source->on_pull = [](const v1::PullRequest&, absl::Span<std::byte>) { return Down(); };
   source->on_get_job = [](const v1::GetJobRequest&) -> absl::StatusOr<v1::GetJobResponse> { return Down(); };
   EXPECT_EQ(PullPatiently(), absl::OkStatus());
-  while (router().Silent().empty()) absl::SleepFor(absl::Milliseconds(10));
-  source->on_get_job = [](const v1::GetJobRequest&) { return absl::StatusOr<v1::GetJobResponse>(Opened()); };
   const absl::Time end = Soon();
+  while (router().Silent().empty() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(10));
+  ASSERT_THAT(router().Silent(), testing::Not(IsEmpty()));
+  source->on_get_job = [](const v1::GetJobRequest&) { return absl::StatusOr<v1::GetJobResponse>(Opened()); };
   while (!router().Silent().empty() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(10));
   EXPECT_THAT(router().Silent(), IsEmpty());
 }
